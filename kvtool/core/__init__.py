@@ -1,0 +1,1 @@
+"""The one package that every command shares: never prints, never reads sys.argv."""

@@ -1,0 +1,1 @@
+"""KV tensor ⇄ bytes."""

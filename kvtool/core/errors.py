@@ -1,0 +1,82 @@
+"""Every error a user can meet: what happened, what to do about it, and the exit code a script sees."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_PARTIAL = 3
+EXIT_NO_STORE = 10
+EXIT_LOCKED = 11
+EXIT_MISFIT = 12
+EXIT_DAMAGED = 13
+EXIT_NO_SPACE = 14
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class KvtoolError(Exception):
+    """Base of all errors that are shown as `error: …` and `hint: …` instead of a traceback.
+
+    Parameters
+    ----------
+    message : what happened, and on what.
+    hint : what to do next; empty when there is nothing sensible to say.
+    """
+
+    exit_code: ClassVar[int] = EXIT_FAILED
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(KvtoolError):
+    """The request itself makes no sense (a wrong flag, a missing path, an unknown chunk id)."""
+
+    exit_code = EXIT_USAGE
+
+
+class StoreNotFoundError(KvtoolError):
+    """There is no store at the given place."""
+
+    exit_code = EXIT_NO_STORE
+
+
+class StoreLockedError(KvtoolError):
+    """Another process is writing to the store."""
+
+    exit_code = EXIT_LOCKED
+
+
+class StoreFormatError(KvtoolError):
+    """The store was written by a newer kvtool, or the folder holds something else."""
+
+    exit_code = EXIT_MISFIT
+
+
+class ModelError(KvtoolError):
+    """The model cannot be found, loaded or supported, or is not the one the store was built with."""
+
+    exit_code = EXIT_MISFIT
+
+
+class GateError(KvtoolError):
+    """The model failed the gate: its fused caches are not what full recompute gives."""
+
+    exit_code = EXIT_MISFIT
+
+
+class DamagedError(KvtoolError):
+    """Stored bytes do not match their digest."""
+
+    exit_code = EXIT_DAMAGED
+
+
+class NoSpaceError(KvtoolError):
+    """The disk, the map or the size budget is full."""
+
+    exit_code = EXIT_NO_SPACE

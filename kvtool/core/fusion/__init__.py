@@ -1,0 +1,1 @@
+"""Chunk KVs → one prompt cache: plan, selectors, recompute engine, loader."""
