@@ -1,0 +1,27 @@
+"""Level `raw`: the model's own numbers, byte for byte."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtool.core.codec.base import Payload, Shape
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Raw:
+    """K then V, each `[kv_heads, tokens, head_dim]` in C order, little-endian (law 7: bit for bit)."""
+
+    level = "raw"
+    lossless = True
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[bytes]:
+        """Bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
+        return [side.contiguous().view(torch.uint8).numpy().tobytes() for side in (keys, values)]
+
+    def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer; they share `payload`'s memory and must not be written to."""
+        flat = torch.frombuffer(payload, dtype=DTYPES[dtype])
+        keys, values = flat.view(2, *shape)
+        return keys, values

@@ -1,0 +1,135 @@
+"""The one engine behind every fusion mode: rows of all segments in one pass over a cache that loads meanwhile."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.narrowing import Narrowing
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.source import KVSource, RecordMissing
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """prompt = reused + recomputed + fresh. `recomputed`: cached rows computed at the last layer; `fresh`: question
+    and holes. `rows` is what was computed at each layer, all kinds together."""
+
+    prompt: int
+    reused: int
+    recomputed: int
+    fresh: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FuseTiming:
+    """Milliseconds. `read`, `decode`, `upload` and `rotate` run beside `recompute` in the loader's thread;
+    `wait` is how long the compute stood still for them."""
+
+    read: float
+    decode: float
+    upload: float
+    rotate: float
+    select: float
+    recompute: float
+    wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A prompt's fused cache and the logits of its last token.
+
+    Attributes
+    ----------
+    logits : float32 `[vocabulary]`.
+    plan : as computed; segments whose records turned out unusable are misses in it.
+    recomputed : bool `[length]`, the cached rows computed at the last layer.
+    """
+
+    logits: torch.Tensor
+    cache: PromptCache
+    plan: Plan
+    tokens: TokenCounts
+    timing: FuseTiming
+    bytes_read: int
+    recomputed: torch.Tensor
+
+
+def fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int = 0) -> Fused:
+    """Fuse the cached segments of a plan and compute the rest.
+
+    A record that turns out missing or damaged while layers are already running becomes a hole: the pass starts again
+    with that segment computed in place, and the plan in the result says why.
+
+    Parameters
+    ----------
+    reserve : room for tokens that will be generated.
+    """
+    while True:
+        try:
+            return _fuse(decoder, plan, selector, source, reserve)
+        except RecordMissing as missing:
+            plan = plan.without(missing.segment, missing.reason)
+
+
+def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int) -> Fused:
+    cache = decoder.new_cache(plan.length + reserve)
+    cache.set_length(plan.length)
+    cached = plan.mask("hit", "exact")
+    if not selector.uses_cache:
+        wanted, needed = cached, []
+    else:
+        wanted = selector.rows(plan) & cached
+        needed = [s for s in plan.cached if not wanted[s.start : s.stop].all() or selector.narrowing(plan, 2)]
+    started = time.perf_counter()
+    rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)
+    ids = plan.ids
+    with ExitStack() as stack:
+        loader = stack.enter_context(Loader(decoder, needed, cache, source))
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached)
+        cache.before_update = narrowing.on_update
+        if narrowing.targets:
+            stack.enter_context(narrowing.hooked())
+        logits = decoder.compute([ids[position] for position in rows.order], rows, cache)[-1]
+    cache.before_update = None
+    total = time.perf_counter() - started
+    recomputed = torch.zeros(plan.length, dtype=torch.bool)
+    recomputed[narrowing.rows.order] = True
+    recomputed &= cached
+    return Fused(
+        logits=logits,
+        cache=cache,
+        plan=plan,
+        tokens=_count(plan, cached, recomputed, narrowing.computed),
+        timing=_timing(loader, narrowing, total),
+        bytes_read=loader.stats.bytes_read,
+        recomputed=recomputed,
+    )
+
+
+def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
+    again, kept = int(recomputed.sum()), int(cached.sum())
+    return TokenCounts(plan.length, kept - again, again, plan.length - kept, tuple(computed))
+
+
+def _timing(loader: Loader, narrowing: Any, total: float) -> FuseTiming:
+    seconds = {
+        "read": loader.stats.read_s,
+        "decode": loader.stats.decode_s,
+        "upload": loader.upload_s,
+        "rotate": loader.rotate_s,
+        "select": narrowing.select_s,
+        "recompute": total - narrowing.select_s - loader.waited_s,
+        "wait": loader.waited_s,
+    }
+    return FuseTiming(**{name: value * 1e3 for name, value in seconds.items()})

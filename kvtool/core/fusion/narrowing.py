@@ -1,0 +1,145 @@
+"""Rows that change between layers: measure the KV deviation of the candidates, keep the highest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors import Selector
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.prompt_cache import PromptCache
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Stopped(Exception):
+    """Carries a layer's keys and values out of its forward before any attention is computed."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.kv = keys, values
+
+
+class _StopAtCache(Cache):
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> LayerKV:
+        raise _Stopped(key_states, value_states)
+
+
+class Narrowing:
+    """Watches one pass: waits for each layer's records, and drops rows before the layers a selector names.
+
+    A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
+    stays untouched. To rank candidates the hook runs the layer up to its cache write (norm and QKV projection only).
+    Keys and values that this gives for dropped rows are newer than the stored ones and are kept.
+
+    Attributes
+    ----------
+    rows : the rows of the layer that runs.
+    computed : number of rows computed, by layer.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: Plan,
+        selector: Selector,
+        cache: PromptCache,
+        loader: Loader,
+        rows: Rows,
+        cached: torch.Tensor,
+    ) -> None:
+        self.targets = selector.narrowing(plan, len(decoder.layers))
+        self.rows = rows
+        self.computed: list[int] = []
+        self.select_s = 0.0
+        self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
+        self._cached = cached.to(decoder.device)
+        self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
+
+    def on_update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The cache is about to take this layer's rows: their place must have been loaded before."""
+        self._loader.wait(layer)
+        self.computed.append(keys.shape[2])
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hooks on every layer from the first narrowing on."""
+        first = min(self.targets)
+        handles = [
+            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            for layer, module in enumerate(self._decoder.layers)
+            if layer >= first
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, layer: int) -> Any:
+        def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            hidden = args[0]
+            kwargs = self._with_rows(kwargs)
+            if layer in self.targets:
+                keep = self._choose(module, layer, hidden, kwargs)
+                hidden = hidden[:, keep]
+                kwargs = self._with_rows(kwargs, keep)
+            return (hidden, *args[1:]), kwargs
+
+        return narrow
+
+    def _choose(self, module: Any, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Indices (ascending) of the current rows that stay: all that are not cached, and the highest deviations."""
+        self._loader.wait(layer)
+        started = time.perf_counter()
+        keys, values = _kv_of(module, hidden, kwargs)
+        buffer = self._cache.buffers[layer]
+        again = self._cached[self.rows.positions].nonzero()[:, 0]
+        where = self.rows.positions[again]
+        new = keys[:, :, again], values[:, :, again]
+        deviation = self._selector.deviation(new, (buffer.keys[:, :, where], buffer.values[:, :, where]))
+        buffer.scatter(where, *new)
+        top = deviation.topk(min(self.targets[layer], len(again))).indices
+        keep = ~self._cached[self.rows.positions]
+        keep[again[top]] = True
+        indices = keep.nonzero()[:, 0]
+        self._kept = indices if self._kept is None else self._kept[indices]
+        self.rows = Rows.of(self.rows.positions[indices].cpu(), self._decoder.device)
+        self._cache.rows = self.rows
+        self.select_s += time.perf_counter() - started
+        return indices
+
+    def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:
+        """The layer's arguments for the current rows (`keep`: of the arguments' rows; else of the first layer's)."""
+        keep = self._kept if keep is None else keep
+        if keep is None:
+            return kwargs
+        cos, sin = kwargs["position_embeddings"]
+        changed = {"position_embeddings": (cos[:, keep], sin[:, keep]), "rows": self.rows}
+        if kwargs.get("position_ids") is not None:
+            changed["position_ids"] = kwargs["position_ids"][:, keep]
+        return kwargs | changed
+
+
+def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV:
+    """Rotated keys and values `[1, kv_heads, rows, head_dim]` that a layer makes of its input."""
+    try:
+        module.forward(hidden, **(kwargs | {"past_key_values": _StopAtCache()}))
+    except _Stopped as stopped:
+        return stopped.kv
+    raise AssertionError("the layer did not write to its cache")

@@ -1,0 +1,119 @@
+"""The prompt as segments with absolute positions, and what of it is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from kvtool.core.cache.identity import ids_digest
+
+Status = Literal["hit", "exact", "miss", "fresh"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A segment as it is wanted: its token ids, and where its KV is kept.
+
+    Attributes
+    ----------
+    lead_in : digest of the token ids behind which the stored rows were prefilled.
+    level : codec level to read, or None when nothing is stored; `reason` then says why.
+    """
+
+    ids: tuple[int, ...]
+    chunk_id: bytes = b""
+    lead_in: bytes = b""
+    level: str | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and what full prefill gives), `miss`
+    (should be cached, is computed in place) or `fresh` (never cached: the question)."""
+
+    ids: tuple[int, ...]
+    start: int
+    status: Status
+    source: Candidate
+    reason: str = ""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def cached(self) -> bool:
+        return self.status in ("hit", "exact")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Prompt = prefix + chunks + question.
+
+    Attributes
+    ----------
+    segments : in prompt order; the first is the prefix, the last the question.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.ids]
+
+    @property
+    def length(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def chunks(self) -> tuple[Segment, ...]:
+        return self.segments[1:-1]
+
+    @property
+    def cached(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.cached]
+
+    @property
+    def cached_chunks(self) -> list[Segment]:
+        return [segment for segment in self.chunks if segment.cached]
+
+    def mask(self, *statuses: Status) -> torch.Tensor:
+        """Bool `[length]`: positions of the segments with one of these statuses."""
+        mask = torch.zeros(self.length, dtype=torch.bool)
+        for segment in self.segments:
+            if segment.status in statuses:
+                mask[segment.start : segment.stop] = True
+        return mask
+
+    def without(self, segment: Segment, reason: str) -> Plan:
+        """The plan with `segment`'s record given up: a hole, and nothing behind it is exact any more by luck."""
+        hole = replace(segment, status="miss", reason=reason)
+        return Plan(tuple(hole if s is segment else s for s in self.segments))
+
+
+def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
+    """Lay out a prompt.
+
+    A cached segment is exact when the ids before it in the prompt are the lead-in it was prefilled behind: its rows
+    are then what full prefill gives. Stored rows know their lead-in by digest.
+    """
+    segments: list[Segment] = []
+    before: list[int] = []
+    for candidate in (prefix, *chunks):
+        segments.append(_place(candidate, before))
+        before.extend(candidate.ids)
+    segments.append(Segment(tuple(question), len(before), "fresh", Candidate(tuple(question))))
+    return Plan(tuple(segments))
+
+
+def _place(candidate: Candidate, before: list[int]) -> Segment:
+    status: Status = "hit"
+    if candidate.level is None:
+        status = "miss"
+    elif candidate.lead_in == ids_digest(before):
+        status = "exact"
+    return Segment(candidate.ids, len(before), status, candidate, candidate.reason)

@@ -1,0 +1,67 @@
+"""CacheBlend (arXiv 2405.16444): selective recompute of the tokens whose KV deviates most."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Selector
+
+Metric = Literal["v_sse", "k_sse", "kv_sse", "k_l1"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blend(Selector):
+    """Recompute the ratio `ratio` of the context tokens with the highest KV deviation (HKVD tokens, section 4).
+
+    Layers before `check_layer` run over all context rows; there the deviation between recomputed and reused KV is
+    measured and `gradual` × ratio of the rows stay, shrinking linearly to `ratio` over the next `filter_layers`
+    layers, each time by the deviation at that layer (section 4.3, gradual filtering; the paper gives no schedule).
+
+    Attributes
+    ----------
+    ratio : share of the cached context tokens recomputed at the last layer, 0 … 1; ⌈ratio · N⌉ rows.
+    check_layer : ≥ 1; at layer 0 keys and values depend on the embedding alone and never deviate.
+    metric : squared error of V (the authors' code), K or both, or absolute error of rotated K.
+    """
+
+    name: ClassVar[str] = "blend"
+    ratio: float = 0.15
+    check_layer: int = 1
+    metric: Metric = "v_sse"
+    gradual: float = 1.5
+    filter_layers: int = 3
+
+    def rows(self, plan: Plan) -> torch.Tensor:
+        rows = torch.zeros(plan.length, dtype=torch.bool)
+        if self.ratio > 0:
+            for segment in plan.chunks:
+                rows[segment.start : segment.stop] = segment.status == "hit"
+        return rows
+
+    def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
+        context = sum(len(segment.ids) for segment in plan.cached_chunks)
+        if self.ratio == 0 or not context:
+            return {}
+        check = min(self.check_layer, layers - 1)
+        last = min(check + self.filter_layers, layers - 1)
+        return {layer: math.ceil(self._share(layer, check, last) * context) for layer in range(check, last + 1)}
+
+    def _share(self, layer: int, check: int, last: int) -> float:
+        """Share kept before `layer`: from gradual · ratio at the check layer down to ratio at the last one."""
+        if layer == last:
+            return self.ratio
+        left = (last - layer) / (last - check)
+        return min(1.0, self.ratio * (1 + (self.gradual - 1) * left))
+
+    def deviation(
+        self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        if self.metric == "k_l1":
+            return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
+        sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
+        return torch.stack([(new[s].float() - old[s].float()).square().sum((0, 1, 3)) for s in sides]).sum(0)

@@ -1,0 +1,37 @@
+"""EPIC (arXiv 2410.15332): AttnLink, later LegoLink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Selector
+
+Link = Literal["initial", "final", "boundary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Epic(Selector):
+    """Recompute `link_tokens` tokens of every chunk that is not exact, clamped to the chunk (section 4, LegoLink).
+
+    Each chunk prefilled alone grows an attention sink at its start; recomputing those tokens in place tells them that
+    they are not the start. `link`: the first tokens (the paper), the last, or both sides of each seam.
+    """
+
+    name: ClassVar[str] = "epic"
+    link_tokens: int = 16
+    link: Link = "initial"
+
+    def rows(self, plan: Plan) -> torch.Tensor:
+        rows = torch.zeros(plan.length, dtype=torch.bool)
+        first = {"initial": self.link_tokens, "final": 0, "boundary": self.link_tokens - self.link_tokens // 2}
+        for segment in plan.chunks:
+            if segment.status == "hit":
+                head = min(first[self.link], len(segment.ids))
+                tail = min(self.link_tokens - first[self.link], len(segment.ids) - head)
+                rows[segment.start : segment.start + head] = True
+                rows[segment.stop - tail : segment.stop] = True
+        return rows

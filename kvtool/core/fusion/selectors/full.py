@@ -1,0 +1,16 @@
+"""Full recompute: the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.core.fusion.selectors.base import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Selector):
+    """Prefill the whole prompt; the cache is ignored."""
+
+    name: ClassVar[str] = "full"
+    uses_cache: ClassVar[bool] = False

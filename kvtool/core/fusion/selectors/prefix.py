@@ -1,0 +1,26 @@
+"""Prefix caching: reuse the longest exact beginning of the prompt, compute all that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix(Selector):
+    """Lossless: equal to full recompute by construction."""
+
+    name: ClassVar[str] = "prefix"
+
+    def rows(self, plan: Plan) -> torch.Tensor:
+        rows = plan.mask("hit", "exact")
+        for segment in plan.segments:
+            if segment.status != "exact":
+                break
+            rows[segment.start : segment.stop] = False
+        return rows

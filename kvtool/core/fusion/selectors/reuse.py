@@ -1,0 +1,15 @@
+"""Full KV reuse (PromptCache, MLSys'24)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.core.fusion.selectors.base import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse(Selector):
+    """Recompute nothing but the question."""
+
+    name: ClassVar[str] = "reuse"

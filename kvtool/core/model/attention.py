@@ -1,0 +1,118 @@
+"""Attention of scattered prompt rows over a whole prompt cache, without an N×N mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvtool.core.errors import ModelError
+
+IMPLEMENTATION = "kvtool_rows"
+
+# Rows are attended in blocks: a block needs a mask of [BLOCK, keys up to its last row] only, and skips every later
+# key. On the CPU 64 rows measured best (23 % faster than one masked call at 200 rows × 1,500 keys).
+BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The prompt positions a pass computes, in ascending order.
+
+    Attributes
+    ----------
+    positions : int64 tensor `[rows]` on the model's device.
+    order : the same positions as Python ints, so that key limits need no device synchronisation.
+    dense : the rows are exactly 0 … n-1, so plain causal attention serves.
+    """
+
+    positions: torch.Tensor
+    order: list[int] = field(repr=False)
+    dense: bool
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, device: torch.device | str) -> Rows:
+        """Rows at `positions` (int64 `[rows]`, ascending)."""
+        order: list[int] = positions.tolist()
+        return cls(positions.to(device), order, order == list(range(len(order))))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def rows_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    rows: Rows | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention for `transformers`' attention interface: row i sees the keys at positions ≤ `rows.positions[i]`.
+
+    Parameters
+    ----------
+    query : `[batch, heads, rows, head_dim]`.
+    key, value : `[batch, kv_heads, keys, head_dim]`; key j stands at prompt position j.
+    rows : positions of the query rows. None: one decoding row that sees everything, or a plain causal prefill.
+
+    Returns
+    -------
+    `[batch, rows, heads, head_dim]`, and None for the weights, which are never materialised.
+    """
+    for feature in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(feature) is not None:
+            raise ModelError(f"attention with {feature} is not supported", "use a model with plain rotary attention")
+    if rows is None or rows.dense:
+        out = _dense(query, key, value, scaling, offset_free=rows is not None)
+    else:
+        out = torch.cat([_block(query, key, value, scaling, rows, at) for at in range(0, len(rows), BLOCK)], dim=2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, offset_free: bool
+) -> torch.Tensor:
+    count = query.shape[2]
+    if offset_free:  # rows 0 … n-1 see nothing behind themselves
+        key, value = key[:, :, :count], value[:, :, :count]
+    if count > 1 and key.shape[2] != count:
+        raise ModelError("several rows over a longer cache need their positions", "this is a bug in kvtool")
+    return _sdpa(query, key, value, None, scaling, causal=count > 1)
+
+
+def _block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, rows: Rows, at: int
+) -> torch.Tensor:
+    stop = min(at + BLOCK, len(rows))
+    keys = rows.order[stop - 1] + 1
+    visible = torch.arange(keys, device=query.device) <= rows.positions[at:stop, None]
+    return _sdpa(query[:, :, at:stop], key[:, :, :keys], value[:, :, :keys], visible, scaling, causal=False)
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    causal: bool,
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and mask is not None and query.device.type == "cuda":
+        # CUDA's fused kernels take grouped heads only without a mask.
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, is_causal=causal, enable_gqa=groups > 1
+    )
+
+
+def register() -> None:
+    """Make the implementation known to `transformers` (idempotent)."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, rows_attention)

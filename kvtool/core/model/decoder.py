@@ -1,0 +1,121 @@
+"""A loaded model as a stack of decoder layers whose rows and cache are ours to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.model import attention
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.rotary import Rotary
+from kvtool.core.model.support import context_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtool.core.model.load import Loaded
+
+
+class Decoder:
+    """The language model of a store, driven with chosen rows.
+
+    What differs between model families is found here from the modules themselves; no model code is copied.
+
+    Attributes
+    ----------
+    layers : the decoder layers.
+    kv_heads, head_dim : shape of one token's keys and values.
+    context : the longest prompt, in tokens, that the model takes.
+    """
+
+    def __init__(self, loaded: Loaded) -> None:
+        attention.register()
+        self.loaded = loaded
+        self.model: Any = loaded.model
+        self.model.set_attn_implementation(attention.IMPLEMENTATION)
+        self.config = self.model.config
+        self.base: Any = self.model.get_decoder()
+        self.layers: list[torch.nn.Module] = list(self.base.layers)
+        attentions: list[Any] = [layer.self_attn for layer in self.base.layers]
+        self.dtype: torch.dtype = self.model.dtype
+        self.device: str = loaded.device
+        self.rotary = Rotary(self.base, attentions, self.dtype)
+        self.head_dim: int = attentions[0].head_dim
+        self.kv_heads: int = self.config.num_key_value_heads
+        self.context = context_limit(self.config)
+
+    def new_cache(self, capacity: int) -> PromptCache:
+        """An empty prompt cache with room for `capacity` tokens."""
+        shape = (1, self.kv_heads, capacity, self.head_dim)
+        return PromptCache(len(self.layers), shape, self.dtype, self.device)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the raw keys and values of `tokens` tokens over all layers."""
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize * tokens
+
+    @torch.inference_mode()
+    def compute(self, tokens: Sequence[int], rows: Rows, cache: PromptCache, keep: int = 1) -> torch.Tensor:
+        """Compute rows of a prompt over its cache.
+
+        Parameters
+        ----------
+        tokens : the token ids that stand at `rows`.
+        keep : how many of the last rows go through the LM head.
+
+        Returns
+        -------
+        Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
+        """
+        cache.rows = rows
+        try:
+            with out_of_memory_hint(len(rows)):
+                out = self.model(
+                    input_ids=torch.tensor([list(tokens)], device=self.device),
+                    position_ids=rows.positions[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=keep,
+                    rows=rows,
+                )
+        finally:
+            cache.rows = None
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
+
+    def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
+        """Plain full prefill: logits of the last token, float32 `[vocabulary]`, and the cache."""
+        cache = self.new_cache(len(ids) + reserve)
+        cache.set_length(len(ids))
+        rows = Rows.of(torch.arange(len(ids)), self.device)
+        return self.compute(ids, rows, cache)[-1], cache
+
+    def extend(self, ids: Sequence[int], cache: PromptCache) -> torch.Tensor:
+        """Append `ids` to the cache; logits after each, float32 `[len(ids), vocabulary]`."""
+        start = cache.buffers[0].length
+        cache.set_length(start + len(ids))
+        rows = Rows.of(torch.arange(start, start + len(ids)), self.device)
+        return self.compute(ids, rows, cache, keep=len(ids))
+
+    def check_length(self, tokens: int, hint: str) -> None:
+        """Refuse a prompt that the model cannot hold."""
+        if tokens > self.context:
+            raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
+
+
+@contextmanager
+def out_of_memory_hint(rows: int) -> Iterator[None]:
+    """Turn an allocation failure into an error that says what to do."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise KvtoolError(f"out of memory computing {rows} rows", "use fewer chunks (--top-k) or --device cpu") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):
+            raise KvtoolError(f"out of memory computing {rows} rows", "use fewer chunks (--top-k)") from error
+        raise
+

@@ -1,0 +1,104 @@
+"""One prompt's keys and values in preallocated buffers, usable as a `transformers` cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvtool.core.model.attention import Rows
+
+Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class BufferLayer(CacheLayerMixin):
+    """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the buffers exist from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows, as decoding does."""
+        start, self.length = self.length, self.length + key_states.shape[2]
+        self._reserve(self.length)
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.view()
+
+    def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write rows at prompt positions `rows`."""
+        self.keys.index_copy_(2, rows, keys)
+        self.values.index_copy_(2, rows, values)
+
+    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def _reserve(self, length: int) -> None:
+        capacity = self.keys.shape[2]
+        if length > capacity:  # rare: the caller reserves what it plans to generate
+            room = torch.empty_like(self.keys[:, :, :1]).expand(-1, -1, max(length - capacity, capacity // 2 + 1), -1)
+            self.keys = torch.cat([self.keys, room], 2)
+            self.values = torch.cat([self.values, room], 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        """Forget the rows from `max_length` on (negative: that many at the end)."""
+        self.length = max_length if max_length >= 0 else self.length + max_length
+
+
+class PromptCache(Cache):
+    """The fused cache of one prompt.
+
+    During a fused pass `rows` names the prompt positions the model computes, and `update` scatters them; afterwards
+    (`rows` is None) rows are appended, so `generate` and teacher forcing continue from it.
+
+    Parameters
+    ----------
+    shape : `[1, kv_heads, capacity, head_dim]` of one layer.
+    before_update : called with (layer, new keys, new values) before they are scattered: the loader waits here, a
+        selector compares here.
+    """
+
+    def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+        self.buffers = [BufferLayer(shape, dtype, device) for _ in range(layers)]
+        super().__init__(layers=list(self.buffers))
+        self.rows: Rows | None = None
+        self.before_update: Observer | None = None
+
+    def set_length(self, length: int) -> None:
+        """Declare the first `length` rows of every layer filled (they are, or will be before they are read)."""
+        for buffer in self.buffers:
+            buffer.length = length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = self.buffers[layer_idx]
+        if self.before_update is not None:
+            self.before_update(layer_idx, key_states, value_states)
+        if self.rows is None:
+            return buffer.update(key_states, value_states)
+        buffer.scatter(self.rows.positions, key_states, value_states)
+        return buffer.view()

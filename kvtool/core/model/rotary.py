@@ -1,0 +1,79 @@
+"""Rotary positions: take them off stored keys, and put them on again wherever a chunk comes to stand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtool.core.errors import ModelError
+
+Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """cos and sin of some positions, float32 `[1, tokens, rotary_dim]`, as the model itself rounds them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __getitem__(self, rows: slice) -> Table:  # by token
+        return Table(self.cos[:, rows], self.sin[:, rows])
+
+    def inverse(self) -> Table:
+        """The table that undoes this one exactly, RoPE's attention scaling and rounding included.
+
+        A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
+        """
+        norm = self.cos.square() + self.sin.square()
+        return Table(self.cos / norm, -self.sin / norm)
+
+
+class Rotary:
+    """Rotates keys `[batch, kv_heads, tokens, head_dim]` with the model's own function, so that interleaved and
+    partial rotations come out as the model does them.
+
+    Parameters
+    ----------
+    decoder : the base model that holds `rotary_emb`.
+    attentions : its attention modules, in layer order. One with `use_rope` false (SmolLM3) keeps its keys unrotated.
+    dtype : the dtype in which the model computes; its cos and sin are rounded to it.
+    """
+
+    def __init__(self, decoder: Any, attentions: list[torch.nn.Module], dtype: torch.dtype) -> None:
+        self._emb = decoder.rotary_emb
+        self._apply: Apply = _model_function(attentions[0])
+        self._rotates = [bool(getattr(attention, "use_rope", True)) for attention in attentions]
+        self._dtype = dtype
+
+    def table(self, positions: torch.Tensor) -> Table:
+        """cos and sin at `positions` (int64 `[tokens]`)."""
+        like = torch.empty(0, dtype=self._dtype, device=positions.device)
+        cos, sin = self._emb(like, position_ids=positions[None])
+        return Table(cos.float(), sin.float())
+
+    def rotate(self, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
+        """Put positions on un-rotated keys; computed in float32, rounded once to the dtype of `keys`."""
+        if not self._rotates[layer]:
+            return keys
+        wide = keys.float()
+        return self._apply(wide[:, :0], wide, table.cos, table.sin)[1].to(keys.dtype)
+
+    def unrotate(self, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
+        """Take the positions of `table` off; computed in float32, rounded once to the dtype of `keys`."""
+        return self.rotate(keys, table.inverse(), layer)
+
+
+def _model_function(attention: torch.nn.Module) -> Apply:
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        raise ModelError(
+            f"{type(attention).__name__} has no rotary function that keys could be moved with",
+            "use a causal language model with ordinary rotary attention",
+        )
+    found: Apply = apply
+    return found
