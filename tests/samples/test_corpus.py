@@ -128,7 +128,7 @@ def test_document_reads_well(path: str) -> None:
     low, high = WORDS[language(path)]
     text = text_of(path)
     assert low <= len(text.split()) <= high
-    assert "\r" not in text and "\t" not in text and "\ufffd" not in text
+    assert not set(text) & set("\r\t\ufffd")
 
 
 @pytest.mark.parametrize("path", [p for p in documents() if language(p) == "ko"])
@@ -217,7 +217,8 @@ def test_coreference_answer_stands_far_from_the_name(q: Question) -> None:
     words = len(squashed(path).split())
     names = sorted(i for name in q["entity"] for i in positions(name, path))
     assert any(squash(name) in squash(q["question"]) for name in q["entity"])
-    assert names and names[0] < words // 4
+    assert names
+    assert names[0] < words // 4
     assert words - names[-1] >= NAMELESS[lang]
     for at in positions(q["answers"][0], path):
         assert at >= DEPTH[lang]
