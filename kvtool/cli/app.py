@@ -1,0 +1,228 @@
+"""The command line's entry: finds the command, runs it, turns what it raises into words and an exit code.
+
+A command is one line in `COMMANDS` and one module `kvtool/cli/<name>.py` with `app: typer.Typer` (see `options.py`).
+The module is imported only when its command is invoked or completed; the overview and the completion of command
+names are drawn from `COMMANDS`. An `app` with one `@app.command()` is that command (`kvtool ingest PATH...`); with
+several, or with an `@app.callback()`, it is a group (`kvtool store stats`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+from kvtool.cli.options import new_app
+from kvtool.cli.out import Out
+from kvtool.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    KvtoolError,
+    NoSpaceError,
+    UsageError,
+)
+
+COMMANDS = {
+    "ingest": "Read, split and prefill documents, and keep their KV.",
+    "query": "Ask a question over the ingested documents.",
+    "inspect": "Look into the store: what it holds, and how its chunks fuse.",
+    "store": "Look after the store: statistics, listing, verification.",
+    "config": "Show the settings and where they come from.",
+}
+COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
+RESUME = "what was committed stays; run the same command again to resume"
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """The root: it lists stand-ins with a name and a line of help, and loads the one command that is asked for."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, line in COMMANDS.items():
+            self.add_command(typer.core.TyperCommand(name, help=line, rich_markup_mode=None))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the named command as usual, then put the real one in its place."""
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name and stand_in else None, rest
+
+
+def load_command(name: str) -> Any:
+    """Import `kvtool.cli.<name>` and build its command."""
+    command = typer.main.get_command(importlib.import_module(f"kvtool.cli.{name}").app)
+    command.name = name
+    return command
+
+
+app = new_app(help="Answer questions over documents whose KV caches are computed once and fused at query time.")
+app._add_completion = True  # --install-completion and --show-completion, on the root alone
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from kvtool import __version__
+
+        Out().print(f"kvtool {__version__}")
+        raise typer.Exit
+
+
+@app.callback(cls=LazyGroup, invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and leave.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        sys.stderr.write(ctx.get_help() + "\n")
+        raise typer.Exit(EXIT_USAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run kvtool.
+
+    Parameters
+    ----------
+    argv : the arguments without the program's name; the process's own when None.
+
+    Returns
+    -------
+    The exit code, as CLI.md lists them.
+    """
+    with suppress(Exception):  # a stderr that is no file
+        faulthandler.enable()
+    args = list(sys.argv[1:] if argv is None else argv)
+    out = Out.asked(args)
+    with _signals():
+        try:
+            return _guarded(args, out)
+        except SystemExit as exit:  # a closed stdout, or a command's own
+            return exit.code if isinstance(exit.code, int) else EXIT_DONE if exit.code is None else EXIT_FAILED
+
+
+def _guarded(args: list[str], out: Out) -> int:
+    """Run, and report whatever is raised."""
+    try:
+        code = _invoke(args)
+        out.flush()
+        return code
+    except BaseException as raised:
+        shown = _explain(raised)
+        if shown is None:
+            raise
+        error, code = shown
+        if _debugging():
+            import traceback
+
+            traceback.print_exc()
+        out.error(error, code)
+        return code
+
+
+def _invoke(args: list[str]) -> int:
+    root = typer.main.get_command(app)
+    if os.environ.get(COMPLETION):
+        root.main(args, prog_name="kvtool", complete_var=COMPLETION)  # answers and leaves
+    try:
+        with root.make_context("kvtool", args) as context:
+            result = root.invoke(context)
+    except typer.Exit as exit:
+        result = exit.exit_code
+    return result if isinstance(result, int) else EXIT_DONE
+
+
+def _explain(raised: BaseException) -> tuple[KvtoolError, int] | None:
+    """What to say of an exception, and the exit code; None where nothing is to be said."""
+    if isinstance(raised, KvtoolError):
+        return raised, raised.exit_code
+    if isinstance(raised, typer.TyperException):
+        return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
+    if isinstance(raised, KeyboardInterrupt | typer.Abort):
+        return KvtoolError("interrupted", RESUME), EXIT_INTERRUPTED
+    if isinstance(raised, Terminated):
+        return KvtoolError("terminated", RESUME), EXIT_TERMINATED
+    if isinstance(raised, SystemExit):
+        return (KvtoolError(raised.code), EXIT_FAILED) if isinstance(raised.code, str) else None
+    if isinstance(raised, MemoryError) or type(raised).__name__ == "OutOfMemoryError":  # torch's, without torch
+        return KvtoolError("out of memory", "use fewer or shorter chunks, a smaller model, or --dtype bfloat16"), 1
+    error = _of_the_system(raised) if isinstance(raised, OSError) else None
+    return (error, error.exit_code) if error else (_unexpected(raised), EXIT_FAILED)
+
+
+def _usage_hint(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"`{context.command_path if context else 'kvtool'} --help` shows what is possible"
+
+
+def _of_the_system(error: OSError) -> KvtoolError | None:
+    """A file that cannot be used, in words; None where the error names no file."""
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"no space left{_on(error)}", "free some space, or choose another --store")
+    if error.filename is None:
+        return None
+    what = (error.strerror or type(error).__name__).lower()
+    return KvtoolError(f"{what}{_on(error)}", "check the path and its permissions")
+
+
+def _on(error: OSError) -> str:
+    return f": {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
+
+
+def _unexpected(raised: BaseException) -> KvtoolError:
+    what = f"{type(raised).__name__}: {raised}".rstrip(": ")
+    return KvtoolError(f"unexpected {what}", "this is a bug in kvtool; KVTOOL_DEBUG=1 shows the traceback")
+
+
+def _debugging() -> bool:
+    return os.environ.get("KVTOOL_DEBUG", "") not in ("", "0")
+
+
+# Signals.
+
+
+class Terminated(SystemExit):
+    """SIGTERM, as an exception, so that every `finally` runs."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_TERMINATED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C kills at once
+    raise KeyboardInterrupt
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Our handlers for as long as a command runs; a signal that was ignored at the start (`nohup`, `&`) stays so."""
+    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in ((signal.SIGINT, _interrupt), (signal.SIGTERM, _terminate)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
