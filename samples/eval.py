@@ -286,7 +286,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--limit",
         type=positive,
         metavar="N",
-        help="N questions and their paragraphs only: the first ones (squad: the first one of every paragraph, and so on)",
+        help="N questions and their paragraphs only: the first ones (squad: first one of every paragraph, and so on)",
     )
     parser.add_argument(
         "--paragraphs",
