@@ -1,0 +1,365 @@
+"""The entry: what is imported, what is said, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+import kvtool
+from kvtool.cli import app as module
+from kvtool.cli.app import COMMANDS, main
+from kvtool.cli.options import Run, new_app, takes
+from kvtool.core.errors import EXIT_PARTIAL, GateError, StoreLockedError
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, **kwargs.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, "-m", "kvtool", *args], env=environ, capture_output=True, text=True, encoding="utf-8", **kwargs
+    )
+
+
+def install(monkeypatch: pytest.MonkeyPatch, function: Any, name: str = "probe") -> None:
+    """Register a command module, as a file in kvtool/cli and a line in COMMANDS would."""
+    made: Any = types.ModuleType(f"kvtool.cli.{name}")
+    made.app = new_app()
+    made.app.command()(function)
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setitem(COMMANDS, name, "A probe.")
+
+
+def raising(error: BaseException) -> Any:
+    @takes()
+    def probe(run: Run) -> None:
+        raise error
+
+    return probe
+
+
+# Imports
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["config", "show"], ["config", "--help"]])
+def test_no_torch_and_no_other_command(args: list[str]) -> None:
+    code = (
+        "import sys; from kvtool.cli.app import main, COMMANDS; main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'numpy', 'lmdb'} & set(sys.modules); assert not heavy, heavy;"
+        "loaded = [c for c in COMMANDS if 'kvtool.cli.' + c in sys.modules and c not in sys.argv];"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code, *args], check=True, capture_output=True)
+
+
+def test_the_overview_needs_no_rich() -> None:
+    code = "import sys; from kvtool.cli.app import main; main(['--help']); assert 'rich' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_importing_kvtool_is_light() -> None:
+    code = "import sys, kvtool; assert not {'torch', 'typer', 'logging', 'numpy'} & set(sys.modules), sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_public_names() -> None:
+    assert kvtool.__all__ == dir(kvtool) == ["KvtoolError", "__version__", "open"]
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        _ = kvtool.nope  # type: ignore[attr-defined]
+
+
+def test_open_is_found_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    api: Any = types.ModuleType("kvtool.core.api")
+    api.open = lambda: "opened"
+    monkeypatch.setitem(sys.modules, "kvtool.core.api", api)
+    monkeypatch.setattr("kvtool.core.api", api, raising=False)
+    assert kvtool.open() == "opened"  # type: ignore[comparison-overlap]
+
+
+# Finding the command
+
+
+def test_help_lists_every_command(capsys: Capture) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, line in COMMANDS.items():
+        assert f"  {name}" in shown
+        assert line in shown
+
+
+def test_version(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvtool {kvtool.__version__}\n"
+
+
+def test_no_command_shows_the_help_and_fails(capsys: Capture) -> None:
+    assert main([]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "ingest" in seen.err
+
+
+def test_an_argument_and_settings_reach_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    @takes("query")
+    def probe(run: Run, question: str, tag: Annotated[list[str] | None, typer.Option()] = None) -> int:
+        run.out.json({"q": question, "tag": tag, "k": run.settings.top_k, "level": run.settings.level})
+        return EXIT_PARTIAL
+
+    install(monkeypatch, probe)
+    monkeypatch.setenv("KVTOOL_LEVEL", "2")
+    assert main(["probe", "왜?", "--top-k", "3", "--tag", "a", "--tag", "b", "--quiet"]) == EXIT_PARTIAL
+    assert json.loads(capsys.readouterr().out) == {"schema": 1, "q": "왜?", "tag": ["a", "b"], "k": 3, "level": "2"}
+
+
+def test_two_keys_with_one_flag_belong_to_two_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    @takes("ingest")
+    def probe(run: Run) -> None:
+        run.out.print(f"{run.settings.max_chunk_tokens} {run.settings.max_tokens}")
+
+    install(monkeypatch, probe)
+    assert main(["probe", "--max-tokens", "300"]) == 0
+    assert capsys.readouterr().out == "300 256\n"
+
+
+def test_takes_refuses_unknown_names() -> None:
+    with pytest.raises(ValueError, match="topk"):
+        takes("topk")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("kvtool in", "inspect"), ("kvtool config s", "show"), ("kvtool config show --de", "--device")],
+)
+def test_completion(shell: str, words: str, expected: str) -> None:
+    environ = {
+        "_KVTOOL_COMPLETE": f"complete_{shell}",
+        "_TYPER_COMPLETE_ARGS": words,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        "_TYPER_COMPLETE_WORD_TO_COMPLETE": words.split()[-1],
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    done = run(env=environ)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def test_completion_knows_values() -> None:
+    words = "kvtool config show --dtype b"
+    done = run(env={"_KVTOOL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "4"})
+    assert done.stdout.split() == ["bfloat16"]
+
+
+# Exit codes
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (GateError("too far off", "--force"), 12, "error: too far off\nhint: --force\n"),
+        (StoreLockedError("locked"), 11, "error: locked\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\nhint: what was committed stays"),
+        (MemoryError(), 1, "error: out of memory\nhint: use fewer"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 1, "error: out of memory\nhint: use fewer"),
+        (OSError(28, "No space left on device", "/s"), 14, "error: no space left: /s\n"),
+        (PermissionError(13, "Permission denied", "/s"), 1, "error: permission denied: /s\n"),
+        (ConnectionResetError("peer"), 1, "error: unexpected ConnectionResetError: peer\n"),
+        (ZeroDivisionError("by zero"), 1, "error: unexpected ZeroDivisionError: by zero\nhint: this is a bug"),
+        (AssertionError(), 1, "error: unexpected AssertionError\n"),
+        (typer.Exit(3), 3, ""),
+        (typer.Abort(), 130, "error: interrupted"),
+        (SystemExit(7), 7, ""),
+        (SystemExit("words"), 1, "error: words\n"),
+        (SystemExit(), 0, ""),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_what_is_raised_becomes_words_and_a_code(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    install(monkeypatch, raising(error))
+    assert main(["probe"]) == code
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err.startswith(said)
+    assert "Traceback" not in seen.err
+    assert bool(seen.err) == bool(said)
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    install(monkeypatch, raising(ZeroDivisionError("by zero")))
+    monkeypatch.setenv("KVTOOL_DEBUG", "1")
+    assert main(["probe"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nope"],
+        ["--nope"],
+        ["config"],
+        ["config", "shwo"],
+        ["config", "show", "--nope"],
+        ["config", "show", "extra"],
+        ["config", "show", "--lock-wait", "-1"],
+        ["config", "show", "--lock-wait"],
+        ["config", "show", "--device", "gpu"],
+        ["config", "show", "--json", "--jsonl"],
+        ["config", "show", "-q", "-v"],
+        ["config", "show", "--config", "/nope.toml"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage(args: list[str], capsys: Capture) -> None:
+    assert main(args) == 2
+    seen = capsys.readouterr()
+    assert seen.err.startswith("error: ")
+    assert "\nhint: " in seen.err
+
+
+@pytest.mark.parametrize(
+    ("args", "flag"), [(["--ratio", "1.5"], "--ratio"), (["--link-tokens", "-1"], "--link-tokens")]
+)
+def test_values_out_of_range(args: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    @takes("query")
+    def probe(run: Run) -> None: ...
+
+    install(monkeypatch, probe)
+    assert main(["probe", *args]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {flag}: {args[1]} is ")
+
+
+def test_a_usage_error_is_json_where_json_was_asked(capsys: Capture) -> None:
+    assert main(["config", "show", "--json", "--device", "gpu"]) == 2
+    seen = capsys.readouterr()
+    told = json.loads(seen.out)
+    assert told["schema"] == 1
+    assert told["error"]["exit_code"] == 2
+    assert seen.err.startswith(f"error: {told['error']['message']}\n")
+
+
+def test_did_you_mean_a_command(capsys: Capture) -> None:
+    main(["ingst"])
+    assert "Did you mean 'ingest'" in capsys.readouterr().err
+
+
+# The world outside
+
+
+def test_ascii_terminal_and_foreign_text(tmp_path: Path) -> None:
+    done = run("config", "show", "--store", "관측소", env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "???" in done.stdout
+    told = run("config", "show", "--json", "--store", "관측소", env={"PYTHONIOENCODING": "ascii"})
+    assert json.loads(told.stdout)["settings"]["store"]["value"] == "관측소"
+    assert run("관측소", env={"PYTHONIOENCODING": "ascii"}).returncode == 2
+
+
+def test_cron_has_no_home_and_no_locale(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtool", "config", "show"],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(kvtool.__file__).parents[1])},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+@pytest.mark.parametrize(
+    ("redirect", "code", "said"),
+    [
+        ("| true", 0, ""),
+        ("> /dev/full", 1, "error: cannot write to standard output: No space left on device"),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) -> None:
+    if "full" in redirect and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    line = f"set -o pipefail; '{sys.executable}' -m kvtool config show {redirect}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+SLEEPER = """
+import sys, time, types, kvtool.cli.app as app
+from kvtool.cli.options import new_app, takes, Run
+made = sys.modules["kvtool.cli.probe"] = types.ModuleType("kvtool.cli.probe")
+made.app = new_app()
+app.COMMANDS["probe"] = "sleeps"
+@made.app.command()
+@takes()
+def probe(run: Run) -> None:
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+        if "stubborn" in sys.argv: time.sleep(60)
+sys.exit(app.main(["probe"]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_clean_up_and_a_second_one_kills(number: signal.Signals, code: int) -> None:
+    for stubborn in ([], ["stubborn"]):
+        with subprocess.Popen(
+            [sys.executable, "-c", SLEEPER, *stubborn], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout
+            assert process.stderr
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.stdout.readline() == "cleaned up\n"
+            if stubborn:
+                time.sleep(0.05)
+                process.send_signal(number)
+            assert process.wait(10) == (-number if stubborn else code)
+            assert stubborn or process.stderr.read().startswith("error: ")
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    main(["--version"])
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# kvtool config show
+
+
+def test_config_show_says_where_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVTOOL_DTYPE", "float32")
+    Path("kvtool.toml").write_text("top_k = 7")
+    assert main(["config", "show", "--json", "--offline"]) == 0
+    shown = json.loads(capsys.readouterr().out)["settings"]
+    assert shown["top_k"] == {"value": 7, "layer": "project", "where": "kvtool.toml"}
+    assert shown["dtype"] == {"value": "float32", "layer": "environment", "where": "KVTOOL_DTYPE"}
+    assert shown["offline"] == {"value": True, "layer": "flag", "where": "--offline"}
+    assert shown["ratio"] == {"value": 0.15, "layer": "default", "where": ""}
+    assert main(["config", "show"]) == 0
+    assert "project kvtool.toml" in capsys.readouterr().out
+
+
+def test_every_listed_command_names_a_module_here() -> None:
+    assert all(name.isidentifier() and line.endswith(".") for name, line in COMMANDS.items())
+    assert module.load_command("config").name == "config"

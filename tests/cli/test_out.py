@@ -1,0 +1,275 @@
+"""What reaches stdout and stderr, on any terminal and none."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.cli import out as module
+from kvtool.cli.out import Out, OutputClosed, clean, degrade, one_line, to_json
+from kvtool.core.errors import DamagedError, KvtoolError
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream with an encoding, that says whether it is a terminal."""
+
+    def __init__(self, encoding: str = "utf-8", tty: bool = False) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, newline="\n", write_through=True)
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    @property
+    def text(self) -> str:
+        return self.buffer.getvalue().decode(self.encoding)  # type: ignore[attr-defined]
+
+
+Make = Callable[..., tuple[Out, Terminal, Terminal]]
+
+
+@pytest.fixture
+def make() -> Make:
+    def build(mode: Any = "human", verbosity: int = 0, encoding: str = "utf-8", tty: bool = False) -> Any:
+        stdout, stderr = Terminal(encoding, tty), Terminal(encoding, tty)
+        return Out(mode, verbosity, stdout, stderr), stdout, stderr
+
+    return build
+
+
+def speak(out: Out) -> None:
+    out.status("reading")
+    out.detail("chunk 3")
+    out.warning("a miss", "ingest again")
+    out.print("the answer")
+    out.error(DamagedError("record 3", "verify"))
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "said"),
+    [
+        (-1, "error: record 3\nhint: verify\n"),
+        (0, "reading\nwarning: a miss\nhint: ingest again\nerror: record 3\nhint: verify\n"),
+        (1, "reading\nchunk 3\nwarning: a miss\nhint: ingest again\nerror: record 3\nhint: verify\n"),
+    ],
+)
+def test_words_go_to_stderr_and_data_to_stdout(verbosity: int, said: str, make: Make) -> None:
+    out, stdout, stderr = make(verbosity=verbosity)
+    speak(out)
+    assert stdout.text == "the answer\n"
+    assert stderr.text == said
+
+
+def test_json_is_one_object_even_of_an_error(make: Make) -> None:
+    out, stdout, stderr = make("json")
+    speak(out)
+    assert json.loads(stdout.text) == {
+        "schema": 1,
+        "error": {"message": "record 3", "hint": "verify", "exit_code": 13},
+    }
+    assert stderr.text.endswith("error: record 3\nhint: verify\n")
+
+
+def test_jsonl_is_one_event_a_line(make: Make) -> None:
+    out, stdout, _ = make("jsonl", 1)
+    speak(out)
+    out.result({"chunks": 2}, human=lambda: None)
+    events = [json.loads(line) for line in stdout.text.splitlines()]
+    assert [event["type"] for event in events] == ["status", "status", "warning", "error", "summary"]
+    assert all(event["schema"] == 1 for event in events)
+    assert events[-1] == {"schema": 1, "type": "summary", "chunks": 2}
+
+
+def test_result_in_every_mode(make: Make) -> None:
+    for mode, expected in (("human", "drawn\n"), ("json", '{"schema": 1, "n": 1}\n')):
+        out, stdout, _ = make(mode)
+        out.result({"n": 1}, human=lambda out=out: out.print("drawn"))  # type: ignore[misc]
+        assert stdout.text == expected
+
+
+def test_json_takes_what_commands_have() -> None:
+    import numpy as np
+
+    @dataclass
+    class Timing:
+        ttft: float
+
+    value = {
+        "path": Path("a"),
+        "nan": float("nan"),
+        "t": (Timing(1.5),),
+        "n": np.float32(2),
+        "a": np.arange(2),
+        3: None,
+    }
+    assert json.loads(to_json(value)) == {
+        "path": "a",
+        "nan": None,
+        "t": [{"ttft": 1.5}],
+        "n": 2,
+        "a": [0, 1],
+        "3": None,
+    }
+    with pytest.raises(TypeError, match="object"):
+        to_json(object())
+
+
+def test_json_stays_exact_on_a_narrow_encoding() -> None:
+    value = {"text": "한국어 \ud800"}
+    assert json.loads(to_json(value, encoding="ascii")) == value
+    assert json.loads(to_json(value)) == value
+    assert to_json({"text": "é"}) == '{"text": "é"}'
+
+
+def test_text_degrades_and_never_fails(make: Make) -> None:
+    out, stdout, stderr = make(encoding="ascii")
+    out.print("관측소 → 1 ≥ 0 …")
+    out.warning("읽기")
+    out.table(("이름", "n"), [["서울", 1]], title="표")
+    assert stdout.text.startswith("??? -> 1 >= 0 ...\n")
+    assert stdout.text.endswith("\n??  n\n??  1\n")
+    assert stderr.text == "warning: ??\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "cp1252", "shift_jis", "no-such"])
+def test_degrade_gives_what_the_encoding_can_show(encoding: str) -> None:
+    for text in ("plain", "한국어", "\ud800", "עברית – العربية", "🙂"):
+        degrade(text, encoding).encode("ascii" if encoding == "no-such" else encoding)
+
+
+def test_foreign_text_cannot_steer_the_terminal(make: Make) -> None:
+    out, stdout, stderr = make()
+    evil = "a\x1b[31mb\x07\r\x9b2J\u202ec[bold]d[/bold]\ttab"
+    assert clean(evil) == "a[31mb2Jc[bold]d[/bold]\ttab"
+    out.print(evil)
+    out.warning(evil)
+    out.table(("x",), [[evil + "\nnext"]])
+    assert not set("\x1b\x07\r\x9b\u202e") & set(stdout.text + stderr.text)
+    assert "[bold]d[/bold]" in stdout.text
+    assert stdout.text.splitlines()[-1].endswith("tab next")
+
+
+def test_one_line() -> None:
+    assert one_line("a\n b\x1b\t c") == "a b c"
+
+
+def test_a_table_in_a_pipe_keeps_everything(make: Make) -> None:
+    out, stdout, _ = make()
+    out.table(("id", "n", "x"), [["c" * 300, 1, 0.123456], ["d", 20, None]])
+    header, first, second = stdout.text.splitlines()
+    assert header.split() == ["id", "n", "x"]
+    assert first.split() == ["c" * 300, "1", "0.1235"]
+    assert second.rstrip().endswith("20")
+
+
+def test_a_table_on_a_terminal_and_an_empty_one(make: Make) -> None:
+    out, stdout, _ = make(tty=True)
+    out.table(("id",), [["c" * 300]], title="chunks")
+    assert stdout.text.count("c") >= 300
+    out.table(("id",), [])
+
+
+def test_answers_stream_piece_by_piece(make: Make) -> None:
+    out, stdout, _ = make()
+    for piece in ("An", "swer"):
+        out.print(piece, end="")
+    assert stdout.text == "Answer"
+
+
+class Broken(io.StringIO):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def flush(self) -> None:
+        raise OSError(self.number, "No space left on device")
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    stderr = Terminal()
+    out = Out(stdout=Broken(errno.EPIPE), stderr=stderr)
+    with pytest.raises(OutputClosed) as closed:
+        out.print("x")
+    assert closed.value.code == 0
+    assert stderr.text == ""
+    out.print("nothing more can fail")
+
+
+def test_a_full_disk_is_an_error_that_can_be_told() -> None:
+    out = Out("json", stdout=Broken(errno.ENOSPC), stderr=Terminal())
+    with pytest.raises(KvtoolError, match="standard output: No space left") as error:
+        out.json({})
+    assert error.value.exit_code == 1
+    out.error(error.value)
+
+
+def test_missing_streams_are_silent() -> None:
+    out = Out()
+    out._stdout.stream = out._stderr.stream = None
+    speak(out)
+    with out.progress("x") as bar:
+        bar.advance()
+
+
+def test_a_broken_stderr_is_ignored() -> None:
+    Out(stderr=Broken(errno.EPIPE)).warning("x")
+
+
+@pytest.mark.parametrize(
+    ("term", "no_color", "coloured"), [("xterm", "", True), ("dumb", "", False), ("xterm", "1", False)]
+)
+def test_colour(term: str, no_color: str, coloured: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    out, _, stderr = make(tty=True)
+    out.warning("x")
+    assert ("\x1b" in stderr.text) == coloured
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, stdout, stderr = make(encoding=encoding, tty=True)
+    with out.progress("prefill [x]", total=100) as bar:
+        bar.advance(60)
+        bar.describe("문서\n이름")
+        out.warning("odd [red]name[/red]")
+    assert "tokens/s" in stderr.text
+    assert "odd [red]name[/red]" in stderr.text
+    assert stdout.text == ""
+    assert out._bars is None
+
+
+@pytest.mark.parametrize(("mode", "verbosity", "tty"), [("human", 0, False), ("human", -1, True), ("json", 0, False)])
+def test_no_bar_where_nobody_watches(mode: str, verbosity: int, tty: bool, make: Make) -> None:
+    out, stdout, stderr = make(mode, verbosity, tty=tty)
+    with out.progress("prefill", total=2) as bar:
+        bar.advance(2)
+    assert stdout.text == stderr.text == ""
+
+
+def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 5.0, 10.0, 11.0, 25.0))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    out, _, stderr = make(verbosity=1)
+    with out.progress("prefill", total=400) as bar:
+        for _ in range(4):
+            bar.advance(100)
+    assert stderr.text == "prefill: 200/400 tokens, 20.0 tokens/s\nprefill: 400/400 tokens, 16.0 tokens/s\n"
+
+
+def test_status_events_in_jsonl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 2.0))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    out, stdout, _ = make("jsonl")
+    with out.progress("prefill", unit="chunks") as bar:
+        bar.advance(4)
+    event = json.loads(stdout.text)
+    assert (event["type"], event["done"], event["per_second"], event["unit"]) == ("status", 4, 2, "chunks")

@@ -1,0 +1,34 @@
+"""Every error carries the exit code that CLI.md promises."""
+
+import pytest
+
+from kvtool.core import errors
+
+
+def test_codes_are_the_contract() -> None:
+    assert {
+        cls.__name__: cls.exit_code
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, errors.KvtoolError)
+    } == {
+        "KvtoolError": 1,
+        "UsageError": 2,
+        "StoreNotFoundError": 10,
+        "StoreLockedError": 11,
+        "StoreFormatError": 12,
+        "ModelError": 12,
+        "GateError": 12,
+        "DamagedError": 13,
+        "NoSpaceError": 14,
+    }
+
+
+def test_message_and_hint() -> None:
+    error = errors.NoSpaceError("the disk is full", "prune")
+    assert (str(error), error.message, error.hint) == ("the disk is full", "the disk is full", "prune")
+    assert errors.KvtoolError("why").hint == ""
+
+
+def test_one_except_catches_all() -> None:
+    with pytest.raises(errors.KvtoolError):
+        raise errors.DamagedError("record 3")
