@@ -1,0 +1,235 @@
+"""From what the user calls a model to a folder that can be loaded. No torch, except to convert a GGUF once."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.errors import ModelError
+
+PACKAGED = "smollm2"
+WAYS_OUT = f"give a local model folder, a FILE.gguf, or `{PACKAGED}` (the small packaged model that needs no model hub)"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_LFS = b"version https://git-lfs"
+_MAX_HEADER = 100_000_000  # the safetensors format's own bound
+_MAX_CONFIG = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Where a model's files are.
+
+    Attributes
+    ----------
+    ref : what the user gave; absolute for local paths, so that it means the same in every folder.
+    folder : holds config.json, safetensors weights and a tokenizer.
+    kind : "folder", "hub", "gguf" or "packaged".
+    """
+
+    ref: str
+    folder: Path
+    kind: str
+
+
+def resolve(ref: str, *, offline: bool = False) -> ModelFiles:
+    """Find a model: a folder, a `*.gguf` file, `smollm2`, or else a name on the model hub.
+
+    A hub name is downloaded on first use, a GGUF file converted on first use (`model/gguf.py`).
+
+    Raises
+    ------
+    ModelError : not found, incomplete, not loadable, or out of reach.
+    """
+    if not ref.strip():
+        raise ModelError("the model's name is empty", WAYS_OUT)
+    if ref == PACKAGED:
+        return _packaged()
+    path = Path(ref).expanduser()
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{ref!r} is neither a file name nor a model's name: {error}", WAYS_OUT) from error
+    if exists or _looks_local(ref):
+        return _local(path)
+    if not _HUB_NAME.fullmatch(ref):
+        raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
+    from kvtool.core.model import hub
+
+    return ModelFiles(ref, hub.fetched(ref, offline=offline), "hub")
+
+
+def _packaged() -> ModelFiles:
+    from kvtool.core.model.gguf import converted
+    from kvtool.core.model.packaged import find_packaged
+
+    return ModelFiles(PACKAGED, converted(find_packaged()), "packaged")
+
+
+def _looks_local(ref: str) -> bool:
+    """A path by its spelling, so that a typo in it is not looked for on the hub."""
+    return ref.startswith(("/", ".", "~")) or "\\" in ref or ref.count("/") > 1 or ref.lower().endswith(".gguf")
+
+
+def _local(path: Path) -> ModelFiles:
+    path = path.absolute()
+    if path.is_dir():
+        check_folder(path)
+        return ModelFiles(str(path), path, "folder")
+    if path.suffix.lower() == ".gguf":
+        from kvtool.core.model.gguf import converted
+
+        return ModelFiles(str(path), converted(path), "gguf")
+    if path.exists():
+        raise ModelError(f"{path} is not a model folder and not a GGUF file", WAYS_OUT)
+    raise ModelError(f"there is no model at {path}", WAYS_OUT)
+
+
+def check_folder(folder: Path) -> None:
+    """Everything a later load would trip over, said now and in plain words.
+
+    Raises
+    ------
+    ModelError : a part is missing, half-downloaded, a Git LFS pointer, or not safetensors.
+    """
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(folder.glob("*.gguf"))
+        hint = f"to use the GGUF file in it: --model {ggufs[0]}" if ggufs else WAYS_OUT
+        raise ModelError(f"{folder} is not a model folder: it has no config.json", hint)
+    read_config(folder)
+    for weights in weight_files(folder):
+        _check_safetensors(weights)
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise ModelError(
+            f"{folder} has no tokenizer ({', '.join(_VOCABULARIES)})", "copy the model's tokenizer files beside it"
+        )
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            _refuse_pointer(folder / name)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dictionary."""
+    path = folder / "config.json"
+    _refuse_pointer(path)
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} does not hold a model's settings", "download the model again")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that `transformers` would read, sorted by name.
+
+    Raises
+    ------
+    ModelError : there are none, or shards that the index lists are missing.
+    """
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        raise _no_weights(folder)
+    index = _read_json(folder / _INDEX)
+    table = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise ModelError(f"{folder / _INDEX} lists no weight files", "download the model again")
+    shards = sorted(set(table.values()))
+    strange = [name for name in shards if Path(name).name != name]
+    if strange:
+        raise ModelError(f"{folder / _INDEX} names a file outside its folder: {strange[0]!r}", WAYS_OUT)
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} is incomplete: {len(missing)} of {len(shards)} weight files are missing, first {missing[0]}",
+            "finish the download and run again",
+        )
+    return [folder / name for name in shards]
+
+
+def _no_weights(folder: Path) -> ModelError:
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    if pickles:
+        return ModelError(
+            f"{folder} has its weights only as {pickles[0]}, which can run code when opened",
+            "kvtool reads safetensors only; convert it or use a model published as safetensors",
+        )
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    if others:
+        return ModelError(
+            f"{folder} holds {others[0]} but neither {_WEIGHTS} nor {_INDEX}",
+            "an adapter needs merging into its model first; a single weight file must be called " + _WEIGHTS,
+        )
+    return ModelError(f"{folder} is a model folder without weights", f"put {_WEIGHTS} beside config.json")
+
+
+def _refuse_pointer(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", "check the file's permissions") from error
+    if start == _LFS:
+        raise ModelError(
+            f"{path} is a Git LFS pointer, not the file itself", f"run `git lfs pull` in {path.parent}, then again"
+        )
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _MAX_CONFIG:
+            raise ModelError(f"{path} is too large to be what its name says", "download the model again")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", "check the file's permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged: {error}", "download the model again") from error
+
+
+def tensor_table(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: name → dtype, shape, data_offsets.
+
+    Raises
+    ------
+    ModelError : cut short, or not safetensors.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size - 8, _MAX_HEADER):
+                raise ValueError("its header runs past its end")
+            table = json.loads(file.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"), default=0)
+        if 8 + length + end > size:
+            raise ValueError(f"{8 + length + end} bytes are announced, {size} are there")
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}", "check the file's permissions") from error
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ModelError(f"{path} is not a whole safetensors file: {error}", "download it again") from error
+    return {name: entry for name, entry in table.items() if name != "__metadata__"}
+
+
+def _check_safetensors(path: Path) -> None:
+    _refuse_pointer(path)
+    if not tensor_table(path):
+        raise ModelError(f"{path} holds no tensors", "download it again")

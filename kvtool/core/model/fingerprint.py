@@ -1,0 +1,81 @@
+"""Which model this is: the same answer wherever its files lie, another one when anything that shapes a KV changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.digests import file_digest
+from kvtool.core.model.files import SOURCE, TOKENIZER_FILES, ModelFiles, read_config, weight_files
+
+_VERSION = 1
+# Who saved the file, where, and how it is to be run: nothing that changes a key or a value.
+_VOLATILE = frozenset(
+    {
+        "_name_or_path",
+        "_model_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_commit_hash",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+
+
+def model_fingerprint(files: ModelFiles, dtype: str) -> str:
+    """SHA-256 (hex) over configuration, weights, tokenizer and the dtype the model runs in.
+
+    Parameters
+    ----------
+    dtype : resolved ("bfloat16", "float32", "float16"), never "auto".
+
+    Raises
+    ------
+    ModelError : the folder is incomplete.
+    """
+    contents = _converted(files) if files.kind in ("gguf", "packaged") else _contents(files.folder)
+    identity = {"version": _VERSION, **contents, "dtype": dtype}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    return {
+        "config": _lasting(read_config(folder)),
+        "weights": {path.name: file_digest(path) for path in weight_files(folder)},
+        "tokenizer": {name: file_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
+    }
+
+
+def _converted(files: ModelFiles) -> dict[str, Any]:
+    """A GGUF file is known by its own digest: what another release of a library makes of it is the same model."""
+    try:
+        source = json.loads((files.folder / SOURCE).read_text(encoding="utf-8"))
+        return {"gguf": str(source["sha256"]), "conversion": int(source["version"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"the converted model in {files.folder} is damaged",
+            "delete that folder; it is made again from the GGUF file",
+        ) from error
+
+
+def _lasting(value: Any) -> Any:
+    """The configuration without its volatile keys, at every depth."""
+    if isinstance(value, dict):
+        return {key: _lasting(inner) for key, inner in value.items() if key not in _VOLATILE}
+    if isinstance(value, list):
+        return [_lasting(inner) for inner in value]
+    return value

@@ -1,0 +1,141 @@
+"""A model hub's name → the folder of its snapshot in the hub's own cache. Only safetensors, only what is needed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
+from kvtool.core.model.files import TOKENIZER_FILES, WAYS_OUT, check_folder
+
+_WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
+_WANTED += [*TOKENIZER_FILES, "tokenizer.model.v3", "*.tiktoken"]
+_SUBFOLDERS = ["*/*"]
+_ANSWER_SECONDS = 6.0  # name resolution, connection and the hub's first answer together
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+def fetched(name: str, *, offline: bool = False) -> Path:
+    """The model's snapshot: what is in the cache if it is whole, else downloaded.
+
+    A cached snapshot is used as it is, without asking the hub for a newer one: a store stays with its model.
+
+    Raises
+    ------
+    ModelError : no such model, no network, not allowed, no safetensors.
+    NoSpaceError : the disk is full.
+    """
+    incomplete = None
+    if (folder := _cached(name)) is not None:
+        try:
+            check_folder(folder)
+        except ModelError as error:
+            incomplete = error
+        else:
+            return folder
+    if offline or _offline_by_environment():
+        why = f": {incomplete.message}" if incomplete else ""
+        raise ModelError(
+            f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
+        )
+    _check_published(name, _ask(name))
+    folder = _download(name)
+    check_folder(folder)
+    return folder
+
+
+def _offline_by_environment() -> bool:
+    from huggingface_hub import constants
+
+    wishes = (os.environ.get(key, "").upper() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return bool(constants.HF_HUB_OFFLINE) or any(wish in _TRUE for wish in wishes)
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS))
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} cannot be a model's name: {error}", WAYS_OUT) from error
+    except (OSError, ValueError):  # not there, or only in part
+        return None
+
+
+def _ask(name: str) -> Any:
+    """The hub's description of the model, or an error within a few seconds.
+
+    In a thread of its own, because a name server that does not answer is outside any timeout of the client.
+    """
+    from huggingface_hub import HfApi
+
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.append(HfApi().model_info(name, timeout=_ANSWER_SECONDS))
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS + 1.0)
+    if not answer:
+        raise _unreachable(name, f"no answer within {_ANSWER_SECONDS:.0f} s")
+    if isinstance(answer[0], Exception):
+        raise _explained(name, answer[0]) from answer[0]
+    return answer[0]
+
+
+def _check_published(name: str, info: Any) -> None:
+    """Whether there is something to load, before a gigabyte is fetched to find out."""
+    published = {entry.rfilename for entry in info.siblings or []}
+    if not published & {"model.safetensors", "model.safetensors.index.json"}:
+        ggufs = any(entry.endswith(".gguf") for entry in published)
+        hint = "download one of its GGUF files and give its path" if ggufs else "use a model published as safetensors"
+        raise ModelError(f"{name!r} has no safetensors weights on the hub", hint)
+    if "config.json" not in published:
+        raise ModelError(f"{name!r} on the hub is not a language model: it has no config.json", WAYS_OUT)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hide = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hide:
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS))
+    except Exception as error:
+        raise _explained(name, error) from error
+    finally:
+        if hide:
+            enable_progress_bars()
+
+
+def _explained(name: str, error: Exception) -> KvtoolError:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return ModelError(
+            f"the model {name!r} is gated", "accept its licence on the hub and set HF_TOKEN, or " + WAYS_OUT
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelError(
+            f"the hub has no model {name!r} (or it is private)", f"check the name, set HF_TOKEN, or {WAYS_OUT}"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"no space left to download {name!r}", "free some space, or set HF_HOME to another disk")
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return _unreachable(name, f"HTTP {error.response.status_code}")
+    return _unreachable(name, next(iter(str(error).splitlines()), "")[:200] or type(error).__name__)
+
+
+def _unreachable(name: str, why: str) -> ModelError:
+    return ModelError(f"the model {name!r} is not on this machine and the hub does not give it ({why})", WAYS_OUT)

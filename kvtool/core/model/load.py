@@ -1,0 +1,273 @@
+"""Loading: device, dtype, tokenizer, weights. torch and transformers are imported where they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.model.files import ModelFiles, read_config, tensor_table, weight_files
+from kvtool.core.model.fingerprint import model_fingerprint
+
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+}
+_SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run.
+
+    Attributes
+    ----------
+    model : `PreTrainedModel`, in eval mode, no gradients.
+    tokenizer : fast tokenizer of `transformers`.
+    dtype : resolved: "bfloat16", "float16" or "float32".
+    load_ms : time that loading took, tokenizer and fingerprint included.
+    """
+
+    model: Any
+    tokenizer: Any
+    files: ModelFiles
+    device: str
+    dtype: str
+    fingerprint: str
+    load_ms: float
+
+
+def resolve_device(device: str) -> str:
+    """ "auto" → the device to use. Imports torch only where there may be an accelerator.
+
+    Raises
+    ------
+    UsageError : no such device here.
+    """
+    if device == "auto":
+        return _best_device()
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise UsageError(f"there is no device {device!r}", "auto, cpu, cuda, cuda:N or mps")
+    if kind == "cpu":
+        return "cpu"
+    import torch
+
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("there is no mps device here", "use --device cpu or auto")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"there is no device {device} here", f"{torch.cuda.device_count()} CUDA devices are visible")
+    return device
+
+
+def _best_device() -> str:
+    if platform.system() == "Linux" and not _may_have_gpu():
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _may_have_gpu() -> bool:
+    """Cheap signs of a GPU on Linux: a build of torch for one, and a driver's device file."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return False
+    return any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg"))
+
+
+def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
+    """ "auto" or an alias → "float32", "bfloat16" or "float16".
+
+    Auto is the checkpoint's own dtype; on a CPU that has no instructions for it, float32.
+
+    Raises
+    ------
+    UsageError : not a dtype that a model can run in.
+    """
+    if dtype != "auto":
+        if dtype not in _DTYPES:
+            raise UsageError(f"there is no dtype {dtype!r}", "auto, float32, bfloat16 or float16")
+        return _DTYPES[dtype]
+    own = _own_dtype(files)
+    if device == "cpu":
+        return "bfloat16" if own == "bfloat16" and _cpu_has_bfloat16() else "float32"
+    if own == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
+        return "float16"
+    return own
+
+
+def _own_dtype(files: ModelFiles) -> str:
+    """What config.json says, else what most of the first weight file's tensors are."""
+    config = read_config(files.folder)
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if stated in _DTYPES:
+        return _DTYPES[stated]
+    kinds = [str(entry.get("dtype")) for entry in tensor_table(weight_files(files.folder)[0]).values()]
+    return _SAFETENSORS.get(max(kinds, key=kinds.count, default=""), "float32")
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Native bfloat16 arithmetic, asked of the kernel where it says so, else of torch."""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        flags = next((line.split() for line in text.splitlines() if line.startswith(("flags", "Features"))), [])
+        if flags:
+            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+    if platform.machine() == "arm64":
+        return True  # Apple silicon
+    import torch
+
+    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return bool(probe())
+
+
+def _cuda_has_bfloat16(device: str) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def load_tokenizer(files: ModelFiles) -> Any:
+    """The model's fast tokenizer; without torch where the folder has a tokenizer.json.
+
+    Raises
+    ------
+    ModelError : it cannot be read, or has no fast form.
+    """
+    with quiet(), _explained(files):
+        tokenizer = _backend_tokenizer(files.folder)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelError(f"the tokenizer of {files.ref} has no fast form", "add a tokenizer.json to the model's folder")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _backend_tokenizer(folder: Path) -> Any:
+    if (folder / "tokenizer.json").is_file():
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto") -> Loaded:
+    """Check, then load.
+
+    Raises
+    ------
+    ModelError : not supported, damaged, or lacking weights.
+    UsageError : no such device or dtype.
+    KvtoolError : out of memory.
+    """
+    started = time.perf_counter()
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place, files)
+    with quiet(), _explained(files):
+        model = _weights(files, place, kind)
+    return Loaded(
+        model=model,
+        tokenizer=load_tokenizer(files),
+        files=files,
+        device=place,
+        dtype=kind,
+        fingerprint=model_fingerprint(files, kind),
+        load_ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvtool.core.model.support import check_model, check_supported
+
+    config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True)
+    check_supported(config)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        str(files.folder),
+        config=config,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    _refuse_gaps(files, report)
+    check_model(model)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _refuse_gaps(files: ModelFiles, report: Any) -> None:
+    """`transformers` fills missing weights with random numbers; an answer from those would be worse than none."""
+    gaps = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if gaps:
+        raise ModelError(
+            f"the weights of {files.ref} do not fit its config.json: {len(gaps)} are missing, first {gaps[0]}",
+            "download the model again",
+        )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars, log lines or warnings from `transformers` inside; its settings are put back after."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _explained(files: ModelFiles) -> Iterator[None]:
+    """What the libraries raise, as what happened and what to do."""
+    try:
+        yield
+    except KvtoolError:
+        raise
+    except Exception as error:
+        if _out_of_memory(error):
+            raise KvtoolError(f"not enough memory to load {files.ref}", _SMALLER) from error
+        what = next(iter(str(error).splitlines()), "")[:300] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            what, hint = "it needs code from its own folder, which kvtool does not run", "use another model"
+        else:
+            hint = "download the model again, or use another one"
+        raise ModelError(f"{files.ref} cannot be loaded: {what}", hint) from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    text = f"{type(error).__name__} {error}".lower()
+    return (
+        isinstance(error, MemoryError)
+        or "out of memory" in text
+        or "outofmemory" in text
+        or "not enough memory" in text
+    )

@@ -1,0 +1,135 @@
+"""The prompt in segments: prefix, chunks, question. Each is tokenised on its own and never again as joined text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
+
+DEFAULT_SYSTEM = (
+    "Answer the question with a short answer copied from the passages: a name, a number, a date or a short phrase. "
+    "Do not explain. Answer in the language of the question."
+)
+_SEPARATOR = "\n\n"
+_SYSTEM = "kvtoolSystemText"
+_PASSAGES = "kvtoolPassagesText"
+_QUESTION = "kvtoolQuestionText"
+_PASSAGE_FILES = ("en1.txt", "en2.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """What stands around the chunks and the question.
+
+    Attributes
+    ----------
+    prefix : ids before the first chunk: BOS, instruction, the user turn's header.
+    answer_header : ids after the question: the user turn's end, the assistant turn's header.
+    """
+
+    prefix: tuple[int, ...]
+    answer_header: tuple[int, ...]
+
+
+def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
+    """Cut the model's own chat template at the places where chunks and question go.
+
+    Raises
+    ------
+    ModelError : the template fails, or changes the user's text.
+    """
+    before, between, after = _rendered(tokenizer) if tokenizer.chat_template else _plain()
+    return PromptParts(
+        prefix=_one_bos(tokenizer, _prefix_ids(tokenizer, before, system, between)),
+        answer_header=tuple(encode_control(tokenizer, after)),
+    )
+
+
+def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """A chunk as it stands in the prompt: its text and one blank line."""
+    return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
+
+
+def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> tuple[int, ...]:
+    """The last segment: the question as ordinary text, then the answer's header."""
+    return (*encode(tokenizer, f"Question: {question.strip()}"), *parts.answer_header)
+
+
+def warm_passages(tokenizer: Any, n: int = 1) -> tuple[int, ...]:
+    """The first n neutral passages that come with kvtool, formatted like chunks.
+
+    Raises
+    ------
+    UsageError : there are not so many.
+    """
+    if not 0 <= n <= len(_PASSAGE_FILES):
+        raise UsageError(f"{n} warm passages were asked for", f"kvtool ships {len(_PASSAGE_FILES)}")
+    folder = files("kvtool.core.model") / "passages"
+    texts = [(folder / name).read_text(encoding="utf-8") for name in _PASSAGE_FILES[:n]]
+    return tuple(i for chunk in chunk_tokens(tokenizer, texts) for i in chunk)
+
+
+def _plain() -> tuple[str, str, str]:
+    """Around system text and chunks, for a base model."""
+    return "", _SEPARATOR, "\nAnswer:"
+
+
+def _rendered(tokenizer: Any) -> tuple[str, str, str]:
+    """The template's text before the instruction, between it and the chunks, and after the question."""
+    from jinja2.exceptions import TemplateError
+
+    user = _PASSAGES + _QUESTION
+    apart = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
+    folded = [{"role": "user", "content": _SYSTEM + _SEPARATOR + user}]  # for templates that know no system role
+    reason = "it does not show the user's text exactly once"
+    for messages in (apart, folded):
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = str(error) or type(error).__name__
+            continue
+        if (pieces := _cut(text)) is not None:
+            return pieces
+    raise ModelError(
+        f"the model's chat template cannot be used: {reason}", "use another model, or repair its chat template"
+    )
+
+
+def _cut(text: str) -> tuple[str, str, str] | None:
+    """The three pieces, if every sentinel stands there once and in order."""
+    if any(text.count(word) != 1 for word in (_SYSTEM, _PASSAGES + _QUESTION)):
+        return None
+    head, after = text.split(_PASSAGES + _QUESTION)
+    if _SYSTEM not in head:
+        return None
+    before, between = head.split(_SYSTEM)
+    return before, between, after
+
+
+def _prefix_ids(tokenizer: Any, before: str, system: str, between: str) -> list[int]:
+    """One run of the tokenizer as the template's author meant it, unless the instruction spells a control token."""
+    if not holds_control(tokenizer, system):
+        return encode_control(tokenizer, before + system + between)
+    return [*encode_control(tokenizer, before), *encode(tokenizer, system), *encode_control(tokenizer, between)]
+
+
+def _one_bos(tokenizer: Any, ids: list[int]) -> tuple[int, ...]:
+    """BOS once: where the template leaves it to the tokenizer it is added, where both write it one is dropped."""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return tuple(ids)
+    start = 0
+    while ids[start : start + 1] == [bos]:
+        start += 1
+    return (bos, *ids[start:]) if start or _adds_bos(tokenizer, bos) else tuple(ids)
+
+
+def _adds_bos(tokenizer: Any, bos: int) -> bool:
+    normally: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return normally[:1] == [bos]

@@ -1,0 +1,79 @@
+"""Text → token ids. What a person or a document wrote stays text, even where it looks like a control token."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_CONTROL_SHAPE = re.compile(r"<\S*>|\[\S*\]|\{\S*\}", re.DOTALL)
+_SWITCH = threading.Lock()  # whether special tokens are parsed is a switch on the shared tokenizer
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of ordinary text: nothing is added, no control token is recognised in it."""
+    return encode_batch(tokenizer, [text])[0]
+
+
+def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Ids of every text, each on its own (`encode`)."""
+    control = _unsplit_controls(tokenizer)
+    pieces = [_pieces(_printable(text), control) for text in texts]
+    ids = iter(_run(tokenizer, [piece for parts in pieces for piece in parts], special=False))
+    return [[i for _ in parts for i in next(ids)] for parts in pieces]
+
+
+def encode_control(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a piece of chat template: control tokens are recognised, none is added."""
+    return _run(tokenizer, [_printable(text)], special=True)[0]
+
+
+def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
+    """A function from texts to their lengths in tokens, for the chunker."""
+
+    def count(texts: Sequence[str]) -> list[int]:
+        return [len(ids) for ids in encode_batch(tokenizer, texts)]
+
+    return count
+
+
+def holds_control(tokenizer: Any, text: str) -> bool:
+    """Whether the text contains the spelling of a control token."""
+    return any(token.content in text for token in tokenizer.added_tokens_decoder.values() if _is_control(token))
+
+
+def _run(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
+    backend = tokenizer.backend_tokenizer
+    with _SWITCH:
+        backend.encode_special_tokens = not special
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates have no UTF-8 and no token; one character stays one character."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def _is_control(token: Any) -> bool:
+    return bool(token.special) or _CONTROL_SHAPE.fullmatch(token.content) is not None
+
+
+def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
+    """Control tokens that the library recognises even when told not to: added, but not marked special (`<think>`)."""
+    names = [
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if not token.special and len(token.content) > 1 and _is_control(token)
+    ]
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
+
+
+def _pieces(text: str, control: re.Pattern[str] | None) -> list[str]:
+    """The text cut once inside every such token, so that it is spelled out."""
+    if control is None:
+        return [text]
+    cuts = [0, *(match.start() + 1 for match in control.finditer(text)), len(text)]
+    return [text[a:b] for a, b in pairwise(cuts)]
