@@ -25,7 +25,15 @@ PROJECT_FILE = "kvtool.toml"
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # for a new store; an existing one remembers its own
 
 # Variables that steer the tool itself and are no settings. KVTOOL_TEST_* is left to test suites.
-RESERVED_ENV = ("KVTOOL_HOME", "KVTOOL_CACHE", "KVTOOL_CONFIG", "KVTOOL_DEBUG")
+RESERVED_ENV = (
+    "KVTOOL_HOME",
+    "KVTOOL_CACHE",
+    "KVTOOL_CONFIG",
+    "KVTOOL_DEBUG",
+    "KVTOOL_DISK_RESERVE",  # these three size the store's map (core/cache)
+    "KVTOOL_MAP_LIMIT",
+    "KVTOOL_MAP_START",
+)
 
 T = TypeVar("T")
 
@@ -108,6 +116,7 @@ def _key(
     return field(default=default, metadata=known)
 
 
+FUSIONS = ("full", "prefix", "reuse", "epic", "blend")  # for help and completion; the registry decides
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 
@@ -149,7 +158,7 @@ class Settings:
         "semantic", "How documents are cut.", "ingest", choices=("semantic", "markdown", "paragraph", "fixed")
     )
     chunk_tokens: int = _key(256, "Wanted length of a chunk in tokens.", "ingest", lowest=1)
-    min_tokens: int | None = _key(None, "Shortest chunk that is kept on its own.", "ingest", lowest=1)
+    min_tokens: int = _key(0, "Shortest chunk; 0 takes what suits the split.", "ingest", lowest=0)
     max_chunk_tokens: int | None = _key(None, "Longest chunk.", "ingest", flag="--max-tokens", lowest=1)
     lead_in: str = _key(
         "warm",
@@ -170,13 +179,13 @@ class Settings:
         number_too=True,
     )
 
-    # Not checked here: a fusion method is one file and one line in its registry (see `Resolved.choose`).
+    # Not checked here but against the registry, where a new method is one line (see `Resolved.choose`).
     fusion: str = _key(
-        "union",
+        "blend",
         "How cached chunks become one prompt.",
         "query",
-        metavar="full|prefix|reuse|epic|blend|infoflow|union|auto",
-        suggest=("full", "prefix", "reuse", "epic", "blend", "infoflow", "union", "auto"),
+        metavar="|".join(FUSIONS),
+        suggest=FUSIONS,
         pattern=r"\S+",
     )
     top_k: int = _key(5, "How many chunks to find.", "query", lowest=1)
@@ -192,7 +201,7 @@ class Settings:
         pattern=_LEVEL + "|auto",
         number_too=True,
     )
-    retriever: str = _key("bm25", "How chunks are found.", "query", choices=("bm25", "dense", "hybrid"))
+    retriever: str = _key("bm25", "How chunks are found.", "query", choices=("bm25",))
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)
     temperature: float = _key(0.0, "Sampling temperature; 0 is greedy.", "query", lowest=0)
     seed: int = _key(0, "Seed of the sampling.", "query", lowest=0, highest=2**63 - 1)

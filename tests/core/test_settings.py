@@ -163,6 +163,7 @@ def test_did_you_mean_variable_flag_and_choice() -> None:
 
 def test_reserved_and_empty_variables_are_no_settings(tmp_path: Path) -> None:
     environ = {"KVTOOL_HOME": str(tmp_path), "KVTOOL_DEBUG": "1", "KVTOOL_TEST_GPU": "1", "KVTOOL_TOP_K": ""}
+    environ["KVTOOL_MAP_LIMIT"] = "1000000"
     assert resolve(environ=environ).settings.top_k == 5
 
 
@@ -241,6 +242,22 @@ def test_every_key_is_declared_in_full() -> None:
         assert key.accept(key.default, name) == key.default
         for word in (*key.choices, *key.suggest):
             assert key.parse(word, name) == word
+
+
+def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
+    from kvtool.core.fusion.selectors import SELECTORS
+
+    assert {keys()["fusion"].default, *keys()["fusion"].suggest} <= set(SELECTORS)
+
+
+def test_every_variable_that_is_read_anywhere_is_known() -> None:
+    package = Path(settings.__file__).parents[1]
+    read = {
+        v
+        for file in package.rglob("*.py")
+        for v in re.findall(r"\bKVTOOL_[A-Z]+(?:_[A-Z]+)*\b", file.read_text("utf-8"))
+    }
+    assert read - {key.env for key in keys().values()} - set(settings.RESERVED_ENV) <= {"KVTOOL_TEST"}
 
 
 def test_flags_are_unique_within_a_command() -> None:
