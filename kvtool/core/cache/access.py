@@ -1,0 +1,85 @@
+"""Which chunks were used when: appended by readers without any lock, folded into the store by a writer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvtool.core.cache import layout
+
+_MAX_LOG_BYTES = 64 * 2**20  # then readers stop noting until a writer folds it
+_MAX_BUFFER = 4096
+_LINE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12}) ([0-9a-f]{8})")
+
+
+class AccessLog:
+    """Buffers a reader's notes; a flush is one ``O_APPEND`` write, so lines of several processes do not mix."""
+
+    def __init__(self, root: Path, enabled: bool) -> None:
+        self._path = root / layout.ACCESS_FILE
+        self._enabled = enabled
+        self._seen: dict[bytes, int] = {}
+        self._mutex = threading.Lock()
+
+    def note(self, chunk_ids: Iterable[bytes]) -> None:
+        """Remember that these chunks were used now."""
+        if not self._enabled:
+            return
+        now = int(time.time())
+        with self._mutex:
+            self._seen.update((bytes(chunk_id), now) for chunk_id in chunk_ids)
+            full = len(self._seen) >= _MAX_BUFFER
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what is buffered. Never an error: losing a note costs nothing but order of eviction."""
+        with self._mutex:
+            seen, self._seen = self._seen, {}
+        if not seen:
+            return
+        data = b"".join(_line(chunk_id, when) for chunk_id, when in seen.items())
+        with contextlib.suppress(OSError):
+            self._append(data)
+
+    def _append(self, data: bytes) -> None:
+        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+            if os.fstat(handle).st_size + len(data) <= _MAX_LOG_BYTES:
+                os.write(handle, data)
+        finally:
+            os.close(handle)
+
+
+def _line(chunk_id: bytes, when: int) -> bytes:
+    body = f"{chunk_id.hex()} {when}".encode()
+    return body + f" {zlib.crc32(body):08x}\n".encode()
+
+
+def take_log(root: Path) -> tuple[dict[bytes, int], Path]:
+    """Set the log aside and read it: chunk id → last use (seconds). Unlink the path once that is committed.
+
+    A log set aside by a writer that died is read again, together with the newer one only after it is gone.
+    """
+    log, aside = root / layout.ACCESS_FILE, root / f"{layout.ACCESS_FILE}.folding"
+    if not aside.exists():
+        with contextlib.suppress(FileNotFoundError):
+            log.rename(aside)
+    try:
+        lines = aside.read_bytes().splitlines()
+    except OSError:
+        return {}, aside
+    last: dict[bytes, int] = {}
+    for line in lines:
+        found = _LINE.fullmatch(line)
+        if found and zlib.crc32(line[:-9]) == int(found[3], 16):
+            chunk_id = bytes.fromhex(found[1].decode())
+            last[chunk_id] = max(last.get(chunk_id, 0), int(found[2]))
+    return last, aside

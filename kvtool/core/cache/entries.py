@@ -1,0 +1,185 @@
+"""What the store knows besides KV: files, documents, chunks, as frozen values with one byte form each."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import zstandard
+
+from kvtool.core.errors import DamagedError
+
+MAX_ENTRY_BYTES = 2**30  # an entry never unpacks to more, whatever its frame claims
+_PACKED, _PLAIN = b"z", b"j"
+_PACK_FROM = 512  # shorter JSON is stored as it is
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRef:
+    """A document's chunk: its id, its characters ``[start, end)`` in the document, its length in tokens."""
+
+    chunk_id: bytes
+    start: int
+    end: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentEntry:
+    """A document as ingested: where from, its text, its chunks in order."""
+
+    source: str
+    kind: str
+    text: str
+    chunks: tuple[ChunkRef, ...]
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON, packed with zstd where that pays."""
+        chunks = [[ref.chunk_id.hex(), ref.start, ref.end, ref.tokens] for ref in self.chunks]
+        return _pack({"source": self.source, "kind": self.kind, "text": self.text, "chunks": chunks})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> DocumentEntry:
+        """Inverse of :meth:`to_bytes`; raises DamagedError."""
+        with _Reading("document"):
+            value = _unpack(data)
+            chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
+            return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file as last ingested: what it looked like, with which settings, and the documents it gave.
+
+    Parameters
+    ----------
+    digest : of the file's bytes.
+    settings : digest of the ingest settings that matter for its chunks.
+    documents : sources of its documents.
+    notes : what the reader skipped or replaced, for people.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    digest: str
+    settings: str
+    documents: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        return _pack({name: getattr(self, name) for name in self.__slots__})
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> FileEntry:
+        """Inverse of :meth:`to_bytes`; raises DamagedError."""
+        with _Reading("file entry"):
+            value = _unpack(data)
+            return cls(
+                path=_text(value["path"]),
+                size=int(value["size"]),
+                mtime_ns=int(value["mtime_ns"]),
+                digest=_text(value["digest"]),
+                settings=_text(value["settings"]),
+                documents=tuple(_text(item) for item in value["documents"]),
+                notes=tuple(_text(item) for item in value["notes"]),
+            )
+
+
+_CHUNK = struct.Struct("<IIII")  # token ids, lead-in bytes, layers, sensitivity bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """A chunk itself: its ids (compared on every hit), its lead-in's digest, its layers, and side data.
+
+    Parameters
+    ----------
+    sensitivity : one little-endian float16 a token, or empty: how much the token's values depend on what stood before.
+    """
+
+    token_ids: tuple[int, ...]
+    lead_in: bytes
+    layers: int
+    sensitivity: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.sensitivity and len(self.sensitivity) != 2 * len(self.token_ids):
+            raise ValueError("sensitivity needs two bytes a token")
+
+    def to_bytes(self) -> bytes:
+        """Four counts, then ids (uint32 little-endian), lead-in, sensitivity."""
+        head = _CHUNK.pack(len(self.token_ids), len(self.lead_in), self.layers, len(self.sensitivity))
+        return head + struct.pack(f"<{len(self.token_ids)}I", *self.token_ids) + self.lead_in + self.sensitivity
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> ChunkInfo:
+        """Inverse of :meth:`to_bytes`; raises DamagedError."""
+        with _Reading("chunk"):
+            count, lead_bytes, layers, side_bytes = _CHUNK.unpack_from(data)
+            lead_at = _CHUNK.size + 4 * count
+            side_at = lead_at + lead_bytes
+            if side_at + side_bytes != len(data):
+                raise ValueError("sizes do not fit")
+            ids = struct.unpack_from(f"<{count}I", data, _CHUNK.size)
+            return cls(ids, bytes(data[lead_at:side_at]), layers, bytes(data[side_at:]))
+
+
+class _Reading:
+    """Any trouble with an entry's bytes is damage, and says of what."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (ValueError, KeyError, TypeError, struct.error, zstandard.ZstdError, RecursionError)):
+            raise DamagedError(f"a stored {self._what} cannot be read: {type(error).__name__}") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a string")
+    return value
+
+
+def dump_json(value: Any) -> bytes:
+    """Canonical JSON: sorted, no spaces, UTF-8; lone surrogates (file names) survive."""
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def load_json(data: bytes | memoryview) -> Any:
+    """Inverse of :func:`dump_json`; raises ValueError."""
+    return json.loads(bytes(data).decode("utf-8", "surrogatepass"))
+
+
+def _pack(value: dict[str, Any]) -> bytes:
+    plain = dump_json(value)
+    if len(plain) > MAX_ENTRY_BYTES:
+        raise ValueError("an entry of the store is over 1 GiB")
+    if len(plain) < _PACK_FROM:
+        return _PLAIN + plain
+    # Without write_checksum a flipped byte inside a frame decodes to something else in silence.
+    return _PACKED + zstandard.ZstdCompressor(level=3, write_checksum=True, write_content_size=True).compress(plain)
+
+
+def _unpack(data: bytes | memoryview) -> dict[str, Any]:
+    form, body = bytes(data[:1]), data[1:]
+    if form == _PACKED:
+        # max_output_size is ignored when the frame states a size: look at what it states first.
+        stated = zstandard.frame_content_size(body)
+        if not 0 <= stated <= MAX_ENTRY_BYTES:
+            raise ValueError("the packed size is out of bounds")
+        body = zstandard.ZstdDecompressor().decompress(body, max_output_size=stated or 1)
+    elif form != _PLAIN:
+        raise ValueError("unknown form")
+    value = load_json(body)
+    if not isinstance(value, dict):
+        raise TypeError("not an object")
+    return value

@@ -1,0 +1,362 @@
+"""One LMDB environment, with what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
+
+Default flags are crash-safe (STORE.md, fact 1). Buffers are never let out of their transaction: every value is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import lmdb
+
+from kvtool.core.cache import layout, space
+from kvtool.core.cache.mapped import MappedFile
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
+
+T = TypeVar("T")
+Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
+
+# One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
+META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED = TABLES = (b"m", b"f", b"d", b"c", b"l", b"r", b"u")
+TABLE_NAMES = dict(zip(TABLES, ("meta", "files", "documents", "chunks", "levels", "records", "used"), strict=True))
+PAGE_BYTES = 4096
+_MAX_READERS = 1024  # killed readers keep their slots until the next reader_check
+LOCK_FILE_BYTES = 128 * _MAX_READERS
+_MAP_START, _MAP_LIMIT, _MAP_LEAST = 2**40, 2**44, 2**24  # sparse: a 1 TiB map opens in 38 µs
+
+
+def _bytes_from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return max(int(text), 2**16) if text.isdecimal() else default
+
+
+class _Gate:
+    """Many transactions, or one change of the map: LMDB moves the map under running transactions."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside = 0
+
+    def enter(self) -> None:
+        with self._condition:
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._condition:
+            self._inside -= 1
+            self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody inside, and nobody enters."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._inside)
+            yield
+
+
+class Snapshot:
+    """A read transaction: one consistent state of the store. Values come out as private copies."""
+
+    def __init__(self, transaction: Transaction, mapped: MappedFile) -> None:
+        self._transaction, self._mapped = transaction, mapped
+
+    def get(self, table: bytes, key: bytes) -> memoryview | None:
+        """A copy of a value, or None."""
+        view = self._transaction.get(table + key)
+        return None if view is None else self._mapped.copy(view)
+
+    def will_need(self, table: bytes, keys: list[bytes]) -> None:
+        """Let the kernel read these values while we copy others."""
+        for key in keys:
+            view = self._transaction.get(table + key)
+            if view is not None:
+                with contextlib.suppress(DamagedError):
+                    self._mapped.will_need(view)
+
+    def has(self, table: bytes, key: bytes) -> bool:
+        """Whether there is a value; reads none of it."""
+        return self._transaction.get(table + key) is not None
+
+    def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
+        """Keys in order. Use them up before the snapshot ends."""
+        start = table + prefix
+        with self._transaction.cursor() as cursor:
+            found = cursor.set_range(start)
+            while found:
+                key = bytes(cursor.key())
+                if not key.startswith(start):
+                    return
+                yield key[len(table) :]
+                found = cursor.next()
+
+    def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
+        """Keys and copied values in order."""
+        for key in self.keys(table, prefix):
+            value = self.get(table, key)
+            if value is not None:
+                yield key, value
+
+    def live_bytes(self) -> int:
+        """Bytes of pages in use, free pages inside the file not counted."""
+        count = self._transaction.stat()
+        return (count["branch_pages"] + count["leaf_pages"] + count["overflow_pages"]) * count["psize"]
+
+
+class Environment:
+    """See the module. Get one with :func:`acquire`, give it back with :func:`release`."""
+
+    def __init__(self, generation: Path, read_only: bool) -> None:
+        self.generation = generation
+        self.read_only = read_only
+        self.users = 0
+        self._pid = os.getpid()
+        self._gate = _Gate()
+        self._closed = False
+        self._open()
+
+    # ---- opening -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        layout.check_data_file(self.generation)
+        can_lock = not self.read_only and layout.allocate_lock_file(self.generation, LOCK_FILE_BYTES)
+        self.read_only = not can_lock
+        self._env = open_lmdb(self.generation, read_only=self.read_only)
+        try:
+            self._check_length()
+            if can_lock:
+                self._env.reader_check()
+            self._mapped = MappedFile(self.generation / "data.mdb")
+            self._mapped.locate()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _check_length(self) -> None:
+        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if (self.generation / "data.mdb").stat().st_size < needed:
+            raise DamagedError(f"{self.generation / 'data.mdb'} is truncated", layout.REBUILD)
+
+    def close(self) -> None:
+        """Close once all transactions have ended; a forked child leaves its parent's environment alone."""
+        if self._pid != os.getpid():
+            return
+        with self._gate.alone():
+            if not self._closed:
+                self._closed = True
+                self._mapped.close()
+                self._env.close()
+
+    def reopen(self) -> None:
+        """Forget an environment that LMDB has given up on (after a failed meta page write)."""
+        with self._gate.alone():
+            self._mapped.close()
+            self._env.close()
+            self._open()
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Transaction:
+        """Start a read transaction; :meth:`end` it soon."""
+        self.check_usable()
+        for attempt in range(8):
+            self._gate.enter()
+            try:
+                return self._env.begin(buffers=True)
+            except lmdb.Error as error:
+                self._gate.leave()
+                if not self._recover(error) or attempt == 7:
+                    raise self.read_failure(error) from error
+            except BaseException:
+                self._gate.leave()
+                raise
+        raise AssertionError("unreachable")
+
+    def end(self, transaction: Transaction) -> None:
+        """End a read transaction."""
+        try:
+            transaction.abort()
+        finally:
+            self._gate.leave()
+
+    def snapshot(self, transaction: Transaction) -> Snapshot:
+        """The reading side of a transaction."""
+        return Snapshot(transaction, self._mapped)
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[Snapshot]:
+        """A short read transaction."""
+        transaction = self.begin()
+        try:
+            yield self.snapshot(transaction)
+        except lmdb.Error as error:
+            raise self.read_failure(error) from error
+        finally:
+            self.end(transaction)
+
+    def _recover(self, error: lmdb.Error) -> bool:
+        """Whether it is worth trying again."""
+        if isinstance(error, lmdb.MapResizedError):  # another process has let the file grow
+            self._resize(0)
+            return True
+        if isinstance(error, lmdb.ReadersFullError):
+            return self._env.reader_check() > 0
+        return False
+
+    def read_failure(self, error: lmdb.Error) -> KvtoolError:
+        if isinstance(error, lmdb.ReadersFullError):
+            return KvtoolError(f"{self.generation}: {_MAX_READERS} readers at once are too many", "end some of them")
+        message = f"{self.generation}: the index of the store is damaged ({error})"
+        return DamagedError(message, "run `kvtool store verify`")
+
+    def check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise KvtoolError(
+                "a store cannot be used across fork", "open it again in the new process, started by spawn"
+            )
+        if self._closed:
+            raise KvtoolError("the store is closed")
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def write(self, apply: Callable[[Transaction], T], need: int) -> T:
+        """Run `apply` in one write transaction, durable on return; again from its start after the map has grown.
+
+        Parameters
+        ----------
+        apply : puts and deletes; computes nothing and keeps no state, for it may run more than once.
+        need : about how many bytes it writes.
+
+        Raises
+        ------
+        NoSpaceError : disk, quota or map limit; the store is as it was before.
+        """
+        self.check_usable()
+        while True:
+            try:
+                return self._write_once(apply)
+            except lmdb.MapFullError:
+                self._grow()
+            except lmdb.MapResizedError:
+                self._resize(0)
+            except lmdb.Error as error:
+                reason = space.explain(error, self.generation, need)
+                self._reset_after(error)
+                raise reason from error
+
+    def _write_once(self, apply: Callable[[Transaction], T]) -> T:
+        self._gate.enter()
+        try:
+            with self._env.begin(write=True, buffers=True) as transaction:
+                return apply(transaction)
+        finally:
+            self._gate.leave()
+
+    def _reset_after(self, error: lmdb.Error) -> None:
+        """A write that failed at the meta page makes LMDB refuse everything until the environment is opened anew."""
+        del error
+        try:
+            self.end(self.begin())
+        except KvtoolError:
+            self.reopen()
+
+    def _grow(self) -> None:
+        size, limit = self._env.info()["map_size"], _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT)
+        if size >= limit:
+            raise NoSpaceError(
+                f"{self.generation}: the map limit of {space.megabytes(limit)} is reached",
+                "make room with `kvtool store prune`, or raise KVTOOL_MAP_LIMIT",
+            )
+        self._resize(min(2 * size, limit))
+
+    def _resize(self, size: int) -> None:
+        with self._gate.alone():
+            try:
+                self._env.set_mapsize(size)
+            except lmdb.Error as error:
+                raise NoSpaceError(
+                    f"{self.generation}: no address space for the store: {error}", "raise ulimit -v"
+                ) from error
+            self._mapped.locate()
+
+    # ---- facts ---------------------------------------------------------------------------------------------------
+
+    def file_bytes(self) -> int:
+        """Length of the data file."""
+        return (self.generation / "data.mdb").stat().st_size
+
+    def allocated_bytes(self) -> int:
+        """Bytes of pages that were ever in use."""
+        return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+
+    def copy_to(self, folder: Path) -> None:
+        """A compact copy of a consistent state, into an existing empty folder."""
+        self.check_usable()
+        self._gate.enter()
+        try:
+            self._env.copy(os.fspath(folder), compact=True)
+        except lmdb.Error as error:
+            raise space.explain(error, self.generation, self.file_bytes()) from error
+        finally:
+            self._gate.leave()
+
+
+def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
+    """Open LMDB with the flags that STORE.md found safe, in a smaller map where address space is short."""
+    size = _bytes_from_environment("KVTOOL_MAP_START", _MAP_START)
+    size = min(size, _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT))
+    while True:
+        try:
+            return lmdb.open(
+                os.fspath(generation),
+                map_size=size,
+                max_readers=_MAX_READERS,
+                mode=0o600,
+                readonly=read_only,
+                lock=not read_only,
+                create=create,
+                lib_version=0,
+            )
+        except (lmdb.MemoryError, MemoryError) as error:
+            if size <= _MAP_LEAST:
+                raise KvtoolError(f"{generation}: no address space for the store", "raise ulimit -v") from error
+            size //= 4
+        except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+            raise StoreFormatError(f"{generation} holds an LMDB that is not kvtool's", layout.REBUILD) from error
+        except lmdb.Error as error:
+            raise KvtoolError(
+                f"{generation}: the store cannot be opened: {error}", "check who owns the folder"
+            ) from error
+
+
+# LMDB must not be opened twice in a process: closing one copy drops the other's POSIX locks. So it is shared.
+_open_environments: dict[tuple[int, int], Environment] = {}
+_registry = threading.Lock()
+
+
+def acquire(generation: Path, read_only: bool) -> Environment:
+    """The process's environment of this folder, opened on need."""
+    layout.check_data_file(generation)
+    status = (generation / "data.mdb").stat()
+    key = (status.st_dev, status.st_ino)
+    with _registry:
+        environment = _open_environments.get(key)
+        if environment is None:
+            environment = _open_environments[key] = Environment(generation, read_only)
+        environment.check_usable()
+        environment.users += 1
+        return environment
+
+
+def release(environment: Environment) -> None:
+    """Give it back; the last user closes it."""
+    with _registry:
+        environment.users -= 1
+        if environment.users <= 0:
+            for key in [key for key, value in _open_environments.items() if value is environment]:
+                del _open_environments[key]
+            environment.close()

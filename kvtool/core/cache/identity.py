@@ -1,0 +1,61 @@
+"""What a chunk is called: a digest of everything its KV depends on, and of nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+ID_BYTES = 20  # blake2b-160
+ID_VERSION = 1  # of the encoding below; part of every id
+
+
+def _field(data: bytes) -> bytes:
+    """Length first, so that no two lists of fields share an encoding."""
+    return struct.pack("<Q", len(data)) + data
+
+
+def _pack_ids(token_ids: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except struct.error as error:
+        raise ValueError("token ids must be integers from 0 to 2**32 - 1") from error
+
+
+def _digest(person: bytes, *fields: bytes) -> bytes:
+    state = hashlib.blake2b(struct.pack("<I", ID_VERSION), digest_size=ID_BYTES, person=person)
+    for field in fields:
+        state.update(_field(field))
+    return state.digest()
+
+
+def ids_digest(token_ids: Sequence[int]) -> bytes:
+    """Digest (20 bytes) of a list of token ids, the same on every machine."""
+    return _digest(b"kvtool ids", _pack_ids(token_ids))
+
+
+def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_ids: Sequence[int]) -> bytes:
+    """Name of a chunk: blake2b-160 over a canonical encoding of its identity.
+
+    Parameters
+    ----------
+    namespace : keeps equal chunks of different owners apart.
+    model_fingerprint : digest of architecture, weights, tokenizer and dtype.
+    lead_in : digest of the lead-in's token ids and mode.
+    token_ids : the chunk's own ids, each in 0 … 2**32 - 1.
+
+    Returns
+    -------
+    20 bytes.
+
+    Raises
+    ------
+    ValueError : a token id does not fit.
+    """
+    return _digest(
+        b"kvtool chunk",
+        namespace.encode("utf-8", "surrogatepass"),
+        model_fingerprint.encode("utf-8", "surrogatepass"),
+        bytes(lead_in),
+        _pack_ids(token_ids),
+    )

@@ -1,0 +1,297 @@
+"""What a store's folder looks like, and how its small files are written.
+
+::
+
+    store.json          uuid and format; written before data/ appears
+    current             the generation in use, "gen-1"
+    data/gen-1/         data.mdb and lock.mdb (LMDB); compacting makes the next generation
+    writer.lock         the one writer's lock; writer.json says who holds it
+    access.log          which chunks were used when
+    gate/ index/        what other rooms keep beside the records
+
+Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import stat
+import struct
+import uuid
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError
+
+FORMAT = 1
+STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
+ACCESS_FILE, DATA_FOLDER = "access.log", "data"
+TEMPORARY = ".tmp-"
+_GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
+_SMALL_FILE = 64 * 1024
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REBUILD = "restore the folder from a copy, or ingest into a new store"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFile:
+    """What ``store.json`` says."""
+
+    uuid: str
+    format: int
+
+
+# ---- small files -------------------------------------------------------------------------------------------------
+
+
+def make_folder(path: Path) -> None:
+    """Make a 0700 folder, parents included, and make its name durable; nothing if it is there."""
+    if path.is_dir():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        path.chmod(0o700)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some file systems cannot sync a folder, and then have nothing to lose
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EROFS):
+            raise
+    finally:
+        os.close(handle)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Replace a file: write beside it, fsync, rename. A reader sees the old bytes or the new, never a mix.
+
+    Raises
+    ------
+    NoSpaceError : the disk is full; the old file is untouched.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        _write_new(temporary, data)
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoSpaceError(f"no space to write {path}", "free some disk space and run again") from error
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(handle, "wb") as file:
+        os.fchmod(handle, 0o600)
+        file.write(data)
+        file.flush()
+        os.fsync(handle)
+
+
+def read_small(path: Path) -> bytes:
+    """Bytes of a small regular file (never a FIFO, which would hang)."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise StoreFormatError(f"{path} is not a regular file", REBUILD)
+    with path.open("rb") as file:
+        return file.read(_SMALL_FILE)
+
+
+def side_file(root: Path, name: str) -> Path:
+    """Path of a file that another room keeps beside the records (``gate/…``, ``index/…``); its folder is made on need.
+
+    Raises
+    ------
+    ValueError : the name leaves the store's folder, or stands where the store's own files stand.
+    """
+    parts = PurePosixPath(name).parts
+    if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == DATA_FOLDER:
+        raise ValueError(f"a side file is named folder/name, not {name!r}")
+    path = root.joinpath(*parts)
+    with contextlib.suppress(OSError):  # a read-only store: the caller finds no file there
+        for parent in reversed(path.parents[: len(parts) - 1]):
+            make_folder(parent)
+    return path
+
+
+# ---- the folder --------------------------------------------------------------------------------------------------
+
+
+def read_store_file(root: Path) -> StoreFile:
+    """Find the store at `root`.
+
+    Raises
+    ------
+    StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError
+    """
+    hint = "make one with `kvtool ingest PATH`, or name another with --store"
+    try:
+        if not stat.S_ISDIR(root.stat().st_mode):
+            raise StoreFormatError(f"{root} is a file, not a store's folder", "name a folder with --store")
+        text = read_small(root / STORE_FILE)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if (root / "data.mdb").exists():
+            raise StoreFormatError(f"{root} holds an LMDB that is not kvtool's", "name another folder") from error
+        raise StoreNotFoundError(f"there is no store at {root}", hint) from error
+    except OSError as error:
+        raise KvtoolError(f"cannot read the store at {root}: {error.strerror}", "check who owns the folder") from error
+    return _parse_store_file(root, text)
+
+
+def _parse_store_file(root: Path, text: bytes) -> StoreFile:
+    try:
+        value = json.loads(text)
+        found = StoreFile(str(uuid.UUID(value["uuid"])), int(value["format"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
+    if found.format > FORMAT:
+        raise StoreFormatError(
+            f"the store at {root} has format {found.format}, this kvtool reads up to {FORMAT}", "update kvtool"
+        )
+    if found.format < 1:
+        raise DamagedError(f"{root / STORE_FILE} states format {found.format}", REBUILD)
+    return found
+
+
+def write_store_file(root: Path) -> StoreFile:
+    """Give a new store its uuid."""
+    made = StoreFile(str(uuid.uuid4()), FORMAT)
+    atomic_write(root / STORE_FILE, json.dumps({"format": made.format, "uuid": made.uuid}).encode() + b"\n")
+    return made
+
+
+def check_foreign(root: Path) -> None:
+    """Refuse to make a store in a folder that holds other things.
+
+    Raises
+    ------
+    StoreFormatError
+    """
+    own = {LOCK_FILE, HOLDER_FILE}
+    others = [name for name in os.listdir(root) if name not in own and not name.startswith(TEMPORARY)]
+    if others and not (root / STORE_FILE).exists():  # in this order: another process may be making the store
+        raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
+
+
+def current_generation(root: Path) -> Path | None:
+    """Folder of the generation in use; None in a store that was never finished.
+
+    Raises
+    ------
+    DamagedError : the pointer is not one.
+    """
+    try:
+        name = read_small(root / CURRENT_FILE).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        if (root / DATA_FOLDER).exists():
+            raise DamagedError(f"{root / CURRENT_FILE} is missing", REBUILD) from None
+        return None
+    if not _GENERATION.fullmatch(name):
+        raise DamagedError(f"{root / CURRENT_FILE} does not name a generation", REBUILD)
+    return root / DATA_FOLDER / name
+
+
+def next_generation(root: Path) -> Path:
+    """A folder name that no generation has had."""
+    names = os.listdir(root / DATA_FOLDER) if (root / DATA_FOLDER).exists() else []
+    numbers = [int(name[4:]) for name in names if _GENERATION.fullmatch(name)]
+    return root / DATA_FOLDER / f"gen-{max(numbers, default=0) + 1}"
+
+
+def point_to(root: Path, generation: Path) -> None:
+    """Switch the pointer, in one rename."""
+    atomic_write(root / CURRENT_FILE, generation.name.encode() + b"\n")
+
+
+def concerns(root: Path) -> list[str]:
+    """What a careful owner would want to know about the folder's permissions."""
+    mode = root.stat().st_mode
+    if mode & 0o022:
+        return [f"{root} can be written by others: chmod 700 it"]
+    return [f"{root} can be read by others: chmod 700 it"] if mode & 0o055 else []
+
+
+# ---- before LMDB touches data.mdb --------------------------------------------------------------------------------
+
+_META = struct.Struct("=II8xQ")  # magic, version, address, mapsize; 16 bytes into a meta page
+_META_MAGIC, _META_VERSION = 0xBEEFC0DE, 1
+_LAST_PAGE_AT = 16 + 24 + 2 * 48  # two MDB_db of 48 bytes follow the first 24
+
+
+def check_data_file(generation: Path) -> None:
+    """Refuse a ``data.mdb`` that would hang, be taken for a new store, or kill the process when read.
+
+    Raises
+    ------
+    StoreFormatError : not a regular file, or not LMDB 0.9's.
+    DamagedError : missing, empty or shorter than its pages.
+    """
+    path = generation / "data.mdb"
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise StoreFormatError(f"{path} is not a regular file", REBUILD)
+        with path.open("rb") as file:
+            head = file.read(2 * 65536)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing", REBUILD) from error
+    except OSError as error:
+        raise KvtoolError(f"cannot read {path}: {error.strerror}", "check who owns the folder") from error
+    if not size:
+        raise DamagedError(f"{path} is empty", REBUILD)
+    needed = _needed_bytes(path, head)
+    if size < needed:
+        raise DamagedError(f"{path} is truncated: {size} bytes of {needed}", REBUILD)
+
+
+def _needed_bytes(path: Path, head: bytes) -> int:
+    """``(last page + 1) × page size`` as the newer meta page has it."""
+    if len(head) < 16 + 32:
+        raise DamagedError(f"{path} is truncated", REBUILD)
+    magic, version, _ = _META.unpack_from(head, 16)
+    if magic != _META_MAGIC or version != _META_VERSION:
+        raise StoreFormatError(f"{path} is not an LMDB file that this kvtool reads", REBUILD)
+    page_size = struct.unpack_from("=I", head, 16 + 24)[0]
+    if page_size not in (4096, 8192, 16384, 32768, 65536):
+        raise DamagedError(f"{path} states a page size of {page_size}", REBUILD)
+    if len(head) < 2 * page_size:
+        raise DamagedError(f"{path} is truncated", REBUILD)
+    if _META.unpack_from(head, page_size + 16)[:2] != (_META_MAGIC, _META_VERSION):
+        raise DamagedError(f"{path}: its second meta page is damaged", REBUILD)
+    pages = [struct.unpack_from("=QQ", head, at + _LAST_PAGE_AT) for at in (0, page_size)]
+    last_page = max(pages, key=lambda pair: pair[1])[0]
+    return int((last_page + 1) * page_size)
+
+
+def allocate_lock_file(generation: Path, size: int) -> bool:
+    """Give ``lock.mdb`` real disk blocks: LMDB maps it, and a hole on a full disk is a SIGBUS. False: no space for it.
+
+    Call only while no environment of this process is open on it (closing any handle drops POSIX locks).
+    """
+    path = generation / "lock.mdb"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise StoreFormatError(f"{path} is not a regular file", REBUILD)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno in _FULL:
+            return False
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot: nothing to be done
+            raise
+    finally:
+        os.close(handle)
+    return True

@@ -1,0 +1,243 @@
+"""The one envelope of every value in the store: a 64-byte header, the payload, a digest over key, header and payload.
+
+=======  ====  =======================================================
+offset   type  field
+=======  ====  =======================================================
+0        4s    magic ``kvr`` and a zero byte
+4        B     record format version
+5        B     kind (:class:`Kind`)
+6        B     dtype code (KV records; else 0)
+7        B     0
+8        16s   level, ASCII, zero-padded (KV records; else zeros)
+24       I     layer
+28       I     kv_heads
+32       I     tokens
+36       I     head_dim of K
+40       I     head_dim of V
+44       I     0
+48       Q     payload length in bytes
+56       Q     0
+64       …     payload
+64 + n   16s   xxh3-128 over len(key) ‖ key ‖ header ‖ payload
+=======  ====  =======================================================
+
+All integers are little-endian. LMDB itself has no checksum over values, and swapped pages exist: hence the key.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from kvtool.core.errors import DamagedError
+
+RECORD_VERSION = 1
+HEADER_BYTES = 64
+DIGEST_BYTES = 16
+OVERHEAD_BYTES = HEADER_BYTES + DIGEST_BYTES
+
+_MAGIC = b"kvr\0"
+_HEADER = struct.Struct("<4s4B16s6IQQ")
+_DTYPE_CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
+_DTYPE_NAMES = {code: name for name, code in _DTYPE_CODES.items()}
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LEVEL = re.compile(r"[A-Za-z0-9._+-]{1,16}", re.ASCII)
+_MAX_COUNT = 2**32 - 1
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Kind(enum.IntEnum):
+    """What a payload is. The numbers are on disk: never reuse one."""
+
+    KV = 1
+    MANIFEST = 2
+    FILE = 3
+    DOCUMENT = 4
+    CHUNK = 5
+    LEVEL = 6
+    NUMBER = 7
+    STORE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KVHeader:
+    """What a KV record holds: K ``[kv_heads, tokens, head_dim_k]`` and V ``[kv_heads, tokens, head_dim_v]`` of a layer.
+
+    Parameters
+    ----------
+    dtype : ``bfloat16``, ``float16`` or ``float32``: of the tensors before encoding.
+    level : the codec level, 1 to 16 characters of ``A-Za-z0-9._+-``.
+    """
+
+    dtype: str
+    kv_heads: int
+    tokens: int
+    head_dim_k: int
+    head_dim_v: int
+    level: str
+    layer: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPE_CODES:
+            raise ValueError(f"unknown dtype {self.dtype!r}")
+        check_level(self.level)
+        for name in ("kv_heads", "tokens", "head_dim_k", "head_dim_v", "layer"):
+            if not 0 <= getattr(self, name) <= _MAX_COUNT:
+                raise ValueError(f"{name} is out of range")
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of K and V together before encoding; the whole payload of a ``raw`` record."""
+        return self.kv_heads * self.tokens * (self.head_dim_k + self.head_dim_v) * _ITEM_BYTES[self.dtype]
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of K alone: where V starts in the payload of a ``raw`` record."""
+        return self.kv_heads * self.tokens * self.head_dim_k * _ITEM_BYTES[self.dtype]
+
+
+def check_level(level: str) -> str:
+    """The level's name, if it is one.
+
+    Raises
+    ------
+    ValueError : empty, too long, or with characters that keys do not have.
+    """
+    if not _LEVEL.fullmatch(level):
+        raise ValueError(f"bad level name {level!r}")
+    return level
+
+
+def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> bytes:
+    """One KV record as it stands in the store.
+
+    Parameters
+    ----------
+    key : the **chunk id**; level and layer are in the header, which the digest covers too.
+    header : shape, dtype, level and layer.
+    payload : parts, joined as they come. For level ``raw``: K then V, each ``[kv_heads, tokens, head_dim]`` in C order.
+
+    Raises
+    ------
+    ValueError : a ``raw`` payload whose length is not that of its shape.
+    """
+    parts = [_flat(part) for part in payload]
+    length = sum(part.nbytes for part in parts)
+    if header.level == "raw" and length != header.raw_bytes:
+        raise ValueError(f"a raw payload of this shape has {header.raw_bytes} bytes, not {length}")
+    return _envelope(key, _pack_header(Kind.KV, length, header), parts)
+
+
+def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
+    """Header and payload of a KV record whose every byte has been checked.
+
+    The payload is a view into `data`, writable where `data` is.
+
+    Raises
+    ------
+    DamagedError : truncated, other key, other version, a digest or a size that does not fit.
+    """
+    fields, payload = _open(key, data, Kind.KV)
+    return _kv_header(fields, payload.nbytes), payload
+
+
+def peek_header(data: Bytes) -> KVHeader:
+    """Header of a KV record, **without** checking the digest: for sizes and listings only."""
+    return _kv_header(_parse_header(_flat(data), Kind.KV), None)
+
+
+def seal(key: bytes, kind: Kind, payload: Bytes) -> bytes:
+    """Any other value in the same envelope."""
+    part = _flat(payload)
+    return _envelope(key, _pack_header(kind, part.nbytes), [part])
+
+
+def unseal(key: bytes, kind: Kind, data: Bytes) -> memoryview:
+    """Payload of a value that :func:`seal` made for this key and kind; raises DamagedError."""
+    return _open(key, data, kind)[1]
+
+
+def _flat(data: Bytes) -> memoryview:
+    view = memoryview(data)
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+
+
+def _pack_header(kind: Kind, length: int, kv: KVHeader | None = None) -> bytes:
+    if kv is None:
+        return _HEADER.pack(_MAGIC, RECORD_VERSION, kind, 0, 0, b"", 0, 0, 0, 0, 0, 0, length, 0)
+    shape = (kv.layer, kv.kv_heads, kv.tokens, kv.head_dim_k, kv.head_dim_v, 0)
+    level = kv.level.encode("ascii")
+    return _HEADER.pack(_MAGIC, RECORD_VERSION, kind, _DTYPE_CODES[kv.dtype], 0, level, *shape, length, 0)
+
+
+def _digest(key: bytes, parts: Sequence[Bytes]) -> bytes:
+    state = xxhash.xxh3_128(len(key).to_bytes(4, "little") + key)
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _envelope(key: bytes, header: bytes, parts: Sequence[memoryview]) -> bytes:
+    return b"".join([header, *parts, _digest(key, [header, *parts])])
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    dtype: int
+    level: bytes
+    layer: int
+    kv_heads: int
+    tokens: int
+    head_dim_k: int
+    head_dim_v: int
+    length: int
+
+
+def _parse_header(view: memoryview, kind: Kind) -> _Fields:
+    if view.nbytes < OVERHEAD_BYTES:
+        raise DamagedError(f"truncated: {view.nbytes} bytes are less than an empty record")
+    magic, version, found, dtype, zero, level, layer, heads, tokens, dim_k, dim_v, zero2, length, zero3 = (
+        _HEADER.unpack_from(view)
+    )
+    if magic != _MAGIC:
+        raise DamagedError("no record: its first bytes are wrong")
+    if version != RECORD_VERSION:
+        raise DamagedError(f"record version {version}, this kvtool reads {RECORD_VERSION}")
+    if found != kind:
+        raise DamagedError(f"a record of kind {found} where kind {int(kind)} belongs")
+    if zero or zero2 or zero3:
+        raise DamagedError("reserved header fields are not zero")
+    if length != view.nbytes - OVERHEAD_BYTES:
+        raise DamagedError(f"truncated or overlong: {view.nbytes - OVERHEAD_BYTES} payload bytes, {length} stated")
+    return _Fields(dtype, level, layer, heads, tokens, dim_k, dim_v, length)
+
+
+def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
+    view = _flat(data)
+    fields = _parse_header(view, kind)
+    covered, digest = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
+    if _digest(key, [covered]) != digest:
+        raise DamagedError("the digest does not match: flipped bytes, or the record of another key")
+    return fields, covered[HEADER_BYTES:]
+
+
+def _kv_header(fields: _Fields, length: int | None) -> KVHeader:
+    dtype = _DTYPE_NAMES.get(fields.dtype)
+    if dtype is None:
+        raise DamagedError(f"unknown dtype code {fields.dtype}")
+    try:
+        level = fields.level.rstrip(b"\0").decode("ascii")
+        header = KVHeader(
+            dtype, fields.kv_heads, fields.tokens, fields.head_dim_k, fields.head_dim_v, level, fields.layer
+        )
+    except ValueError as error:
+        raise DamagedError("the record's level is no level") from error
+    if length is not None and level == "raw" and length != header.raw_bytes:
+        raise DamagedError(f"{length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
+    return header

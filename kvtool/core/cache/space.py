@@ -1,0 +1,104 @@
+"""Disk space: looked at before a commit, and named as the cause after a failed one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from pathlib import Path
+
+import lmdb
+
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
+
+_DEFAULT_RESERVE = 64 * 2**20
+_HINT = "free some disk space, or make the store smaller with `kvtool store prune` or `kvtool compress --drop-raw`"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def reserve() -> int:
+    """Bytes of disk that a commit must leave free (``KVTOOL_DISK_RESERVE``)."""
+    text = os.environ.get("KVTOOL_DISK_RESERVE", "")
+    return int(text) if text.isdecimal() else _DEFAULT_RESERVE
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes that this user can still write."""
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
+
+
+def megabytes(size: int) -> str:
+    """A size for people, in MB of 10⁶ bytes."""
+    return f"{size / 1e6:,.1f} MB"
+
+
+def check_disk(folder: Path, need: int, reusable: int) -> None:
+    """Refuse a commit that would fill the disk.
+
+    Parameters
+    ----------
+    need : bytes about to be written.
+    reusable : bytes of free pages inside the file, which LMDB takes first.
+    """
+    free, spare = disk_free(folder), reserve()
+    if need - reusable > 0 and free - spare < need - reusable:
+        raise NoSpaceError(
+            f"{folder} has {megabytes(free)} free; {megabytes(need)} and a reserve of {megabytes(spare)} are needed",
+            _HINT,
+        )
+
+
+def check_budget(used: int, need: int, budget: int) -> None:
+    """Refuse a commit that would exceed the size budget."""
+    if used + need > budget:
+        raise NoSpaceError(
+            f"the store would grow to {megabytes(used + need)}, over its budget of {megabytes(budget)}",
+            "raise --max-size, or make room with `kvtool store prune`",
+        )
+
+
+def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
+    """What a failed LMDB write means: no space, damage, or what LMDB says.
+
+    A full disk, a quota and a file size limit all show as `Input/output error`: find out by trying.
+    """
+    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)):
+        return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")
+    code = getattr(error, "code", 0)
+    if code in _FULL or ((code == errno.EIO or isinstance(error, lmdb.DiskError)) and _is_full(folder, need)):
+        free = megabytes(disk_free(folder))
+        return NoSpaceError(
+            f"{folder}: no space for {megabytes(need)} ({free} free, or a quota or limit was met)", _HINT
+        )
+    return KvtoolError(f"{folder}: the store cannot be written: {error}", "nothing that was committed is lost")
+
+
+def _is_full(folder: Path, need: int) -> bool:
+    if disk_free(folder) < need + reserve():
+        return True
+    return _over_file_limit(folder, need) or _over_quota(folder, need)
+
+
+def _over_file_limit(folder: Path, need: int) -> bool:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return limit != resource.RLIM_INFINITY and (folder / "data.mdb").stat().st_size + need > limit
+
+
+def _over_quota(folder: Path, need: int) -> bool:
+    probe = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, max(need, 1))
+        finally:
+            os.close(handle)
+    except OSError as error:
+        return error.errno in _FULL
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return False

@@ -1,0 +1,424 @@
+"""The store of KV records and of what they belong to: the reading side, and the door to the writing side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+
+from kvtool.core.cache import environment as lmdb_tables
+from kvtool.core.cache import keys, layout, space
+from kvtool.core.cache.access import AccessLog
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
+from kvtool.core.cache.environment import Environment, Snapshot
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.record import Kind, KVHeader, decode_record, unseal
+from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.upkeep import Damage
+    from kvtool.core.cache.writer import Writer
+
+FORMAT = layout.FORMAT
+REPAIR = "run `kvtool store verify --repair`, then ingest again"
+KVRead = tuple[KVHeader, memoryview]
+
+
+class Store:
+    """A folder of KV records, documents and chunks.
+
+    Every read is its own short transaction: what comes out is a private copy whose digest was checked. Readers never
+    wait for a writer. Thread-safe, except that a :class:`Writer` belongs to one thread. Not usable across fork.
+    """
+
+    path: Path
+    uuid: str
+
+    def __init__(self, path: Path, uuid: str) -> None:
+        """Use :meth:`open` or :meth:`create_or_open`."""
+        self.path = path
+        self.uuid = uuid
+        self._mutex = threading.Lock()
+        self._environment: Environment | None = None
+        self._attach()
+        self._access = AccessLog(path, enabled=not self.read_only)
+
+    # ---- opening and closing -------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: Path) -> Store:
+        """Open the store at `path`, which may be read-only.
+
+        Raises
+        ------
+        StoreNotFoundError : there is none.
+        StoreFormatError : newer format, foreign data, a file.
+        DamagedError : truncated, or a part of it is missing.
+        """
+        root = Path(os.path.abspath(path))
+        found = layout.read_store_file(root)
+        return cls(root, found.uuid)
+
+    @classmethod
+    def create_or_open(cls, path: Path) -> Store:
+        """Open the store at `path`; make it first where there is none yet.
+
+        Raises
+        ------
+        StoreFormatError : `path` is a file, or a folder that holds other things.
+        StoreLockedError : another process is just making it (after 10 s).
+        """
+        from kvtool.core.cache.creation import create_if_missing
+
+        root = Path(os.path.abspath(path))
+        create_if_missing(root)
+        return cls.open(root)
+
+    def close(self) -> None:
+        """Write the access notes and let go of the files; closing twice is fine."""
+        self._access.flush()
+        with self._mutex:
+            environment, self._environment = self._environment, None
+        if environment is not None:
+            lmdb_tables.release(environment)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _attach(self) -> None:
+        """Open the current generation; once more if a compaction has just switched it."""
+        for attempt in range(3):
+            generation = layout.current_generation(self.path)
+            if generation is None:
+                raise DamagedError(f"the store at {self.path} has no data", "ingest again to rebuild it")
+            try:
+                environment = lmdb_tables.acquire(generation, not self._writable(generation))
+                break
+            except (DamagedError, FileNotFoundError):
+                if attempt == 2 or layout.current_generation(self.path) == generation:
+                    raise
+        try:
+            self._check_identity(environment)
+        except BaseException:
+            lmdb_tables.release(environment)
+            raise
+        self._environment = environment
+
+    def _writable(self, generation: Path) -> bool:
+        places = (self.path, generation, generation / "data.mdb")
+        return all(os.access(place, os.W_OK) for place in places)
+
+    def _check_identity(self, environment: Environment) -> None:
+        with environment.read() as snapshot:
+            data = snapshot.get(lmdb_tables.META, keys.STORE_KEY)
+        if data is None:
+            raise StoreFormatError(f"{self.path} holds an LMDB that is not kvtool's", layout.REBUILD)
+        inside = load_json(unseal(keys.STORE_KEY, Kind.STORE, data))
+        if inside.get("uuid") != self.uuid:
+            raise StoreFormatError(f"the data in {self.path} belongs to another store", layout.REBUILD)
+        if inside.get("format", 0) > FORMAT:
+            raise StoreFormatError(f"the data in {self.path} has format {inside['format']}", "update kvtool")
+
+    def _follow(self) -> None:
+        """Move on to the generation that a compaction made current."""
+        generation = layout.current_generation(self.path)
+        with self._mutex:
+            old = self._environment
+            if old is None or generation is None or old.generation == generation:
+                return
+            self._attach()
+        lmdb_tables.release(old)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing here can be written: then reads take no locks and leave no notes."""
+        return self._current().read_only
+
+    def _current(self) -> Environment:
+        environment = self._environment
+        if environment is None:
+            raise KvtoolError("the store is closed")
+        return environment
+
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[Snapshot]:
+        with self._mutex:  # a switch of generation must not close the environment between these two lines
+            environment = self._current()
+            transaction = environment.begin()
+        try:
+            yield environment.snapshot(transaction)
+        except lmdb.Error as error:
+            raise environment.read_failure(error) from error
+        finally:
+            environment.end(transaction)
+
+    # ---- the store itself ----------------------------------------------------------------------------------------
+
+    def manifest(self) -> dict[str, Any]:
+        """What the core keeps about the store; empty when new. Raises DamagedError."""
+        with self._read() as snapshot:
+            data = snapshot.get(lmdb_tables.META, keys.MANIFEST_KEY)
+        if data is None:
+            return {}
+        value: dict[str, Any] = load_json(unseal(keys.MANIFEST_KEY, Kind.MANIFEST, data))
+        return value
+
+    def revision(self) -> int:
+        """Grows with every committed change of documents; the retrieval index is keyed by it."""
+        self._follow()
+        with self._read() as snapshot:
+            data = snapshot.get(lmdb_tables.META, keys.REVISION_KEY)
+        return 0 if data is None else keys.unseal_number(keys.REVISION_KEY, data)
+
+    def concerns(self) -> list[str]:
+        """Permissions that a careful owner would want to change."""
+        return layout.concerns(self.path)
+
+    def side_file(self, name: str) -> Path:
+        """Path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
+        return layout.side_file(self.path, name)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes.
+
+        Returns
+        -------
+        ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
+        ``levels {level: {chunks, records, tokens, bytes}}``, ``file_bytes, live_bytes, free_bytes`` (of the data file),
+        ``disk_free``.
+        """
+        revision = self.revision()
+        levels: dict[str, dict[str, int]] = {}
+        tokens: dict[bytes, int] = {}
+        with self._read() as snapshot:
+            for key, data in snapshot.items(lmdb_tables.LEVELS):
+                with contextlib.suppress(DamagedError):  # counted by verify
+                    row = keys.LevelRow.unseal(key, data)
+                    _add_row(levels.setdefault(key[ID_BYTES:].decode("ascii"), {}), row)
+                    tokens[key[:ID_BYTES]] = row.tokens
+            counts = {
+                "files": sum(1 for _ in snapshot.keys(lmdb_tables.FILES)),
+                "documents": sum(1 for _ in snapshot.keys(lmdb_tables.DOCUMENTS)),
+                "chunks": sum(1 for _ in snapshot.keys(lmdb_tables.CHUNKS)),
+            }
+            live = snapshot.live_bytes()
+        environment = self._current()
+        return {
+            "uuid": self.uuid,
+            "format": FORMAT,
+            "revision": revision,
+            **counts,
+            "tokens": sum(tokens.values()),
+            "records": sum(level["records"] for level in levels.values()),
+            "bytes": sum(level["bytes"] for level in levels.values()),
+            "levels": dict(sorted(levels.items())),
+            "file_bytes": environment.file_bytes(),
+            "live_bytes": live,
+            "free_bytes": max(0, environment.allocated_bytes() - live),
+            "disk_free": space.disk_free(self.path),
+        }
+
+    # ---- files and documents -------------------------------------------------------------------------------------
+
+    def files(self) -> Iterator[FileEntry]:
+        """All files by path. Raises DamagedError."""
+        with self._read() as snapshot:
+            rows = list(snapshot.items(lmdb_tables.FILES))
+        entries = [FileEntry.from_bytes(_unseal_named(key, Kind.FILE, data, "a file entry")) for key, data in rows]
+        return iter(sorted(entries, key=lambda entry: entry.path))
+
+    def file(self, path: str) -> FileEntry | None:
+        """The file as last ingested. Raises DamagedError."""
+        key = keys.name_key(path)
+        with self._read() as snapshot:
+            data = snapshot.get(lmdb_tables.FILES, key)
+        return None if data is None else FileEntry.from_bytes(_unseal_named(key, Kind.FILE, data, "a file entry"))
+
+    def document(self, source: str) -> DocumentEntry | None:
+        """The document of this source. Raises DamagedError."""
+        key = keys.name_key(source)
+        with self._read() as snapshot:
+            data = snapshot.get(lmdb_tables.DOCUMENTS, key)
+        return None if data is None else DocumentEntry.from_bytes(_unseal_named(key, Kind.DOCUMENT, data, "a document"))
+
+    def documents(self) -> Iterator[DocumentEntry]:
+        """All documents by source, one transaction each."""
+        return (entry for source in self.sources() if (entry := self.document(source)) is not None)
+
+    def sources(self) -> list[str]:
+        """Sources of all documents, sorted."""
+        return sorted({source for entry in self.files() for source in entry.documents})
+
+    # ---- chunks --------------------------------------------------------------------------------------------------
+
+    def chunk_ids(self) -> list[bytes]:
+        """Ids of all chunks, sorted."""
+        with self._read() as snapshot:
+            return list(snapshot.keys(lmdb_tables.CHUNKS))
+
+    def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
+        """Token ids, lead-in and side data. Raises DamagedError."""
+        with self._read() as snapshot:
+            return chunk_info_of(snapshot, chunk_id)
+
+    def has_chunk(self, chunk_id: bytes) -> bool:
+        """Whether the chunk's description is intact and at least one level is complete."""
+        with self._read() as snapshot:
+            try:
+                return chunk_info_of(snapshot, chunk_id) is not None and bool(_levels_of(snapshot, chunk_id))
+            except DamagedError:
+                return False
+
+    def levels(self, chunk_id: bytes) -> list[str]:
+        """Levels of which all layers are stored, sorted."""
+        with self._read() as snapshot:
+            return _levels_of(snapshot, chunk_id)
+
+    def last_used(self) -> dict[bytes, int]:
+        """Chunk id → seconds of its last use, as far as a writer has folded the access log."""
+        times: dict[bytes, int] = {}
+        with self._read() as snapshot:
+            for key, data in snapshot.items(lmdb_tables.USED):
+                with contextlib.suppress(DamagedError):  # only the order of eviction hangs on it
+                    times[key] = keys.unseal_number(key, data)
+        return times
+
+    def read_kv(self, chunk_id: bytes, level: str, layer: int) -> KVRead | None:
+        """One layer of one chunk; None if it is not stored.
+
+        Raises
+        ------
+        DamagedError : the record is damaged.
+        """
+        found = self.read_layer([chunk_id], level, layer)[0]
+        if isinstance(found, DamagedError):
+            raise found
+        return found
+
+    def read_layer(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[KVRead | DamagedError | None]:
+        """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
+
+        Returns
+        -------
+        For each chunk its header and payload, None if it is not stored, or what is wrong with it.
+        """
+        wanted = [keys.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
+        copies: list[memoryview | DamagedError | None] = []
+        with self._read() as snapshot:
+            if len(wanted) > 1:
+                snapshot.will_need(lmdb_tables.RECORDS, wanted)
+            for key in wanted:
+                copies.append(_copy(snapshot, key))
+        return [_decode(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
+
+    # ---- upkeep --------------------------------------------------------------------------------------------------
+
+    def note_access(self, chunk_ids: Sequence[bytes]) -> None:
+        """Remember that these chunks were used now; takes no lock, and does nothing on a read-only store."""
+        self._access.note(chunk_ids)
+
+    def flush(self) -> None:
+        """Write the access notes now instead of at close."""
+        self._access.flush()
+
+    def verify(self, sample: Fraction | None = None) -> list[Damage]:
+        """Check every digest and every reference, in a child process that may die of what it finds.
+
+        Parameters
+        ----------
+        sample : check the KV of only this part of the chunks (the same part every time).
+        """
+        from kvtool.core.cache.upkeep import verify
+
+        return verify(self, sample)
+
+    @contextlib.contextmanager
+    def writer(self, wait: float = 0.0, max_size: int | None = None) -> Iterator[Writer]:
+        """The one writer of the store. Leaving normally commits what is buffered; leaving by an error drops it.
+
+        Parameters
+        ----------
+        wait : seconds to wait for another writer; negative: for ever.
+        max_size : bytes that the store may have in use.
+
+        Raises
+        ------
+        StoreLockedError : another writer holds the store.
+        KvtoolError : the store is read-only.
+        """
+        from kvtool.core.cache.lock import writer_lock
+        from kvtool.core.cache.writer import Writer
+
+        if self.read_only:
+            raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
+        with writer_lock(self.path, wait):
+            self._follow()
+            writer = Writer(self, max_size)
+            try:
+                yield writer
+                writer.flush()
+            finally:
+                writer.end()
+
+
+# ---- reading inside a snapshot -----------------------------------------------------------------------------------
+
+
+def chunk_info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:
+    """A chunk's description; raises DamagedError."""
+    data = snapshot.get(lmdb_tables.CHUNKS, keys.check_chunk_id(chunk_id))
+    return None if data is None else ChunkInfo.from_bytes(_unseal_named(chunk_id, Kind.CHUNK, data, "a chunk"))
+
+
+def _levels_of(snapshot: Snapshot, chunk_id: bytes) -> list[str]:
+    found = []
+    for key, data in snapshot.items(lmdb_tables.LEVELS, keys.check_chunk_id(chunk_id)):
+        with contextlib.suppress(DamagedError):  # as good as missing: its records are computed again
+            keys.LevelRow.unseal(key, data)
+            found.append(key[ID_BYTES:].decode("ascii"))
+    return found
+
+
+def _copy(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
+    try:
+        return snapshot.get(lmdb_tables.RECORDS, key)
+    except DamagedError as error:
+        return error
+
+
+def _decode(
+    chunk_id: bytes, level: str, layer: int, data: memoryview | DamagedError | None
+) -> KVRead | DamagedError | None:
+    if data is None or isinstance(data, DamagedError):
+        return data
+    try:
+        header, payload = decode_record(chunk_id, data)
+    except DamagedError as error:
+        return error
+    if (header.level, header.layer) != (level, layer):
+        return DamagedError(f"a record of level {header.level}, layer {header.layer} stands here")
+    return header, payload
+
+
+def _unseal_named(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:
+    try:
+        return unseal(key, kind, data)
+    except DamagedError as error:
+        raise DamagedError(f"{what} of the store is damaged: {error.message}", REPAIR) from error
+
+
+def _add_row(total: dict[str, int], row: keys.LevelRow) -> None:
+    for name, count in (("chunks", 1), ("records", row.layers), ("tokens", row.tokens), ("bytes", row.size)):
+        total[name] = total.get(name, 0) + count

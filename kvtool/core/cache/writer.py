@@ -1,0 +1,361 @@
+"""The writing side of the store. Only :meth:`Store.writer` makes one, inside the writer lock.
+
+Nothing is computed inside a write transaction: rows are encoded, compared with what is stored and weighed against
+disk and budget before it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.cache import environment as tables
+from kvtool.core.cache import keys, space
+from kvtool.core.cache.access import take_log
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
+from kvtool.core.cache.environment import PAGE_BYTES, Environment, Snapshot, Transaction
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.record import Kind, decode_record, seal, unseal
+from kvtool.core.errors import DamagedError, KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.upkeep import Damage
+
+BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
+BATCH_SECONDS = 5.0
+_CHUNKS_AT_ONCE = 2000  # deleted in one transaction
+_ROW_SLACK = 256  # key, node and its share of the tree
+_SLACK = 256 * 1024  # tree pages that a transaction rewrites
+
+Row = tuple[bytes, bytes, bytes]  # table, key, value
+Doomed = tuple[bytes, bytes]  # table, key
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    info: ChunkInfo
+    layers: tuple[bytes, ...]
+
+
+class Writer:
+    """Puts chunks and documents into a store. Belongs to one thread.
+
+    A chunk is stored before the document that needs it, so a document that is there never lacks a chunk.
+    """
+
+    def __init__(self, store: Store, max_size: int | None = None) -> None:
+        self._store = store
+        self._max_size = max_size
+        self._pending: dict[tuple[bytes, str], _Pending] = {}
+        self._pending_bytes = 0
+        self._flushed_at = time.monotonic()
+        self._fresh: set[bytes] = set()  # put since the last commit_file: collect must not take them for garbage
+        self._ended = False
+
+    # ---- putting -------------------------------------------------------------------------------------------------
+
+    def set_manifest(self, manifest: dict[str, Any]) -> None:
+        """Replace the store's manifest, in one transaction."""
+        data = seal(keys.MANIFEST_KEY, Kind.MANIFEST, dump_json(manifest))
+        self._commit([(tables.META, keys.MANIFEST_KEY, data)])
+
+    def put_chunk(self, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
+        """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
+
+        Parameters
+        ----------
+        layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order.
+
+        Raises
+        ------
+        ValueError : the records are not those of this chunk, level and layer.
+        NoSpaceError : a batch was full and could not be written.
+        """
+        self._check_open()
+        _check_layers(chunk_id, info, level, layers)
+        place = (bytes(chunk_id), level)
+        if place not in self._pending:
+            self._pending[place] = _Pending(info, tuple(layers))
+            self._pending_bytes += sum(map(len, layers))
+            self._fresh.add(place[0])
+        if self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at > BATCH_SECONDS:
+            self.flush()
+
+    def has_chunk(self, chunk_id: bytes) -> bool:
+        """Whether the chunk is stored or waits to be."""
+        return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
+
+    def flush(self) -> None:
+        """Make all buffered chunks durable."""
+        if self._pending:
+            self._commit(self._pending_rows())
+        self._forget_pending()
+
+    def commit_file(self, entry: FileEntry, documents: Sequence[DocumentEntry]) -> None:
+        """Store a file with its documents, in one transaction with what is left of their chunks; durable on return.
+
+        Documents that the file had before and has no more are removed; their chunks stay until :meth:`collect`.
+
+        Raises
+        ------
+        ValueError : a document names a chunk that was never put, or the entry names other documents.
+        NoSpaceError : nothing of the file was stored.
+        """
+        self._check_open()
+        if sorted(entry.documents) != sorted(document.source for document in documents):
+            raise ValueError("a file entry must name exactly its documents")
+        self._check_references(documents)
+        rows = self._pending_rows() + [_document_row(document) for document in documents] + [_file_row(entry)]
+        self._commit([*rows, self._revision_row()], self._stale_documents(entry.path, set(entry.documents)))
+        self._forget_pending()
+        self._fresh.clear()
+
+    def remove_file(self, path: str) -> bool:
+        """Forget a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
+        self._check_open()
+        key = keys.name_key(path)
+        with self._environment().read() as snapshot:
+            if not snapshot.has(tables.FILES, key):
+                return False
+        self._commit([self._revision_row()], [(tables.FILES, key), *self._stale_documents(path, set())])
+        return True
+
+    # ---- dropping ------------------------------------------------------------------------------------------------
+
+    def drop_level(self, chunk_ids: Iterable[bytes], level: str) -> int:
+        """Drop the records of these chunks at one level; their descriptions stay. Returns how many chunks had it."""
+        dropped = 0
+        for batch in _batches(chunk_ids):
+            doomed: list[Doomed] = []
+            with self._environment().read() as snapshot:
+                for chunk_id in batch:
+                    found = _level_keys(snapshot, chunk_id, level)
+                    dropped += bool(found)
+                    doomed += found
+            self._commit([], doomed)
+        return dropped
+
+    def drop_chunks(self, chunk_ids: Iterable[bytes]) -> int:
+        """Drop everything about these chunks, referred to or not. Returns how many were there."""
+        dropped = 0
+        for batch in _batches(chunk_ids):
+            doomed: list[Doomed] = []
+            with self._environment().read() as snapshot:
+                for chunk_id in batch:
+                    found = _chunk_keys(snapshot, chunk_id)
+                    dropped += bool(found)
+                    doomed += found
+            self._commit([], doomed)
+        return dropped
+
+    def collect(self) -> int:
+        """Drop the chunks that no document refers to, and fold the access log. Returns how many chunks went.
+
+        Raises
+        ------
+        DamagedError : a document is damaged, so what it refers to is unknown; nothing was dropped.
+        """
+        self._check_open()
+        self.flush()
+        self._fold_access()
+        wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | self._fresh
+        with self._environment().read() as snapshot:
+            known = {
+                key[:ID_BYTES]
+                for table in (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED)
+                for key in snapshot.keys(table)
+            }
+        return self.drop_chunks(sorted(known - wanted))
+
+    def repair(self, damages: Iterable[Damage]) -> int:
+        """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were dropped."""
+        from kvtool.core.cache.upkeep import damaged_keys
+
+        self._check_open()
+        with self._environment().read() as snapshot:
+            doomed = damaged_keys(snapshot, list(damages))
+        if doomed:
+            self._commit([self._revision_row()], doomed)
+        return len(doomed)
+
+    def compact(self) -> int:
+        """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
+        from kvtool.core.cache.upkeep import compact
+
+        self._check_open()
+        self.flush()
+        return compact(self._store)
+
+    def end(self) -> None:
+        """Forget what is buffered; the writer is of no more use."""
+        self._forget_pending()
+        self._ended = True
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def _pending_rows(self) -> list[Row]:
+        with self._environment().read() as snapshot:
+            rows: list[Row] = []
+            for (chunk_id, level), pending in self._pending.items():
+                rows += _chunk_rows(snapshot, chunk_id, level, pending)
+        return rows
+
+    def _revision_row(self) -> Row:
+        value = keys.seal_number(keys.REVISION_KEY, self._next_revision())
+        return tables.META, keys.REVISION_KEY, value
+
+    def _next_revision(self) -> int:
+        try:
+            return self._store.revision() + 1
+        except DamagedError:  # any number that no index has been keyed by
+            return time.time_ns()
+
+    def _stale_documents(self, path: str, kept: set[str]) -> list[Doomed]:
+        try:
+            old = self._store.file(path)
+        except DamagedError:  # replaced now; its documents are found again by verify
+            old = None
+        return [(tables.DOCUMENTS, keys.name_key(s)) for s in (old.documents if old else ()) if s not in kept]
+
+    def _check_references(self, documents: Sequence[DocumentEntry]) -> None:
+        waiting = {chunk_id for chunk_id, _ in self._pending}
+        with self._environment().read() as snapshot:
+            for ref in (ref for document in documents for ref in document.chunks):
+                if ref.chunk_id not in waiting and not snapshot.has(tables.CHUNKS, ref.chunk_id):
+                    raise ValueError(f"chunk {ref.chunk_id.hex()} was never put")
+
+    def _fold_access(self) -> None:
+        self._store.flush()
+        seen, aside = take_log(self._store.path)
+        before = self._store.last_used()
+        newer = {chunk_id: when for chunk_id, when in seen.items() if when > before.get(chunk_id, -1)}
+        if newer:
+            self._commit([(tables.USED, key, keys.seal_number(key, when)) for key, when in newer.items()])
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+    # ---- committing ----------------------------------------------------------------------------------------------
+
+    def _environment(self) -> Environment:
+        return self._store._current()
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise KvtoolError("this writer has ended")
+
+    def _forget_pending(self) -> None:
+        self._pending.clear()
+        self._pending_bytes = 0
+        self._flushed_at = time.monotonic()
+
+    def _commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = ()) -> None:
+        """Puts and deletes in one durable transaction; checks space first."""
+        self._check_open()
+        need = sum(_pages(len(value)) for _, _, value in rows)
+        self._check_space(need)
+
+        def apply(transaction: Transaction) -> None:
+            for table, key in doomed:
+                transaction.delete(table + key)
+            for table, key, value in rows:
+                transaction.put(table + key, value)
+
+        self._environment().write(apply, need + _SLACK)
+
+    def _check_space(self, need: int) -> None:
+        if not need:
+            return  # deleting must work on a full disk
+        environment = self._environment()
+        with environment.read() as snapshot:
+            live = snapshot.live_bytes()
+        if self._max_size is not None:
+            space.check_budget(live, need, self._max_size)
+        space.check_disk(environment.generation, need + _SLACK, max(0, environment.allocated_bytes() - live))
+
+
+def _pages(size: int) -> int:
+    """Bytes that a value takes: whole pages from a half page on, with a 16-byte page header."""
+    if size < PAGE_BYTES // 2:
+        return size + _ROW_SLACK
+    return -(-(size + 16) // PAGE_BYTES) * PAGE_BYTES + _ROW_SLACK
+
+
+def _batches(chunk_ids: Iterable[bytes]) -> Iterable[list[bytes]]:
+    wanted = list(chunk_ids)
+    return [wanted[at : at + _CHUNKS_AT_ONCE] for at in range(0, len(wanted), _CHUNKS_AT_ONCE)]
+
+
+def _check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
+    keys.check_chunk_id(chunk_id)
+    if len(layers) != info.layers or not layers:
+        raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
+    for number, record in enumerate(layers):
+        try:
+            header, _ = decode_record(chunk_id, record)
+        except DamagedError as error:
+            raise ValueError(f"layer {number} is no record of this chunk: {error.message}") from error
+        if (header.level, header.layer, header.tokens) != (level, number, len(info.token_ids)):
+            raise ValueError(f"layer {number} holds a record of another level, layer or length")
+
+
+def _file_row(entry: FileEntry) -> Row:
+    key = keys.name_key(entry.path)
+    return tables.FILES, key, seal(key, Kind.FILE, entry.to_bytes())
+
+
+def _document_row(document: DocumentEntry) -> Row:
+    key = keys.name_key(document.source)
+    return tables.DOCUMENTS, key, seal(key, Kind.DOCUMENT, document.to_bytes())
+
+
+def _chunk_rows(snapshot: Snapshot, chunk_id: bytes, level: str, pending: _Pending) -> list[Row]:
+    """Rows that are not stored yet, or stored damaged: a sound row is never written again with other bytes."""
+    rows = _info_rows(snapshot, chunk_id, pending.info)
+    for number, record in enumerate(pending.layers):
+        key = keys.record_key(chunk_id, level, number)
+        if not _is_sound_record(snapshot, chunk_id, key):
+            rows.append((tables.RECORDS, key, record))
+    key = keys.level_key(chunk_id, level)
+    row = keys.LevelRow(len(pending.layers), len(pending.info.token_ids), sum(map(len, pending.layers)))
+    return [*rows, (tables.LEVELS, key, row.seal(key))]
+
+
+def _info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row]:
+    stored = None
+    data = snapshot.get(tables.CHUNKS, chunk_id)
+    if data is not None:
+        with contextlib.suppress(DamagedError):
+            stored = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, data))
+    if stored is not None:
+        if (stored.token_ids, stored.lead_in, stored.layers) != (info.token_ids, info.lead_in, info.layers):
+            raise ValueError(f"chunk {chunk_id.hex()} is stored with other tokens, lead-in or layers")
+        if not info.sensitivity or info.sensitivity == stored.sensitivity:
+            return []
+    return [(tables.CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))]
+
+
+def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
+    try:
+        data = snapshot.get(tables.RECORDS, key)
+        if data is None:
+            return False
+        header, _ = decode_record(chunk_id, data)
+    except DamagedError:
+        return False
+    return keys.record_key(chunk_id, header.level, header.layer) == key
+
+
+def _level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[Doomed]:
+    prefix = keys.record_key(chunk_id, level, 0)[:-2]
+    found = [(tables.RECORDS, key) for key in snapshot.keys(tables.RECORDS, prefix)]
+    key = keys.level_key(chunk_id, level)
+    return [*found, (tables.LEVELS, key)] if snapshot.has(tables.LEVELS, key) else found
+
+
+def _chunk_keys(snapshot: Snapshot, chunk_id: bytes) -> list[Doomed]:
+    every = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED)
+    return [(table, key) for table in every for key in snapshot.keys(table, chunk_id)]
