@@ -89,7 +89,15 @@ def tiny_model(name: str, dtype: str = "float32", seed: int = 0) -> Any:
                 _fill(path, weight)
             if name == "gemma":  # it multiplies embeddings by √hidden itself
                 model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
-    return model.to(getattr(torch, dtype)).eval().requires_grad_(False)
+    return _rounded(model, getattr(torch, dtype)).eval().requires_grad_(False)
+
+
+def _rounded(model: Any, dtype: torch.dtype) -> Any:
+    """Weights only, as `from_pretrained` does: `.to(dtype)` would round the rotary frequencies too."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 
 def _fill(path: str, weight: torch.Tensor) -> None:
