@@ -1,4 +1,4 @@
-"""SHA-256 of files, remembered between runs, and the folder where such things are remembered. No torch."""
+"""SHA-256 of files, remembered between runs. No torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import platformdirs
 from filelock import FileLock, Timeout
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.settings import cache_dir
 
 _REMEMBERED = 4096  # entries kept, the newest
 _RACY_SECONDS = 2.0  # a file younger than this may change again under the same mtime
 _LOCK_SECONDS = 5.0
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for kvtool: `KVTOOL_CACHE`, else the platform's."""
-    chosen = os.environ.get("KVTOOL_CACHE")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("kvtool"))
 
 
 def file_digest(path: Path) -> str:
@@ -43,14 +39,14 @@ def file_digest(path: Path) -> str:
 
 
 def _table() -> Path:
-    return cache_folder() / "digests.json"
+    return cache_dir() / "digests.json"
 
 
 def _remembered() -> dict[str, list[int | str]]:
     """The table on disk; anything unreadable counts as empty, for it can be computed again."""
     try:
         table = json.loads(_table().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, KvtoolError):
         return {}
     if not isinstance(table, dict):
         return {}
@@ -58,8 +54,8 @@ def _remembered() -> dict[str, list[int | str]]:
 
 
 def _remember(path: str, entry: list[int | str]) -> None:
-    """Add one entry. A cache that cannot be written (read-only home, lock held) costs time, nothing else."""
-    with contextlib.suppress(OSError, Timeout), _locked():
+    """Add one entry. A cache that cannot be written (no home, read-only, lock held) costs time, nothing else."""
+    with contextlib.suppress(OSError, Timeout, KvtoolError), _locked():
         table = _remembered()
         table.pop(path, None)
         table[path] = entry

@@ -9,7 +9,6 @@ import io
 import json
 import math
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from typing import Any
 from filelock import FileLock
 
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
-from kvtool.core.model.digests import cache_folder, file_digest
+from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import SOURCE
 from kvtool.core.model.gguf_header import GgufHeader, read_header
+from kvtool.core.settings import cache_dir
 
 _VERSION = 1  # of the conversion: a change makes old folders unused
 _LIMITS = {  # what a header may ask for before a model of that size is laid out
@@ -52,7 +52,7 @@ def converted(gguf: Path) -> Path:
     if not gguf.is_file():
         raise ModelError(f"there is no file {gguf}", "check the path")
     try:
-        folder = cache_folder() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
+        folder = cache_dir() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {error.strerror}", "check the file's permissions") from error
     if (folder / SOURCE).is_file():
@@ -72,7 +72,9 @@ def converted(gguf: Path) -> Path:
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
     """Build beside the final place, then rename: a folder that is there is whole."""
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".part-"))
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
+    part.mkdir()
     try:
         with _guarded(gguf):
             _convert(gguf, header, part)
@@ -225,13 +227,15 @@ def _guarded(gguf: Path) -> Iterator[None]:
     """Whatever the reader trips over in a file from elsewhere is the file's fault, and is said so."""
     try:
         yield
-    except (KvtoolError, OSError):
+    except KvtoolError:
         raise
     except MemoryError as error:
         raise KvtoolError(
             f"not enough memory to convert {gguf}", "close other programs or use a smaller model"
         ) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's fault
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise ModelError(f"{gguf} could not be converted: {what}", _OTHER_MODEL) from error
 

