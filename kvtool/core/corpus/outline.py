@@ -1,0 +1,302 @@
+"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import pairwise
+
+from kvtool.core.corpus import sentences
+
+
+class Level(IntEnum):
+    """How good a place a boundary is; higher is better."""
+
+    HARD = 0
+    WORD = 1
+    CLAUSE = 2
+    ROW = 3  # a line inside a table, a fence or an indented block of code
+    SENTENCE = 4
+    LINE = 5
+    PARAGRAPH = 6
+    SECTION = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece of text that is only cut where it alone is too long.
+
+    Parameters
+    ----------
+    start, end : characters of the text; units adjoin.
+    level : how good a place its start is for a boundary.
+    finest : the finest level this unit has been cut at, what `finer` goes on from.
+    heading : whether it is a heading, behind which no chunk should end.
+    """
+
+    start: int
+    end: int
+    level: Level
+    finest: Level
+    heading: bool = False
+
+
+@dataclass(slots=True)
+class _Block:
+    start: int
+    level: Level
+    form: str  # heading, prose, table, fence, code
+    lines: list[int]  # starts of its lines
+    end: int = 0
+
+
+_LINE = re.compile(r"[^\r\n]*+(?:\r\n?|\n|\Z)")
+_ATX = re.compile(r" {0,3}#{1,6}(?:[ \t]|$)", re.MULTILINE)
+_UNDERLINE = re.compile(r" {0,3}(?:={2,}|-{2,})[ \t]*$", re.MULTILINE)
+_RST_UNDERLINE = re.compile(r"([=\-~^\"'#*+`.:_])\1{2,}[ \t]*$", re.MULTILINE)
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
+_TABLE = re.compile(r"[ \t]*\||[^|\n]*[^|\s][ \t]\|[ \t]")
+_ITEM = re.compile(r"[ \t]*(?:[-*+•·‣◦]|\d{1,3}[.)]|[A-Za-z][.)]|\(\w{1,3}\)|[①-⑳가-하]\.)[ \t]")
+_TITLE = re.compile(
+    r"(?:(?:chapter|section|part|article|appendix)[ \t]+[\dIVXLA-Z]+\b|\d{1,3}(?:\.\d{1,3})*\.?[ \t]+\S"
+    r"|[IVXLC]+\.[ \t]|제[ \t]*\d+[ \t]*[장절조편부]|第.{1,4}[章节節条部編])",
+    re.IGNORECASE,
+)
+_CLOSER = re.compile(r"[)\]}]|(?:else|elif|except|finally|end|catch)\b")
+_LONGEST_TITLE = 80
+_CUT_BY_LINES = ("table", "fence", "code")
+
+
+def units(text: str, kind: str) -> list[Unit]:
+    """Cut a text into sentences, lines of code, headings, whole tables and whole fences.
+
+    Parameters
+    ----------
+    text : the document; not white space alone.
+    kind : `text`, `markdown`, `html` or `code`: what counts as a heading.
+    """
+    return [unit for block in _blocks(text, kind) for unit in _block_units(text, block)]
+
+
+def paragraphs(text: str, kind: str) -> list[Unit]:
+    """Cut a text into whole paragraphs, headings, tables and fences."""
+    return [_whole(block) for block in _blocks(text, kind)]
+
+
+def words(text: str, kind: str) -> list[Unit]:
+    """Cut a text into words, and what has no spaces into pieces of at most 60 characters."""
+    del kind
+    whole = Unit(0, len(text), Level.PARAGRAPH, Level.CLAUSE)
+    return [piece for word in finer(text, whole) for piece in _tamed(text, word)]
+
+
+def finer(text: str, unit: Unit) -> list[Unit]:
+    """Cut one unit at the next finer level that cuts it at all; unchanged if it is one character."""
+    for level in sorted((level for level in _CUTS if level < unit.finest), reverse=True):
+        cuts, least = _CUTS[level]
+        starts = sentences.thinned(cuts(text, unit.start, unit.end), unit.start, least)
+        pieces = _cut(unit, starts, level)
+        if len(pieces) > 1:
+            return pieces
+    half = sentences.middle(text, unit.start, unit.end)
+    return [unit] if half is None else _cut(unit, iter((half,)), Level.HARD)
+
+
+def _tamed(text: str, unit: Unit) -> list[Unit]:
+    return finer(text, unit) if unit.end - unit.start > 60 else [unit]
+
+
+def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
+    above = False  # whether a line with something on it stands above
+    for match in _LINE.finditer(text, start, end):
+        if match[0].strip():
+            if above:
+                yield match.start()
+            above = True
+
+
+# level → (where it cuts, the fewest characters of a piece)
+_CUTS: dict[Level, tuple[Callable[[str, int, int], Iterator[int]], int]] = {
+    Level.SENTENCE: (sentences.sentence_starts, 6),
+    Level.ROW: (_line_starts, 1),
+    Level.CLAUSE: (sentences.clause_starts, 24),
+    Level.WORD: (sentences.word_starts, 12),
+    Level.HARD: (sentences.hard_cuts, 1),
+}
+
+
+def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
+    """The unit cut at `starts`; its first piece keeps the boundary it had."""
+    edges = [unit.start, *starts, unit.end]
+    first = Unit(edges[0], edges[1], unit.level, level, unit.heading and len(edges) == 2)
+    return [first, *(Unit(start, end, level, level) for start, end in pairwise(edges[1:]))]
+
+
+def _block_units(text: str, block: _Block) -> list[Unit]:
+    whole = _whole(block)
+    if block.form == "code":
+        return _code_units(text, block, whole)
+    if block.form != "prose":
+        return [whole]
+    lines = _prose_lines(text, block)
+    return [piece for line in _cut(whole, lines, Level.LINE) for piece in _sentences(text, line)]
+
+
+def _sentences(text: str, unit: Unit) -> list[Unit]:
+    cuts, least = _CUTS[Level.SENTENCE]
+    starts = sentences.thinned(cuts(text, unit.start, unit.end), unit.start, least)
+    pieces = _cut(unit, starts, Level.SENTENCE)
+    # what is left of a wrapped paragraph has line ends that mean no more than spaces
+    return [replace(piece, finest=Level.ROW) for piece in pieces]
+
+
+def _whole(block: _Block) -> Unit:
+    finest = Level.SENTENCE if block.form in _CUT_BY_LINES else Level.LINE
+    return Unit(block.start, block.end, block.level, finest, block.form == "heading")
+
+
+def _code_units(text: str, block: _Block, whole: Unit) -> list[Unit]:
+    """A unit a line; a line in the first column that does not close something is a better start."""
+    pieces = _cut(whole, iter(block.lines[1:]), Level.ROW)
+    return [pieces[0], *(replace(piece, level=_code_level(text, piece.start)) for piece in pieces[1:])]
+
+
+def _code_level(text: str, start: int) -> Level:
+    inner = text[start] in " \t" or _CLOSER.match(text, start)
+    return Level.ROW if inner else Level.SENTENCE
+
+
+def _prose_lines(text: str, block: _Block) -> Iterator[int]:
+    """Line ends that mean something: all but those of a paragraph wrapped at a fixed width."""
+    wrapped = _is_wrapped(text, block)
+    for start in block.lines[1:]:
+        if not wrapped or _ITEM.match(text, start):
+            yield start
+
+
+def _is_wrapped(text: str, block: _Block) -> bool:
+    lengths = [after - start for start, after in pairwise(block.lines)]
+    if not lengths or min(lengths) < 40 or max(lengths) > 130:
+        return False
+    going_on = sum(_goes_on(text[start]) for start in block.lines[1:])
+    return going_on * 3 >= len(lengths)
+
+
+def _goes_on(char: str) -> bool:
+    return char.islower() or "\u3040" <= char <= "\u9fff" or "가" <= char <= "힣"
+
+
+def _blocks(text: str, kind: str) -> list[_Block]:
+    outliner = _Outliner(text, kind)
+    for match in _LINE.finditer(text):
+        if match.end() > match.start():
+            outliner.line(match.start(), match.end())
+    return outliner.finished()
+
+
+class _Outliner:
+    """Reads line by line; blank lines belong to the block above them, leading ones to the first."""
+
+    def __init__(self, text: str, kind: str) -> None:
+        self._text = text
+        self._code = kind == "code"
+        self._marked = kind in ("markdown", "html")
+        self._blocks: list[_Block] = []
+        self._fence = ""
+        self._gap = True
+
+    def line(self, start: int, end: int) -> None:
+        blank = self._text[start:end].isspace()
+        if self._fence:
+            self._in_fence(start, blank)
+        elif blank:
+            self._gap = True
+        elif self._code:
+            self._code_line(start)
+        else:
+            self._prose_line(start, end)
+
+    def finished(self) -> list[_Block]:
+        """All blocks, adjoining from 0 to the end of the text."""
+        blocks = self._blocks
+        if blocks:
+            blocks[0].start = blocks[0].lines[0] = 0
+        for block, after in pairwise(blocks):
+            block.end = after.start
+        if blocks:
+            blocks[-1].end = len(self._text)
+        return blocks
+
+    def _in_fence(self, start: int, blank: bool) -> None:
+        block = self._blocks[-1]
+        if not blank:
+            block.lines.append(start)
+            match = _FENCE.match(self._text, start)
+            if match and match[1].startswith(self._fence):
+                self._fence, self._gap = "", False
+
+    def _code_line(self, start: int) -> None:
+        if self._gap or not self._blocks:
+            top = self._text[start] not in " \t" and not _CLOSER.match(self._text, start)
+            self._begin(start, "code", Level.PARAGRAPH if top else Level.LINE)
+        else:
+            self._blocks[-1].lines.append(start)
+
+    def _prose_line(self, start: int, end: int) -> None:
+        last = self._blocks[-1] if self._blocks else None
+        if self._is_underline(start, last):
+            assert last is not None
+            last.form, last.level = "heading", Level.SECTION
+            last.lines.append(start)
+            return
+        form = self._form(start, end)
+        starts = self._gap or last is None or last.form != form or form in ("heading", "fence")
+        if last is None or starts:
+            section = form == "heading"
+            after_gap = Level.PARAGRAPH if self._gap else Level.LINE
+            self._begin(start, form, Level.SECTION if section else after_gap)
+        else:
+            last.lines.append(start)
+
+    def _begin(self, start: int, form: str, level: Level) -> None:
+        self._blocks.append(_Block(start, level, form, [start]))
+        self._gap = False
+
+    def _form(self, start: int, end: int) -> str:
+        fence = _FENCE.match(self._text, start)
+        if fence and self._marked:
+            self._fence = fence[1]
+            return "fence"
+        if _ATX.match(self._text, start) and (self._marked or self._gap):
+            return "heading"
+        if self._marked and _TABLE.match(self._text, start, end):
+            return "table"
+        return "heading" if not self._marked and self._is_title(start, end) else "prose"
+
+    def _is_title(self, start: int, end: int) -> bool:
+        """In plain text: `Chapter 3`, `2.1 Scope`, `제3장`, or capitals, alone between blank lines."""
+        line = self._text[start:end].strip()
+        if not self._gap or len(line) > _LONGEST_TITLE or not _ends_blank(self._text, end):
+            return False
+        if line[-1] in '.!?。,;:…"':
+            return False
+        return bool(_TITLE.match(line)) or (line.isupper() and len(line) > 3)
+
+    def _is_underline(self, start: int, last: _Block | None) -> bool:
+        """A row of signs right below a paragraph of one line makes that line a heading."""
+        if self._gap or last is None or last.form != "prose" or len(last.lines) != 1:
+            return False
+        pattern = _UNDERLINE if self._marked else _RST_UNDERLINE
+        match = pattern.match(self._text, start)
+        if match is None:
+            return False
+        title = self._text[last.start : start].strip()
+        return self._marked or len(match[0].strip()) >= len(title) - 2
+
+
+def _ends_blank(text: str, end: int) -> bool:
+    """Whether the line at `end` is blank and more text follows."""
+    match = _LINE.match(text, end)
+    return match is not None and match.end() < len(text) and not match[0].strip()

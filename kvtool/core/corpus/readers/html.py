@@ -1,0 +1,242 @@
+"""HTML → its visible text, with headings, paragraphs, list items and table rows as lines."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
+
+ENDINGS = (".html", ".htm", ".xhtml", ".shtml")
+
+_CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
+
+_UNSEEN = frozenset(("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object"))
+_UNKNOWN_SECTION = re.compile(r"<!\[(?!CDATA\[|if\b|else\b|endif\b)", re.I)  # html.parser gives up on these
+_HEADINGS = {f"h{rank}": "#" * rank for rank in range(1, 7)}
+_BLOCKS = frozenset(
+    (
+        *(
+            "address",
+            "article",
+            "aside",
+            "blockquote",
+            "body",
+            "caption",
+            "center",
+            "dd",
+            "details",
+            "dialog",
+            "div",
+            "dl",
+        ),
+        *(
+            "dt",
+            "fieldset",
+            "figcaption",
+            "figure",
+            "footer",
+            "form",
+            "header",
+            "hgroup",
+            "hr",
+            "html",
+            "legend",
+            "main",
+        ),
+        *("p", "section", "summary", "table", "tbody", "tfoot", "thead"),
+    )
+)
+_VOID = frozenset(
+    ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")
+)
+
+
+def declared_encoding(data: bytes) -> str:
+    """The encoding that the file says it has, or an empty string."""
+    match = _CHARSET.search(data[:4096])
+    return match[1].decode("ascii", "replace") if match else ""
+
+
+def read(source: str, text: str) -> list[Document]:
+    """One document of kind `html`: visible text only.
+
+    Raises
+    ------
+    UnreadableFile
+        If nothing in the page is visible.
+    """
+    # an unclosed <nav> would hide the whole page: then it is better kept
+    rendered = render(text, _UNSEEN | {"nav"}) or render(text, _UNSEEN)
+    if not rendered:
+        raise UnreadableFile("empty: the page has no visible text")
+    return [Document(source, rendered, "html")]
+
+
+def render(text: str, unseen: frozenset[str]) -> str:
+    """The visible text of a page, without the elements in `unseen`."""
+    page = _Page(unseen)
+    try:
+        page.feed(_defused(text))
+        page.close()
+    except AssertionError as error:  # html.parser's way to give up on a broken declaration
+        raise UnreadableFile(f"broken HTML: {error}") from error
+    return page.rendered()
+
+
+def _defused(text: str) -> str:
+    """Escape what html.parser raises on, and comments that never close, on which it is quadratic."""
+    text = _UNKNOWN_SECTION.sub("&lt;![", text)
+    last = text.rfind("-->") + 1
+    return text[:last] + text[last:].replace("<!--", "&lt;!--")
+
+
+class _Page(HTMLParser):
+    """Turns parser events into blocks `(form, text)`; form is text, heading, item, row or pre."""
+
+    def __init__(self, unseen: frozenset[str]) -> None:
+        super().__init__(convert_charrefs=True)
+        self.blocks: list[tuple[str, str]] = []
+        self.title = ""
+        self._unseen = unseen
+        self._hidden_by = ""  # the element that hides what follows, until it closes
+        self._hidden_depth = 0
+        self._words: list[str] = []
+        self._form = "text"
+        self._prefix = ""
+        self._lists: list[int] = []  # open lists: −1 for bullets, else the last number
+        self._cells: list[str] | None = None
+        self._pre = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self._hidden_by:
+            self._hidden_depth += tag == self._hidden_by
+        elif tag in self._unseen or (tag not in _VOID and _is_hidden(attrs)):
+            self._hidden_by, self._hidden_depth = tag, 1
+        else:
+            self._open(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _VOID:  # <div/> opens a div in HTML, <br/> is a br
+            self.handle_starttag(tag, attrs)
+        elif not self._hidden_by and tag not in self._unseen:
+            self._open(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._hidden_by:
+            self._hidden_depth -= tag == self._hidden_by
+            if not self._hidden_depth:
+                self._hidden_by = ""
+        else:
+            self._close(tag)
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden_by:
+            self._words.append(data)
+
+    def rendered(self) -> str:
+        """All blocks, lists and tables as adjoining lines, everything else a blank line apart."""
+        self._flush()
+        if self.title and not any(text.startswith("# ") for _, text in self.blocks):
+            self.blocks.insert(0, ("heading", f"# {self.title}"))
+        parts: list[str] = []
+        last = ""
+        for form, text in self.blocks:
+            close = form == last and form in ("item", "row")
+            parts.append(("\n" if close else "\n\n") if parts else "")
+            parts.append(text)
+            last = form
+        return "".join(parts) + "\n" if parts else ""
+
+    def _open(self, tag: str) -> None:
+        if tag == "br":
+            self._words.append("\n" if self._pre else "\v")  # \v: a break that survives collapsing
+        elif tag in _HEADINGS:
+            self._begin("heading", _HEADINGS[tag] + " ")
+        elif tag in ("ul", "ol", "menu"):
+            self._flush()
+            self._lists.append(0 if tag == "ol" else -1)
+        elif tag == "li":
+            self._begin("item", self._bullet())
+        elif tag == "tr":
+            self._flush()
+            self._cells = []
+        elif tag in ("td", "th"):
+            self._end_cell()
+        elif tag in ("pre", "textarea"):
+            self._flush()
+            self._form, self._pre = "pre", True
+        elif tag in _BLOCKS:
+            self._block_break()
+        elif tag == "title":
+            self._flush()
+
+    def _close(self, tag: str) -> None:
+        if tag == "title":
+            self.title = self.title or _collapsed("".join(self._words))
+            self._words.clear()
+        elif tag in ("ul", "ol", "menu"):
+            self._flush()
+            del self._lists[-1:]
+        elif tag in ("td", "th"):
+            self._end_cell()
+        elif tag == "tr":
+            self._end_row()
+        elif tag == "li" or tag in _HEADINGS or tag in ("pre", "textarea"):
+            self._flush()
+        elif tag in _BLOCKS:
+            self._block_break()
+
+    def _begin(self, form: str, prefix: str) -> None:
+        self._flush()
+        self._form, self._prefix = form, prefix
+
+    def _block_break(self) -> None:
+        """A paragraph's edge; inside a cell, or before an item's first word, only a space."""
+        if self._cells is not None or (self._prefix and not "".join(self._words).strip()):
+            self._words.append(" ")
+        else:
+            self._flush()
+
+    def _bullet(self) -> str:
+        if not self._lists:
+            return "- "
+        indent = "  " * (len(self._lists) - 1)
+        if self._lists[-1] < 0:
+            return indent + "- "
+        self._lists[-1] += 1
+        return f"{indent}{self._lists[-1]}. "
+
+    def _end_cell(self) -> None:
+        if self._cells is not None:
+            cell = _collapsed("".join(self._words)).replace("\n", " ")
+            if cell:
+                self._cells.append(cell)
+            self._words.clear()
+
+    def _end_row(self) -> None:
+        if self._cells is not None:
+            self._end_cell()
+            cells, self._cells = self._cells, None
+            if cells:
+                self.blocks.append(("row", " | ".join(cells)))
+
+    def _flush(self) -> None:
+        if self._cells is not None:
+            self._end_row()
+        raw = "".join(self._words)
+        text = raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw)
+        if text.strip():
+            self.blocks.append((self._form, self._prefix + text))
+        self._words.clear()
+        self._form, self._prefix, self._pre = "text", "", False
+
+
+def _is_hidden(attrs: list[tuple[str, str | None]]) -> bool:
+    return any(name == "hidden" for name, _ in attrs)
+
+
+def _collapsed(text: str) -> str:
+    """White space as a browser shows it: runs are one space, \\v is a line break."""
+    lines = (" ".join(re.split(r"[ \t\n\r\f]+", line)).strip(" ") for line in text.split("\v"))
+    return "\n".join(line for line in lines if line)

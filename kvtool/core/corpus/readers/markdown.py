@@ -1,0 +1,12 @@
+"""Markdown, as it is; its headings guide the splitter."""
+
+from __future__ import annotations
+
+from kvtool.core.corpus.readers.document import Document
+
+ENDINGS = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd")
+
+
+def read(source: str, text: str) -> list[Document]:
+    """One document, the text as it is."""
+    return [Document(source, text, "markdown")]

@@ -1,0 +1,17 @@
+"""Plain text, as it is."""
+
+from __future__ import annotations
+
+from kvtool.core.corpus.readers.document import Document
+
+ENDINGS = (
+    *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".tex", ".bib"),
+    *(".csv", ".tsv", ".srt", ".vtt", ".nfo", ".me", ".1st", ".po", ".pod", ".textile", ".wiki"),
+    *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
+    *("notice", "todo", "install", "contributing"),
+)
+
+
+def read(source: str, text: str) -> list[Document]:
+    """One document, the text as it is."""
+    return [Document(source, text, "text")]

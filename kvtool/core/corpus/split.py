@@ -1,0 +1,236 @@
+"""KVSplit (EPIC, arXiv 2410.15332): documents → chunks along their own structure.
+
+The laws: spans adjoin and join to the text; none has more than `max_tokens`; a text that fits is one
+chunk; and, since a chunk's id is its content, an edit changes the chunks it touches and few others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from kvtool.core.corpus.outline import Unit, finer, paragraphs, units, words
+from kvtool.core.corpus.pack import Limits, pack
+from kvtool.core.errors import UsageError
+
+CountTokens = Callable[[Sequence[str]], list[int]]
+"""Number of tokens of each text, tokenised separately."""
+
+_BATCH = 8192  # texts in one call of the counter
+_LONGEST_UNIT = 4000  # characters; a tokenizer is quadratic on lines without spaces
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSettings:
+    """How to split.
+
+    Parameters
+    ----------
+    method : a key of `METHODS`.
+    max_tokens : tokens of a chunk, at most.
+    min_tokens : tokens from which on a boundary is sought; 0 takes what suits the method.
+    """
+
+    method: str = "semantic"
+    max_tokens: int = 256
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(f"unknown split method {self.method!r}", f"one of: {', '.join(METHODS)}")
+        if self.max_tokens < 1:
+            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise UsageError(f"min_tokens must lie in 0…{self.max_tokens}, not {self.min_tokens}")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters `start` to `end` of a document's text."""
+
+    start: int
+    end: int
+
+
+def split(text: str, settings: SplitSettings, count_tokens: CountTokens, kind: str = "text") -> list[Span]:
+    """Split a document's text into chunks.
+
+    Parameters
+    ----------
+    text : any text; white space alone yields no chunk.
+    settings : the method and its limits.
+    count_tokens : counts what a chunk will have; called with stripped chunks and with units.
+    kind : the document's kind: `text`, `markdown`, `html` or `code`.
+
+    Returns
+    -------
+    Adjoining spans that cover the text, each of at most `max_tokens` tokens when stripped. Only a
+    single character that alone has more is left as it is.
+    """
+    if not text or text.isspace():
+        return []
+    work = _Work(text, settings.max_tokens, count_tokens)
+    if work.fits_whole():
+        return [Span(0, len(text))]
+    groups = METHODS[settings.method](work, settings, kind)
+    edges = [*(group[0].start for group in groups), len(text)]
+    return [Span(start, end) for start, end in pairwise(edges)]
+
+
+Group = list[Unit]
+"""The units of one chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One document on its way through the steps that every method shares."""
+
+    text: str
+    most: int
+    counter: CountTokens
+
+    def fits_whole(self) -> bool:
+        """Whether the text is one chunk; not asked of texts of over 64 characters a token."""
+        if len(self.text) > 64 * self.most:
+            return False
+        return self.count([self.text.strip()])[0] <= self.most
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        batches = (texts[i : i + _BATCH] for i in range(0, len(texts), _BATCH))
+        return [count for batch in batches for count in self.counter(batch)]
+
+    def sized(self, pieces: list[Unit]) -> tuple[list[Unit], list[int]]:
+        """Cut what is too long for any chunk, and count every unit once."""
+        ready = [part for piece in pieces for part in self._tamed(piece)]
+        sizes = self.count([self._counted_text(unit) for unit in ready])
+        large = [i for i, size in enumerate(sizes) if size > self.most]
+        while cut := self._cut_large(ready, large):
+            ready, sizes, fresh = _replaced(ready, sizes, cut)
+            counts = self.count([self._counted_text(ready[i]) for i in fresh])
+            for i, size in zip(fresh, counts, strict=True):
+                sizes[i] = size
+            large = [i for i, size in zip(fresh, counts, strict=True) if size > self.most]
+        return ready, sizes
+
+    def _cut_large(self, ready: list[Unit], large: list[int]) -> dict[int, list[Unit]]:
+        """Parts of those units that stay too long without the space around them."""
+        counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
+        too_long = [i for i, count in zip(large, counts, strict=True) if count > self.most]
+        parts = {i: finer(self.text, ready[i]) for i in too_long}
+        return {i: units_ for i, units_ in parts.items() if len(units_) > 1}
+
+    def packed(self, pieces: list[Unit], limits: Limits) -> list[Group]:
+        """Units → chunks, each checked with a real count and cut again where it is too long."""
+        ready, sizes = self.sized(pieces)
+        groups = _grouped(ready, pack(self.text, ready, sizes, limits))
+        while True:
+            counts = self.count([self._stripped(group) for group in groups])
+            parts = [
+                self._repaired(group, count) if count > self.most else [group]
+                for group, count in zip(groups, counts, strict=True)
+            ]
+            if all(part == [group] for part, group in zip(parts, groups, strict=True)):
+                return self._without_tiny_tail(groups, counts, limits)
+            groups = list(chain.from_iterable(parts))
+
+    def _tamed(self, unit: Unit) -> Iterator[Unit]:
+        """Cut units of thousands of characters before a tokenizer sees them."""
+        todo = [unit]
+        while todo:
+            piece = todo.pop()
+            parts = finer(self.text, piece) if piece.end - piece.start > _LONGEST_UNIT else [piece]
+            if len(parts) == 1:
+                yield piece
+            else:
+                todo.extend(reversed(parts))
+
+    def _counted_text(self, unit: Unit) -> str:
+        """A unit's text, the space behind it counted with the next one, as tokenizers cut words.
+
+        So the counts of units add up to that of their chunk almost exactly.
+        """
+        before = self.text[max(0, unit.start - 16) : unit.start]
+        carried = before[len(before.rstrip(" \t")) :]
+        return carried + self.text[unit.start : unit.end].rstrip(" \t")
+
+    def _stripped(self, group: Sequence[Unit]) -> str:
+        return self.text[group[0].start : group[-1].end].strip()
+
+    def _repaired(self, group: Group, count: int) -> list[Group]:
+        """Cut a chunk of `count` > most tokens, sizes now being shares of its characters."""
+        if len(group) == 1:
+            pieces = finer(self.text, group[0])
+            if len(pieces) == 1:
+                return [group]
+        else:
+            pieces = group
+        sizes = [piece.end - piece.start for piece in pieces]
+        total = sum(sizes)
+        most = max(1, min(total - 1, total * self.most // count))
+        starts = pack(self.text, pieces, sizes, Limits(most, most * 3 // 8, total))
+        return _grouped(pieces, starts)
+
+    def _without_tiny_tail(self, groups: list[Group], counts: list[int], limits: Limits) -> list[Group]:
+        if len(groups) < 2 or counts[-1] >= min(limits.least, limits.section):
+            return groups
+        joined = groups[-2] + groups[-1]
+        if self.count([self._stripped(joined)])[0] > self.most:
+            return groups
+        return [*groups[:-2], joined]
+
+
+def _replaced(
+    ready: list[Unit], sizes: list[int], cut: dict[int, list[Unit]]
+) -> tuple[list[Unit], list[int], list[int]]:
+    """Units and sizes with the cut ones in parts, and the places of those parts."""
+    units_: list[Unit] = []
+    counts: list[int] = []
+    fresh: list[int] = []
+    for i, (unit, size) in enumerate(zip(ready, sizes, strict=True)):
+        parts = cut.get(i)
+        if parts is not None:
+            fresh.extend(range(len(units_), len(units_) + len(parts)))
+        units_.extend(parts or (unit,))
+        counts.extend([0] * len(parts) if parts else (size,))
+    return units_, counts, fresh
+
+
+def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
+    edges = [*starts, len(pieces)]
+    return [pieces[a:b] for a, b in pairwise(edges)]
+
+
+def _semantic(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
+    """Sections, then paragraphs, lines and sentences; content-defined among equals."""
+    least = settings.min_tokens or settings.max_tokens * 3 // 8
+    return work.packed(units(work.text, kind), Limits(settings.max_tokens, least, least))
+
+
+def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
+    """One chunk a section where it fits; only sections of under max/8 tokens are joined."""
+    del kind
+    most = settings.max_tokens
+    limits = Limits(most, settings.min_tokens or most * 3 // 8, settings.min_tokens or most // 8)
+    return work.packed(units(work.text, "markdown"), limits)
+
+
+def _paragraph(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
+    """Whole paragraphs, cut only where one alone is too long."""
+    most = settings.max_tokens
+    least = settings.min_tokens or most // 2
+    return work.packed(paragraphs(work.text, kind), Limits(most, least, least))
+
+
+def _fixed(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
+    """As many words as fit; the baseline, not stable under edits."""
+    most = settings.max_tokens
+    return work.packed(words(work.text, kind), Limits(most, most, most))
+
+
+METHODS: dict[str, Callable[[_Work, SplitSettings, str], list[Group]]] = {
+    "semantic": _semantic,
+    "markdown": _markdown,
+    "paragraph": _paragraph,
+    "fixed": _fixed,
+}

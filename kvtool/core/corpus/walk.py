@@ -1,0 +1,215 @@
+"""Which files an ingest reads: a deterministic, loop-free walk over what the user named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from kvtool.core.corpus.readers import is_known
+from kvtool.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """One regular file to read.
+
+    Parameters
+    ----------
+    path : absolute; the folder part is resolved, the last name is kept as it was found.
+    size : bytes.
+    mtime_ns : time of the last change, in nanoseconds.
+    """
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A file that could not be taken, and why."""
+
+    path: str
+    error: str
+
+
+def find_files(
+    paths: Sequence[Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[list[FoundFile], list[Failure]]:
+    """Find the files below `paths`, sorted, each real file once.
+
+    A file named in `paths` is always taken. In a folder only names with a registered reader are,
+    or those whose ending an `include` pattern spells out (`*.dat`); hidden names are passed over,
+    folder links are not followed, and a file link only where it stays inside the folder.
+
+    Parameters
+    ----------
+    paths : files and folders.
+    include, exclude : shell patterns, matched against the name and the path below the folder;
+        `exclude` also prunes whole folders.
+
+    Raises
+    ------
+    UsageError
+        If a path does not exist, or nothing at all can be read.
+    """
+    if not paths:
+        raise UsageError("no files or folders given", "name at least one file or folder to read")
+    search = _Search(tuple(include), tuple(exclude))
+    for path in paths:
+        search.take(path)
+    return search.result()
+
+
+@dataclass(slots=True)
+class _Search:
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    # real path → the way it was reached; a file that is no link wins over a link to it
+    found: dict[str, FoundFile] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    def take(self, given: Path) -> None:
+        path = _absolute(given)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise _missing(given, error) from error
+        except ValueError as error:
+            raise UsageError(f"not a path: {given!r}", "a path cannot contain NUL") from error
+        if stat.S_ISDIR(status.st_mode):
+            self._take_folder(path)
+        else:
+            self._take_file(path, status)
+
+    def result(self) -> tuple[list[FoundFile], list[Failure]]:
+        failures = sorted(self.failures.values(), key=lambda failure: failure.path)
+        if not self.found:
+            first = failures[0]
+            raise UsageError(
+                f"nothing to read: {first.path}: {first.error}",
+                "name a folder with text, Markdown, HTML, code or JSON-lines files, or name the files themselves",
+            )
+        return sorted(self.found.values(), key=lambda file: str(file.path)), failures
+
+    def _take_folder(self, folder: Path) -> None:
+        root = folder.resolve()
+        taken = 0
+        for path in self._walk(root):
+            try:
+                taken += self._take_file(path, path.stat())
+            except OSError as error:
+                self._fail(path, _reason(error))
+        if not taken:
+            self._fail(root, "no readable file in this folder")
+
+    def _take_file(self, path: Path, status: os.stat_result) -> bool:
+        if not stat.S_ISREG(status.st_mode):
+            self._fail(path, f"{_type_name(status.st_mode)}, not a file")
+            return False
+        file = FoundFile(path, status.st_size, status.st_mtime_ns)
+        real = os.path.realpath(path)
+        known = self.found.get(real)
+        if known is None or _rank(file, real) < _rank(known, real):
+            self.found[real] = file
+        return True
+
+    def _walk(self, root: Path) -> Iterator[Path]:
+        """Every wanted non-folder below `root`, without following folder links."""
+        todo = [root]
+        while todo:
+            folder = todo.pop()
+            try:
+                with os.scandir(folder) as listing:
+                    entries = sorted(listing, key=lambda entry: entry.name)
+            except OSError as error:
+                self._fail(folder, _reason(error))
+                continue
+            for entry in entries:
+                path = folder / entry.name
+                below = path.relative_to(root).as_posix()
+                if entry.name.startswith(".") or _matches(below, self.exclude):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    todo.append(path)
+                elif self._wanted(entry, path, below, root):
+                    yield path
+
+    def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:
+        if entry.is_symlink():
+            return self._link_wanted(path, below, root)
+        if not entry.is_file(follow_symlinks=False):
+            return not self.include or _matches(below, self.include)
+        return self._name_wanted(below)
+
+    def _link_wanted(self, path: Path, below: str, root: Path) -> bool:
+        try:
+            is_folder = stat.S_ISDIR(path.stat().st_mode)
+        except OSError as error:
+            if self._name_wanted(below):
+                self._fail(path, _reason(error))
+            return False
+        if not is_folder and not self._name_wanted(below):
+            return False
+        if not Path(os.path.realpath(path)).is_relative_to(root):
+            self._fail(path, "a link that leads out of the folder is not followed")
+            return False
+        return not is_folder  # a folder inside is walked under its own name
+
+    def _name_wanted(self, below: str) -> bool:
+        path = PurePosixPath(below)
+        if not self.include:
+            return is_known(path)
+        spelled_out = any(PurePosixPath(glob).suffix == path.suffix for glob in self.include)
+        return _matches(below, self.include) and (is_known(path) or spelled_out)
+
+    def _fail(self, path: Path, error: str) -> None:
+        self.failures.setdefault(str(path), Failure(str(path), error))
+
+
+def _absolute(path: Path) -> Path:
+    """Absolute, links in the folder part resolved, the last name kept."""
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent)) / path.name
+
+
+def _matches(below: str, patterns: tuple[str, ...]) -> bool:
+    name = below.rpartition("/")[2]
+    globs = [pattern.rstrip("/").removeprefix("./") for pattern in patterns]
+    return any(fnmatchcase(below, glob) or fnmatchcase(name, glob) for glob in globs)
+
+
+def _rank(file: FoundFile, real: str) -> tuple[bool, str]:
+    return str(file.path) != real, str(file.path)
+
+
+def _missing(given: Path, error: OSError) -> UsageError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return UsageError(f"no such file or folder: {given}", "check the spelling of the path")
+    return UsageError(f"cannot look at {given}: {_reason(error)}", "check links and permissions")
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.ELOOP:
+        return "a link that leads to itself"
+    if error.errno == errno.ENOENT:
+        return "a broken link, or the file has gone"
+    return (error.strerror or type(error).__name__).lower()
+
+
+_TYPES = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def _type_name(mode: int) -> str:
+    return next((name for test, name in _TYPES if test(mode)), "a special file")

@@ -1,0 +1,213 @@
+"""Readers: encodings, binary files, HTML, JSON lines."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.core.corpus.readers import Document, UnreadableFile, read_documents
+
+KOREAN = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
+JAPANESE = "今日は良い天気ですね。散歩に行きましょう。"
+CHINESE = "今天天气很好。我们去公园散步吧。"
+TAIWANESE = "今天天氣很好。我們去公園散步吧。"
+FRENCH = "Le café est très bon, élève déjà prêt à partir."
+GERMAN = "Äpfel und Möhren schmecken süß, sagt Jörg."
+POLISH = "Wczoraj poszedłem do sklepu, żeby kupić świeże pieczywo."
+CZECH = "Včera jsem šel do obchodu koupit čerstvé pečivo."
+HUNGARIAN = "Az árvíztűrő tükörfúrógép drága, mondta a szomszéd az esőben."
+RUSSIAN = "Привет, мир! Как дела сегодня?"
+
+ENCODED = [
+    *((KOREAN, codec) for codec in ("utf-8", "utf-8-sig", "cp949", "euc-kr", "utf-16", "utf-16-le", "utf-16-be")),
+    *((JAPANESE, codec) for codec in ("utf-8", "shift-jis", "euc-jp", "utf-16", "utf-32")),
+    *((text, codec) for text in (FRENCH, GERMAN) for codec in ("utf-8", "latin-1", "cp1252", "utf-16-le", "utf-16-be")),
+    *((CHINESE, codec) for codec in ("gb2312", "gbk", "gb18030")),
+    (TAIWANESE, "big5"),
+    *((text, codec) for text in (POLISH, CZECH, HUNGARIAN) for codec in ("cp1250", "iso8859-2")),
+    *((RUSSIAN, codec) for codec in ("cp1251", "koi8-r")),
+    ("안녕하세요.", "cp949"),
+    ("커피 2잔 주세요 (Americano, no sugar)", "cp949"),
+    ("Äpfel", "latin-1"),
+]
+
+
+def read(data: bytes, name: str = "a.txt") -> Document:
+    (document,) = read_documents(Path("/corpus") / name, data)
+    return document
+
+
+@pytest.mark.parametrize(("text", "codec"), ENCODED)
+def test_encodings(text: str, codec: str) -> None:
+    document = read(text.encode(codec))
+    assert document.text == text
+    assert bool(document.notes) == (not codec.startswith("utf"))
+
+
+@pytest.mark.parametrize("codec", ["cp949", "shift-jis", "latin-1"])
+def test_large_files_are_guessed_from_their_beginning(codec: str) -> None:
+    text = {"cp949": KOREAN, "shift-jis": JAPANESE, "latin-1": FRENCH}[codec] * 9000
+    assert read(text.encode(codec)).text == text
+
+
+def test_big_endian_with_bom() -> None:
+    assert read(codecs.BOM_UTF16_BE + KOREAN.encode("utf-16-be")).text == KOREAN
+
+
+@given(st.text(st.characters(blacklist_categories=["Cs", "Cc", "Co", "Cn"]), min_size=1).filter(str.strip))
+def test_utf8_comes_back_exactly(text: str) -> None:
+    text = text.removeprefix("\ufeff") or "x"
+    if text.strip():
+        assert read(codecs.BOM_UTF8 + text.encode()).text == text
+        assert read(codecs.BOM_UTF16_LE + text.encode("utf-16-le")).text == text
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_give_a_text_or_a_clear_reason(data: bytes) -> None:
+    for name in ("a.txt", "a.html", "a.jsonl"):
+        try:
+            documents = read_documents(Path("/corpus") / name, data)
+        except UnreadableFile as error:
+            assert error.message
+        else:
+            assert all(document.text.strip() and document.text.encode() for document in documents)
+
+
+def test_newlines_and_form_feeds_are_kept() -> None:
+    text = " a\r\nb\rc\n\fd\u2028e\n\n"
+    assert read(text.encode()).text == text
+
+
+def test_a_few_broken_bytes_are_replaced_and_noted() -> None:
+    document = read(KOREAN.encode() + b"\xff\xfe " + KOREAN.encode())
+    assert document.text == f"{KOREAN}\ufffd\ufffd {KOREAN}"
+    assert "2 invalid" in document.notes[0]
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\t\r\n", codecs.BOM_UTF8, codecs.BOM_UTF16_LE + " \n".encode("utf-16-le")])
+def test_empty(data: bytes) -> None:
+    with pytest.raises(UnreadableFile, match="empty"):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"%PDF-1.7\nhello",
+        b"\x89PNG\r\n\x1a\n",
+        bytes(range(256)),
+        b"text\0with NUL",
+        b"\x7fELF\2\1\1\0\0\0\0",
+        bytes(range(1, 256)) * 3,
+        codecs.BOM_UTF8 + b"a\0b",
+        b"\x01\x02\x03\x04",
+    ],
+)
+def test_binary(data: bytes) -> None:
+    with pytest.raises(UnreadableFile, match="binary"):
+        read(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.txt", "text"),
+        ("a.MD", "markdown"),
+        ("a.rs", "code"),
+        ("Makefile", "code"),
+        ("a.unknown", "text"),
+        ("README", "text"),
+    ],
+)
+def test_kinds(name: str, kind: str) -> None:
+    assert read(b"# hello\n", name) == Document(f"/corpus/{name}", "# hello\n", kind)
+
+
+PAGE = """<!DOCTYPE html><html><head><title>Page</title><style>b{}</style><script>var x = "<p>no</p>";</script></head>
+<body><nav><ul><li>Home</ul></nav><h1>The  <em>Head</em></h1><p>One &amp; two<br>three&nbsp;four&#33;
+<p>Second   paragraph<div>third</div>
+<ul><li>first<li><p>second <b>bold</b></p><ol><li>inner</li></ol></li></ul>
+<table><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><p>2</p><p>3</p></td></tr></table>
+<pre>  x = 1
+  y</pre><span hidden>gone</span><h3>Sub</h3>tail</body></html>"""
+
+
+def test_html() -> None:
+    document = read(PAGE.encode(), "a.html")
+    assert document.kind == "html"
+    assert document.text == (
+        "# The Head\n\nOne & two\nthree\xa0four!\n\nSecond paragraph\n\nthird\n\n- first\n- second bold\n  1. inner\n\n"
+        "a | b\n1 | 2 3\n\n  x = 1\n  y\n\n### Sub\n\ntail\n"
+    )
+
+
+def test_html_title_stands_in_for_a_missing_heading() -> None:
+    assert read(b"<title>T</title><p>x", "a.htm").text == "# T\n\nx\n"
+
+
+def test_html_unclosed_nav_does_not_hide_the_page() -> None:
+    assert read(b"<nav><a>menu</a><p>text", "a.html").text == "menu\n\ntext\n"
+
+
+def test_html_encoding_from_its_own_words() -> None:
+    page = f'<meta charset="iso8859-7"><p>{"Η Αθήνα είναι η πρωτεύουσα."}'
+    assert "Αθήνα" in read(page.encode("iso8859-7"), "a.html").text
+
+
+@pytest.mark.parametrize("page", ["<script>x</script>", "<p> </p>", "<!-- only -->"])
+def test_html_without_visible_text(page: str) -> None:
+    with pytest.raises(UnreadableFile, match="no visible text"):
+        read(page.encode(), "a.html")
+
+
+def test_html_deep_and_broken() -> None:
+    assert read(b"<div>" * 20_000 + b"deep", "a.html").text == "deep\n"
+    assert "x" in read(b"<![foo <p>x</p> <", "a.html").text
+
+
+def jsonl(*lines: str) -> list[Document]:
+    return read_documents(Path("/c/a.jsonl"), "\n".join(lines).encode())
+
+
+def test_jsonl() -> None:
+    documents = jsonl(
+        '{"id": "x", "title": "T", "text": "one\\u2028two"}',
+        "",
+        '{"content": "three"}\r',
+        '{"id": 7, "body": "four"}',
+        '{"id": "dup", "passage": "five"}',
+        '{"id": "dup", "text": "six"}',
+    )
+    assert [document.source for document in documents] == [f"/c/a.jsonl#{label}" for label in ("x", 3, 7, 5, 6)]
+    assert [document.text for document in documents] == ["T\n\none\u2028two", "three", "four", "five", "six"]
+    assert all(document.kind == "text" and not document.notes for document in documents)
+
+
+def test_jsonl_broken_lines_are_noted_and_the_others_read() -> None:
+    deep = "[" * 100_000
+    documents = jsonl('{"text": "good"}', "{broken", "[1]", '{"text": 3}', '{"text": " "}', deep, '{"text": "end"}')
+    assert [document.text for document in documents] == ["good", "end"]
+    notes = documents[0].notes
+    assert [note.split(" left out")[0] for note in notes] == [f"line {line}" for line in range(2, 7)]
+    assert documents[1].notes == ()
+    with pytest.raises(UnreadableFile, match="line 1"):
+        jsonl("not json", "{}")
+    assert len(jsonl('{"text": "x"}', *["bad"] * 100)[0].notes) == 21
+
+
+def test_jsonl_lone_surrogates_are_replaced() -> None:
+    (document,) = jsonl('{"text": "a\\ud800b \\ud83d\\ude00", "id": "\\udfff"}')
+    assert document.text == "a\ufffdb 😀"
+    assert document.notes
+    document.source.encode()
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, 6), st.sampled_from(["a", "line 2", "3"])), min_size=1, max_size=8))
+def test_jsonl_sources_differ(ids: list[object]) -> None:
+    documents = jsonl(*(json.dumps({"id": label, "text": "x"}) for label in ids))
+    assert len({document.source for document in documents}) == len(ids)

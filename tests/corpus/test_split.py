@@ -1,0 +1,244 @@
+"""The laws of split: cover, limit, whole, visible, deterministic, stable."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvtool.core.corpus.split import METHODS, CountTokens, SplitSettings, split
+from kvtool.core.errors import UsageError
+
+
+def by_words(texts: Sequence[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def by_bytes(texts: Sequence[str]) -> list[int]:
+    return [len(text.encode()) // 3 for text in texts]
+
+
+def by_quarters(texts: Sequence[str]) -> list[int]:
+    """One more than the parts have together: the counter that adds up worst."""
+    return [len(text) // 4 + 1 for text in texts]
+
+
+COUNTERS: list[CountTokens] = [by_words, by_bytes, by_quarters]
+KINDS = ["text", "markdown", "html", "code"]
+
+_structure = st.sampled_from(
+    [
+        "\n",
+        "\n\n",
+        "\r\n",
+        " ",
+        "  \n \n",
+        "# Head\n",
+        "## Sub\n\n",
+        "```\n",
+        "| a | b |\n",
+        "- item\n",
+        ". ",
+        "다. ",
+        "。",
+    ]
+    + [
+        "Title\n=====\n",
+        "    x = 1\n",
+        "}\n",
+        "한국어 문장이다.",
+        "👩‍👩‍👧‍👦",
+        "e\u0301" * 3,
+        "\u200b",
+        "\x1c",
+        "\t",
+        "…" * 9,
+    ]
+)
+_texts = st.lists(st.one_of(_structure, st.text(max_size=40), st.from_regex(r"\A[a-z]{1,9} ?\Z")), max_size=60).map(
+    "".join
+)
+
+
+def chunks(text: str, setting: SplitSettings, counter: CountTokens, kind: str = "text") -> list[str]:
+    return [text[span.start : span.end] for span in split(text, setting, counter, kind)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=_texts,
+    method=st.sampled_from(sorted(METHODS)),
+    most=st.integers(8, 60),
+    share=st.integers(0, 4),
+    counter=st.sampled_from(COUNTERS),
+    kind=st.sampled_from(KINDS),
+)
+@example("\n\n```\n" + "a b c d e f g h i j\n" * 9, "semantic", 8, 0, by_words, "markdown")
+@example("a" + " " * 400 + "b" * 400, "paragraph", 8, 0, by_bytes, "text")
+@example("# A\n# B\n# C\n" * 20, "markdown", 8, 4, by_words, "markdown")
+def test_laws(text: str, method: str, most: int, share: int, counter: CountTokens, kind: str) -> None:
+    setting = SplitSettings(method, most, most * share // 4)
+    parts = chunks(text, setting, counter, kind)
+    if not text.strip():
+        assert parts == []
+        return
+    assert "".join(parts) == text
+    assert all(part.strip() for part in parts)
+    assert max(counter([part.strip() for part in parts])) <= most
+    if len(text) <= 64 * most:
+        assert (len(parts) == 1) == (counter([text.strip()])[0] <= most)
+    assert parts == chunks(text, setting, counter, kind)
+
+
+@pytest.mark.parametrize("counter", COUNTERS)
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_spans_adjoin(method: str, counter: CountTokens) -> None:
+    text = "\n\n".join(prose(random.Random(3), 20))
+    spans = split(text, SplitSettings(method, 40), counter)
+    assert spans[0].start == 0
+    assert spans[-1].end == len(text)
+    assert all(before.end == after.start < after.end for before, after in zip(spans, spans[1:], strict=False))
+
+
+def prose(rng: random.Random, count: int) -> list[str]:
+    """Paragraphs of two to six sentences of made-up words."""
+    words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 9))) for _ in range(1500)]
+
+    def sentence() -> str:
+        return " ".join(rng.choices(words, k=rng.randint(6, 24))).capitalize() + rng.choice(".....!?")
+
+    return [" ".join(sentence() for _ in range(rng.randint(2, 6))) for _ in range(count)]
+
+
+def _edited(paragraphs: list[str], edit: str, rng: random.Random) -> list[str]:
+    place = rng.randint(20, 40)
+    sentences = paragraphs[place].split(". ")
+    if edit == "delete":
+        sentences = sentences[1:] or ["Gone"]
+    elif edit == "insert":
+        sentences.insert(1, "A sentence that was not here before stands here now")
+    else:
+        sentences[0] = "Other words take the place of what was said"
+    return [*paragraphs[:place], ". ".join(sentences), *paragraphs[place + 1 :]]
+
+
+@pytest.mark.parametrize("edit", ["delete", "insert", "replace"])
+@pytest.mark.parametrize(
+    ("method", "mean", "worst"), [("semantic", 2.0, 5), ("markdown", 2.0, 5), ("paragraph", 3.0, 9)]
+)
+def test_an_edit_changes_few_chunks(method: str, mean: float, worst: int, edit: str) -> None:
+    rng = random.Random(7)
+    changed = []
+    for _ in range(30):
+        before = prose(rng, 60)
+        after = _edited(before, edit, rng)
+        old = set(chunks("\n\n".join(before), SplitSettings(method), by_quarters))
+        new = chunks("\n\n".join(after), SplitSettings(method), by_quarters)
+        assert len(new) > 20
+        changed.append(sum(chunk not in old for chunk in new))
+    assert sum(changed) / len(changed) <= mean
+    assert max(changed) <= worst
+
+
+def test_an_edit_in_one_long_line_changes_few_chunks() -> None:
+    rng = random.Random(5)
+    line = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=40_000))
+    old = set(chunks(line, SplitSettings(), by_quarters))
+    new = chunks(line[:20_000] + "!" + line[20_000:], SplitSettings(), by_quarters)
+    assert sum(chunk not in old for chunk in new) <= 6
+
+
+def test_two_chunks_are_balanced_at_the_paragraph_end() -> None:
+    one, two, three = ("word " * count for count in (90, 80, 150))
+    text = ". Next ".join([one, one]).strip() + ".\n\n" + two.strip() + ".\n\n" + three.strip() + "."
+    parts = chunks(text, SplitSettings(), by_words)
+    assert len(parts) == 2
+    assert parts[0].endswith(".\n\n")
+    assert min(by_words(parts)) >= 150
+
+
+def test_sections_begin_chunks_and_headings_stay_with_their_text() -> None:
+    rng = random.Random(2)
+    sections = [f"## Section {i}\n\n" + "\n\n".join(prose(rng, 3)) + "\n\n" for i in range(8)]
+    for method in ("semantic", "markdown"):
+        parts = chunks("".join(sections), SplitSettings(method), by_words, "markdown")
+        starts = [part for part in parts if part.startswith("## ")]
+        assert len(starts) == 8
+        assert not any(part.rstrip().splitlines()[-1].startswith("#") for part in parts)
+
+
+def test_plain_text_titles_are_headings() -> None:
+    body = "\n\n".join(prose(random.Random(2), 3))
+    text = f"Chapter 1\n\n{body}\n\nINTRODUCTION\n\n{body}\n\nTitle\n=====\n\n{body}\n\n제3장 결론\n\n{body}"
+    heads = [part.split("\n")[0] for part in chunks(text, SplitSettings(), by_words)]
+    assert {"Chapter 1", "INTRODUCTION", "Title", "제3장 결론"} <= set(heads)
+
+
+def test_fences_and_tables_stay_whole_where_they_fit() -> None:
+    rng = random.Random(4)
+    fence = "```python\n" + "".join(f"x{i} = {i}\n\n" for i in range(12)) + "```\n\n"
+    table = "| a | b |\n| --- | --- |\n" + "".join(f"| {i} | {i} |\n" for i in range(8)) + "\n"
+    text = "\n\n".join([*prose(rng, 3), fence + table, *prose(rng, 3)])
+    parts = chunks(text, SplitSettings("markdown", 100), by_words, "markdown")
+    assert any(fence.strip() in part for part in parts)
+    assert any(table.strip() in part for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("오늘은 맑다. 내일은 흐리고 모레는 비가 온다.", "오늘은 맑다. "),
+        ("오늘은날씨가매우맑았다.그러나내일은흐리다.", "오늘은날씨가매우맑았다."),
+        ("今日はとても良い天気ですね。明日は雨です。", "今日はとても良い天気ですね。"),
+        ("He met Dr. Smith of Acme. They talked.", "He met Dr. Smith of Acme. "),
+        ("“Is it really so?” She nodded at him.", "“Is it really so?” "),
+    ],
+)
+def test_sentence_ends(text: str, first: str) -> None:
+    counter: CountTokens = lambda texts: [len(text) for text in texts]  # noqa: E731
+    most = max(len(first), len(text) - len(first))
+    assert chunks(text, SplitSettings("semantic", most, 1), counter)[0] == first
+
+
+def test_wrapped_paragraphs_are_cut_at_sentences_not_lines() -> None:
+    sentence = "the quick brown fox jumps over the lazy dog and then goes on to do\nsomething else entirely in the next line of"
+    text = f"Once {sentence} text. " * 6
+    parts = chunks(text.strip(), SplitSettings("semantic", 60), by_words)
+    assert all(part.rstrip().endswith(".") for part in parts)
+
+
+def test_graphemes_are_not_torn() -> None:
+    family, flag, accent = "👩‍👩‍👧‍👦", "🇰🇷", "e\u0301"
+    text = (family + flag + accent) * 200
+    for part in chunks(text, SplitSettings("semantic", 50), by_bytes):
+        assert part[0] in (family[0], flag[0], "e")
+        assert part.count("\U0001f1f0") == part.count("\U0001f1f7")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a" * 500_000, "." * 500_000, "a b " * 125_000, "漢字。仮名" * 100_000, "x" + " " * 500_000 + "y", "#" * 500_000],
+)
+def test_a_huge_line_is_split_in_linear_time(line: str) -> None:
+    longest = 0
+
+    def counter(texts: Sequence[str]) -> list[int]:
+        nonlocal longest
+        longest = max(longest, *map(len, texts), 0)
+        return by_bytes(texts)
+
+    begun = time.perf_counter()
+    parts = chunks(line, SplitSettings(), counter)
+    assert time.perf_counter() - begun < 10
+    assert "".join(parts) == line
+    assert " " in line or longest <= 4000  # a tokenizer never sees the line as a whole
+
+
+@pytest.mark.parametrize("bad", [{"method": "none"}, {"max_tokens": 0}, {"min_tokens": 257}, {"min_tokens": -1}])
+def test_settings_are_checked(bad: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        SplitSettings(**bad)  # type: ignore[arg-type]
