@@ -12,7 +12,10 @@ ENDINGS = (".html", ".htm", ".xhtml", ".shtml")
 _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
 
 _UNSEEN = frozenset(("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object"))
-_UNKNOWN_SECTION = re.compile(r"<!\[(?!CDATA\[|if\b|else\b|endif\b)", re.I)  # html.parser gives up on these
+_SECTION = re.compile(r"<!\[[^<>]*+>")  # <![if …]> and the like, which a browser drops
+_LOOSE = re.compile(  # a < that begins nothing complete
+    r"""<(?!/?[a-z](?:[^<>"']|"[^"]{0,4000}"|'[^']{0,4000}')*+>|!--|!doctype[^<>]*+>|\?[^<>]*+>)""", re.I
+)
 _HEADINGS = {f"h{rank}": "#" * rank for rank in range(1, 7)}
 _BLOCKS = frozenset(
     (
@@ -85,9 +88,9 @@ def render(text: str, unseen: frozenset[str]) -> str:
 
 
 def _defused(text: str) -> str:
-    """Escape what html.parser raises on, and comments that never close, on which it is quadratic."""
-    text = _UNKNOWN_SECTION.sub("&lt;![", text)
-    last = text.rfind("-->") + 1
+    """Escape each `<` that begins no tag: html.parser raises or becomes quadratic on some of them."""
+    text = _LOOSE.sub("&lt;", _SECTION.sub("", text))
+    last = text.rfind("-->") + 1  # behind it no comment closes
     return text[:last] + text[last:].replace("<!--", "&lt;!--")
 
 
