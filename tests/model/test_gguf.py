@@ -134,6 +134,15 @@ def test_converted_once_and_kept(tiny: Path, tmp_path: Path, monkeypatch: pytest
     assert model_fingerprint(again, "float32") == model_fingerprint(first, "float32")
 
 
+def test_files_beside_it_are_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(tiny.read_bytes())
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{ not json")
+    (tmp_path / "chat_template.jinja").write_text("of another model")
+    assert load_tokenizer(resolve(str(path))).chat_template == tiny_tokenizer().chat_template
+
+
 def test_two_at_once(tiny: Path, home: Path) -> None:
     folders: list[Path] = []
     threads = [threading.Thread(target=lambda: folders.append(converted(tiny))) for _ in range(2)]

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     part.mkdir()
     try:
-        with _guarded(gguf):
-            _convert(gguf, header, part)
+        with _guarded(gguf), _alone(gguf, part) as alone:
+            _convert(gguf, alone, header, part)
         source = {"name": gguf.name, "sha256": file_digest(gguf), "version": _VERSION}
         (part / SOURCE).write_text(json.dumps(source), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)  # left without its mark by an outsider
@@ -86,26 +87,40 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _convert(gguf: Path, header: GgufHeader, target: Path) -> None:
+@contextlib.contextmanager
+def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
+    """The file by itself in a folder: `transformers` would mix in a config or template that lies beside it."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        link = Path(place) / "model.gguf"
+        try:
+            link.symlink_to(gguf.resolve())
+        except (OSError, NotImplementedError):  # Windows, unless allowed
+            yield gguf
+        else:
+            yield link
+
+
+def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     from kvtool.core.model.load import quiet
     from kvtool.core.model.support import check_supported
 
     with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader draws a progress bar of its own
-        source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        source: dict[str, Any] = {"pretrained_model_name_or_path": str(alone.parent), "gguf_file": alone.name}
         config = AutoConfig.from_pretrained(**source)
         _restore_scaling(gguf, header, config)
         check_supported(config)
         _check_size(gguf, header, config)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer = TokenizersBackend.from_pretrained(**source)  # AutoTokenizer reads the whole header once more
         _split_digits(header, tokenizer)
         model, report = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
             dtype=torch.bfloat16,
-            quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
+            quantization_config=GgufConfig(gguf_file=alone.name, dequantize=True),
             output_loading_info=True,
         )
         _check_complete(gguf, header, model, report)
