@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
 import json
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -190,6 +195,80 @@ def test_silent_network_fails_fast(tmp_path: Path) -> None:
         text, seconds = ask_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
     assert text.startswith("refused:")
     assert seconds < 12
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of a model hub as a download asks for."""
+
+    folder: Path
+    asked: ClassVar[list[str]] = []
+    commit = "c" * 40
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        self.asked.append(path)
+        files = {file.name: file.stat().st_size for file in self.folder.iterdir()}
+        if path.startswith("/org/model/resolve/") and path.rsplit("/", 1)[-1] in files:
+            return self.answer(200, (self.folder / path.rsplit("/", 1)[-1]).read_bytes())
+        if path == f"/api/models/org/model/tree/{self.commit}":
+            tree = [{"type": "file", "path": n, "size": size, "oid": f"{n}-oid"} for n, size in files.items()]
+            return self.answer(200, json.dumps(tree).encode())
+        if path in ("/api/models/org/model", "/api/models/org/model/revision/main"):
+            names = [{"rfilename": name} for name in files]
+            info = {"id": "org/model", "modelId": "org/model", "sha": self.commit, "siblings": names}
+            return self.answer(200, json.dumps(info).encode())
+        return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def answer(self, status: int, body: bytes, extra: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        headers = {"Content-Length": str(len(body)), "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+        for key, value in {**headers, "X-Repo-Commit": self.commit, **(extra or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def served(folder: Path) -> Iterator[str]:
+    handler = type("Served", (Hub,), {"folder": folder, "asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_download_then_cached(served: str, folder: Path, tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
+        (folder / name).write_text("not wanted")
+    text, _ = ask_hub(served, tmp_path / "hub")
+    snapshot = Path(text)
+    assert snapshot.name == Hub.commit
+    assert {path.name for path in snapshot.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    assert ask_hub("http://127.0.0.1:9", tmp_path / "hub")[0] == text  # whole, so the hub is not asked again
+    (snapshot / "model.safetensors").unlink()
+    assert ask_hub(served, tmp_path / "hub")[0] == text  # finished where it was cut off
+
+
+def test_unknown_on_the_hub(served: str, folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    text, seconds = ask_hub(served.replace("127.0.0.1", "localhost") + "/nowhere", tmp_path / "hub")
+    assert "the hub has no model 'org/model'" in text
+    assert seconds < 8
 
 
 def test_published_without_safetensors() -> None:

@@ -20,7 +20,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Ids of every text, each on its own (`encode`)."""
-    control = _unsplit_controls(tokenizer)
+    suspicious = any(mark in text for text in texts for mark in "<[{")
+    control = _unsplit_controls(tokenizer) if suspicious else None
     pieces = [_pieces(_printable(text), control) for text in texts]
     ids = iter(_run(tokenizer, [piece for parts in pieces for piece in parts], special=False))
     return [[i for _ in parts for i in next(ids)] for parts in pieces]
