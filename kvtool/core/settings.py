@@ -205,7 +205,7 @@ class Settings:
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)
     temperature: float = _key(0.0, "Sampling temperature; 0 is greedy.", "query", lowest=0)
     seed: int = _key(0, "Seed of the sampling.", "query", lowest=0, highest=2**63 - 1)
-    system: str | None = _key(None, "Instruction that the prompt begins with.", "ingest", "query", metavar="TEXT")
+    system: str | None = _key(None, "A file with the instruction that the prompt begins with.", "ingest", "query", metavar="FILE", is_path=True)
 
     def __post_init__(self) -> None:
         for key in keys().values():

@@ -67,19 +67,15 @@ def rows_attention(
     for feature in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(feature) is not None:
             raise ModelError(f"attention with {feature} is not supported", "use a model with plain rotary attention")
-    if rows is None or rows.dense:
-        out = _dense(query, key, value, scaling, offset_free=rows is not None)
+    if rows is None or (rows.dense and key.shape[2] == len(rows)):
+        out = _dense(query, key, value, scaling)
     else:
         out = torch.cat([_block(query, key, value, scaling, rows, at) for at in range(0, len(rows), BLOCK)], dim=2)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, offset_free: bool
-) -> torch.Tensor:
+def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
     count = query.shape[2]
-    if offset_free:  # rows 0 … n-1 see nothing behind themselves
-        key, value = key[:, :, :count], value[:, :, :count]
     if count > 1 and key.shape[2] != count:
         raise ModelError("several rows over a longer cache need their positions", "this is a bug in kvtool")
     return _sdpa(query, key, value, None, scaling, causal=count > 1)
@@ -88,10 +84,18 @@ def _dense(
 def _block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, rows: Rows, at: int
 ) -> torch.Tensor:
+    """A short last block is filled up with rows and (where there are any) keys that nobody looks at: every row then
+    goes through kernels of one shape, and its result does not depend on how many rows stand behind it (law 10)."""
     stop = min(at + BLOCK, len(rows))
-    keys = rows.order[stop - 1] + 1
+    spare = at + BLOCK - stop
+    keys = min(rows.order[stop - 1] + 1 + spare, key.shape[2])
     visible = torch.arange(keys, device=query.device) <= rows.positions[at:stop, None]
-    return _sdpa(query[:, :, at:stop], key[:, :, :keys], value[:, :, :keys], visible, scaling, causal=False)
+    part = query[:, :, at:stop]
+    if spare:
+        part = F.pad(part, (0, 0, 0, spare))
+        visible = torch.cat([visible, visible[-1:].expand(spare, -1)])
+    out = _sdpa(part, key[:, :, :keys], value[:, :, :keys], visible, scaling, causal=False)
+    return out[:, :, : stop - at]
 
 
 def _sdpa(

@@ -59,13 +59,21 @@ class Decoder:
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize * tokens
 
     @torch.inference_mode()
-    def compute(self, tokens: Sequence[int], rows: Rows, cache: PromptCache, keep: int = 1) -> torch.Tensor:
+    def compute(
+        self,
+        tokens: Sequence[int],
+        rows: Rows,
+        cache: PromptCache,
+        keep: int = 1,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute rows of a prompt over its cache.
 
         Parameters
         ----------
         tokens : the token ids that stand at `rows`.
         keep : how many of the last rows go through the LM head.
+        position_ids : rotary positions `[rows]` when they are not the rows' own (the gate's shifted prefill).
 
         Returns
         -------
@@ -76,7 +84,7 @@ class Decoder:
             with out_of_memory_hint(len(rows)):
                 out = self.model(
                     input_ids=torch.tensor([list(tokens)], device=self.device),
-                    position_ids=rows.positions[None],
+                    position_ids=(rows.positions if position_ids is None else position_ids)[None],
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=keep,

@@ -27,10 +27,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """An answer: its text, its token ids (end token excluded), and the time after the first token in ms."""
+    """An answer: its text, its token ids without the end token, that end token (None: the answer was cut off at
+    its longest), and the time after the first token in ms."""
 
     text: str
     ids: tuple[int, ...]
+    end: int | None
     milliseconds: float
 
 
@@ -73,7 +75,7 @@ def generate(
     if first not in stops and sampling.max_tokens > 1:
         _continue(decoder, [*prompt, first], cache, sampling, stops, text)
     text.end()
-    return Generated(text.text, tuple(text.ids), (time.perf_counter() - started) * 1e3)
+    return Generated(text.text, tuple(text.ids), text.ended_by, (time.perf_counter() - started) * 1e3)
 
 
 def _continue(
@@ -107,6 +109,7 @@ class _TextStream(BaseStreamer):  # type: ignore[misc, no-untyped-call]
         self._shown = 0
         self.ids: list[int] = []
         self.text = ""
+        self.ended_by: int | None = None
 
     def put(self, value: torch.Tensor) -> None:
         if not self._prompt_seen:  # `generate` streams its input first
@@ -117,6 +120,7 @@ class _TextStream(BaseStreamer):  # type: ignore[misc, no-untyped-call]
 
     def add(self, token: int) -> None:
         if token in self._stops:
+            self.ended_by = token
             return
         self.ids.append(token)
         self.text = self._tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import BLOCK, Rows
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
+
+
+_LEAST_WIDTH = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,15 @@ class _BatchCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._collect(layer_idx, key_states, value_states)
-        if not self._lead_in.layers:
-            return key_states, value_states
-        batch = key_states.shape[0]
-        keys, values = self._lead_in.layers[layer_idx]
-        return (
-            torch.cat([keys.expand(batch, -1, -1, -1), key_states], 2),
-            torch.cat([values.expand(batch, -1, -1, -1), value_states], 2),
-        )
+        lead = self._lead_in.layers[layer_idx] if self._lead_in.layers else (None, None)
+        return self._joined(lead[0], key_states), self._joined(lead[1], value_states)
+
+    @staticmethod
+    def _joined(lead: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """Lead-in, new rows, and zeros up to a whole attention block (see `attention.rows_attention`)."""
+        parts = [new] if lead is None else [lead.expand(new.shape[0], -1, -1, -1), new]
+        spare = -new.shape[2] % BLOCK
+        return torch.cat([*parts, new.new_zeros((*new.shape[:2], spare, new.shape[3]))], 2)
 
 
 @torch.inference_mode()
@@ -73,6 +77,8 @@ def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillIte
     """Prefill chunks of similar length in one batch.
 
     Shorter rows are padded at the end, where causal attention never looks. Only the decoder runs, not the LM head.
+    What a chunk gives does not depend on its batch: bit for bit on the CPU, so that a resumed ingest ends with the
+    bytes of an undisturbed one.
     Keys lose their position here: rotated by the model at lead-in length onwards, un-rotated in float32, rounded once.
 
     Returns
@@ -80,7 +86,7 @@ def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillIte
     One `ChunkKV` an item, without the rows of the lead-in and of `item.before`.
     """
     sequences = [item.before + item.ids for item in items]
-    width = max(map(len, sequences))
+    width = max(_LEAST_WIDTH, *map(len, sequences))
     tokens = torch.zeros((len(items), width), dtype=torch.long)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)

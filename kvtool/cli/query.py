@@ -1,0 +1,231 @@
+"""`kvtool query`: find, load, fuse, answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.parsing import store_path, system_text
+from kvtool.core.errors import EXIT_PARTIAL, KvtoolError, UsageError
+
+if TYPE_CHECKING:
+    from kvtool.core.query.reply import QueryOptions, Reply, Request
+    from kvtool.core.query.session import Session
+
+app = new_app()
+
+
+@app.command()
+@takes("query")
+def query(
+    run: Run,
+    question: Annotated[
+        str | None, typer.Argument(help="What to ask; `-` reads it from stdin.", show_default=False)
+    ] = None,
+    chunks: Annotated[
+        list[str] | None, typer.Option("--chunks", metavar="ID", help="Use these chunks, in this order.")
+    ] = None,
+    documents: Annotated[
+        list[str] | None, typer.Option("--documents", metavar="PATH", help="Use all chunks of these documents.")
+    ] = None,
+    batch: Annotated[
+        Path | None, typer.Option("--batch", metavar="FILE.jsonl", help="Answer every question of a file.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", metavar="a,b,c", help="Answer in several modes, beside full recompute.")
+    ] = None,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Add the prompt's token ids to the JSON.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Answer although the gate refuses.")] = False,
+) -> int | None:
+    """Answer a question from the store's documents."""
+    modes = _modes(run, compare)
+    requests = _requests(question, chunks, documents, batch)
+    if run.settings.level not in ("auto", "raw"):
+        raise UsageError(f"there is no level {run.settings.level!r} yet", "known: raw, auto")
+    options = _options(run, token_ids, force)
+    from kvtool.core.cache.store import Store
+
+    with Store.open(store_path(run.settings.store)) as store:
+        session = _session(run, store)
+        if batch is not None:
+            return _Batch(run, session, options, modes).run(requests)
+        if compare is not None:
+            _compare(run, session, requests[0], options, modes)
+        else:
+            _answer(run, session, requests[0], options)
+    return None
+
+
+# ---- what was asked ----
+
+
+def _modes(run: Run, compare: str | None) -> list[str]:
+    """The mode of `--fusion`, or those of `--compare`; checked before anything is loaded."""
+    from kvtool.core.query.reply import MODES
+
+    if compare is None:
+        return [run.resolved.choose("fusion", MODES)]
+    modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or not modes:
+        raise UsageError(f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}", f"known: {', '.join(MODES)}")
+    return modes
+
+
+def _requests(
+    question: str | None, chunks: list[str] | None, documents: list[str] | None, batch: Path | None
+) -> list[Request]:
+    from kvtool.core.query.reply import Request, read_batch
+
+    if batch is not None:
+        if question is not None or chunks or documents:
+            raise UsageError("--batch brings its own questions and chunks", "leave the question out")
+        return read_batch(batch)
+    if question is None:
+        raise UsageError("no question was given", 'kvtool query "Who founded the observatory?"')
+    if chunks and documents:
+        raise UsageError("--chunks and --documents exclude each other", "give one of them")
+    if question == "-":
+        question = _from_stdin()
+    if not question.strip():
+        raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
+    return [Request(question, tuple(chunks or ()), tuple(documents or ()))]
+
+
+def _from_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
+
+
+def _options(run: Run, token_ids: bool, force: bool) -> QueryOptions:
+    from kvtool.core.query.reply import QueryOptions
+
+    settings = run.settings
+    names = ("fusion", "top_k", "ratio", "link_tokens", "link", "level", "retriever", "max_tokens", "temperature", "seed")
+    return QueryOptions(
+        **{name: getattr(settings, name) for name in names},
+        system=system_text(settings.system),
+        token_ids=token_ids,
+        force=force,
+    )
+
+
+def _session(run: Run, store: Any) -> Session:
+    from kvtool.core.query.session import Session
+
+    settings = run.settings
+    session = Session.open(
+        store,
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        offline=settings.offline,
+        warn=run.out.warning,
+    )
+    loaded = session.decoder.loaded
+    run.out.detail(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}, loaded in {loaded.load_ms:.0f} ms")
+    return session
+
+
+# ---- one question ----
+
+
+def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
+    reply = session.ask(request, options, on_text=lambda piece: run.out.print(piece, end=""))
+    run.out.result(reply.to_json(), human=run.out.print)
+    tokens, timing = reply.tokens, reply.timing_ms
+    run.out.status(
+        f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
+        f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
+    )
+    for chunk in reply.chunks:
+        run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+
+
+def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
+    from kvtool.core.query.compare import REFERENCE, compare
+
+    replies = compare(session, request, options, modes)
+    value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
+    run.out.result(value, human=lambda: _show_runs(run, replies))
+
+
+def _show_runs(run: Run, replies: list[Reply]) -> None:
+    full = replies[0].timing_ms["ttft"]
+    rows = [
+        (
+            reply.fusion,
+            reply.answer,
+            f"{reply.comparison['kl_first']:.3f}",
+            f"{reply.comparison['kl_answer']:.3f}",
+            reply.tokens["reused"],
+            reply.tokens["recomputed"],
+            reply.tokens["fresh"],
+            f"{reply.timing_ms['ttft']:.0f}",
+            f"{full / reply.timing_ms['ttft']:.1f}x",
+        )
+        for reply in replies
+    ]
+    columns = ("mode", "answer", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
+    run.out.table(columns, rows, title=replies[0].question)
+
+
+# ---- many questions ----
+
+
+class _Batch:
+    """Answers a file of questions, one JSON object a line, and sums up at the end."""
+
+    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str]) -> None:
+        self._run, self._session, self._options, self._modes = run, session, options, modes
+        self._compares = modes != [options.fusion]
+        self._summaries: dict[str, Any] = {}
+        self._failed = 0
+
+    def run(self, requests: list[Request]) -> int | None:
+        with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
+            for request in requests:
+                self._one(request)
+                bar.advance()
+        rows = [summary.to_json() for summary in self._summaries.values()]
+        head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
+        if self._compares:
+            self._run.out.json(head | {"reference": "full", "runs": rows})
+        else:
+            self._run.out.json((rows[0] if rows else {}) | head)
+        return EXIT_PARTIAL if self._failed else None
+
+    def _one(self, request: Request) -> None:
+        known = {"id": request.id} if request.id is not None else {}
+        try:
+            replies = self._ask(request)
+        except KvtoolError as error:
+            self._failed += 1
+            facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+            self._run.out.json({"type": "error", **known, "question": request.question, "error": facts})
+            return
+        for reply in replies:
+            self._summary(reply.fusion).add(reply)
+        if self._compares:
+            runs = [reply.to_json() for reply in replies]
+            self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
+        else:
+            self._run.out.json(known | replies[0].to_json())
+
+    def _ask(self, request: Request) -> list[Reply]:
+        if not self._compares:
+            return [self._session.ask(request, self._options)]
+        from kvtool.core.query.compare import compare
+
+        return compare(self._session, request, self._options, self._modes)
+
+    def _summary(self, mode: str) -> Any:
+        from kvtool.core.query.summary import Summary
+
+        return self._summaries.setdefault(mode, Summary(mode))

@@ -1,0 +1,161 @@
+"""The gate: a model's first meeting with a store checks that its fused caches are what full recompute gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.errors import GateError
+from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.plan import Candidate, build_plan
+from kvtool.core.fusion.selectors import Blend, Epic, Reuse, Selector
+from kvtool.core.fusion.source import MemorySource
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+
+GATE_FORMAT = 1
+MAX_CHUNKS, MAX_TOKENS = 3, 256
+SHIFT = 137
+
+# The largest difference seen, relative to the spread of the reference, that rounding explains. float32 gives about
+# 1e-6 on every family, bfloat16 about 0.02; a key at a wrong position or a missed rotation gives 0.5 and more.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GateCheck:
+    """One law, and how far the model is from it: RMS difference over the reference's standard deviation."""
+
+    law: int
+    name: str
+    difference: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.difference <= self.allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the gate found for a model; kept in the store under the model's fingerprint."""
+
+    fingerprint: str
+    checks: tuple[GateCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
+        return {"format": GATE_FORMAT, "fingerprint": self.fingerprint, "passed": self.passed, "checks": rows}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Verdict:
+        keys = ("law", "name", "difference", "allowed")
+        return cls(row["fingerprint"], tuple(GateCheck(**{key: check[key] for key in keys}) for check in row["checks"]))
+
+    def enforce(self) -> None:
+        """Refuse fused answers when a check failed."""
+        failed = [check for check in self.checks if not check.passed]
+        if failed:
+            numbers = "; ".join(f"law {c.law} ({c.name}): {c.difference:.3g} > {c.allowed:.3g}" for c in failed)
+            raise GateError(
+                f"the gate refuses this model: {numbers}",
+                "use --fusion full, or --force to answer from caches that are known to be wrong",
+            )
+
+
+def run_gate(decoder: Decoder, fingerprint: str, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> Verdict:
+    """Check laws 1, 3, 4 and 7 of DESIGN on some chunks (token ids; long ones are cut).
+
+    The chunks are prefilled here behind the plain prefix, whatever the store's lead-in: so the laws say exactly what
+    must come out.
+    """
+    chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
+    bench = _Bench(decoder, prefix, chunks, question)
+    allowed = TOLERANCE[decoder.dtype]
+    everything = max(map(len, chunks))
+    checks = [
+        GateCheck(1, "blend 100 %", bench.distance(Blend(ratio=1.0), len(chunks)), allowed),
+        GateCheck(1, "epic, all tokens", bench.distance(Epic(link_tokens=everything), len(chunks)), allowed),
+        GateCheck(3, "one chunk behind its lead-in", bench.distance(Reuse(), 1), allowed),
+        GateCheck(4, f"keys moved by {SHIFT}", bench.shifted(), allowed),
+        GateCheck(7, "lossless levels", bench.lossless(), 0.0),
+    ]
+    return Verdict(fingerprint, tuple(checks))
+
+
+class _Bench:
+    """The chunks, their KV behind the prefix, and the prompt they stand in."""
+
+    def __init__(self, decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> None:
+        self._decoder, self._prefix, self._chunks, self._question = decoder, prefix, chunks, question
+        lead_in, nothing = LeadIn(decoder, prefix), LeadIn(decoder, ())
+        self._kv: dict[bytes, ChunkKV] = {}
+        if prefix:
+            self._kv[b"prefix"] = prefill_chunks(decoder, nothing, [PrefillItem(prefix)])[0]
+        for index, ids in enumerate(chunks):
+            self._kv[b"%d" % index] = prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0]
+
+    def distance(self, selector: Selector, count: int) -> float:
+        """Logits of a mode against full prefill, over a prompt of the first `count` chunks."""
+        behind = ids_digest(self._prefix)
+        candidates = [Candidate(self._chunks[i], b"%d" % i, behind, "raw") for i in range(count)]
+        prefix = Candidate(self._prefix, b"prefix", ids_digest([]), "raw")
+        plan = build_plan(prefix, candidates, self._question)
+        reference, _ = self._decoder.prefill(plan.ids)
+        fused = fuse(self._decoder, plan, selector, MemorySource(self._kv))
+        return _distance(reference, fused.logits)
+
+    def shifted(self) -> float:
+        """Stored keys moved to positions `SHIFT` later, against a prefill whose position ids are shifted."""
+        decoder, chunk = self._decoder, self._chunks[0]
+        ids = [*self._prefix, *chunk]
+        positions = torch.arange(len(ids))
+        cache = decoder.new_cache(len(ids))
+        cache.set_length(len(ids))
+        with torch.inference_mode():
+            moved = _positions(len(ids), SHIFT, decoder)
+            decoder.compute(ids, Rows.of(positions, decoder.device), cache, position_ids=moved)
+            table = decoder.rotary.table(moved[len(self._prefix) :])
+            stored = self._kv[b"0"].keys
+            worst = 0.0
+            for layer, buffer in enumerate(cache.buffers):
+                keys = decoder.rotary.rotate(stored[layer][None].to(decoder.device), table, layer)
+                worst = max(worst, _distance(buffer.keys[:, :, len(self._prefix) : len(ids)], keys))
+        return worst
+
+    def lossless(self) -> float:
+        """0 when every lossless codec gives back what it was given, bit for bit."""
+        kv = self._kv[b"0"]
+        layer, kv_heads, tokens, head_dim = 0, *kv.keys.shape[1:]
+        for codec in (codec for codec in CODECS.values() if codec.lossless):
+            data = b"".join(codec.encode(kv.keys[layer], kv.values[layer]))
+            sides = codec.decode(bytearray(data), (kv_heads, tokens, head_dim), NAMES[kv.keys.dtype])
+            if not all(torch.equal(a, b) for a, b in zip(sides, (kv.keys[layer], kv.values[layer]), strict=True)):
+                return 1.0
+        return 0.0
+
+
+def _positions(count: int, shift: int, decoder: Decoder) -> torch.Tensor:
+    return torch.arange(shift, shift + count, device=decoder.device)
+
+
+def _distance(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """RMS of the difference over the reference's own (around its mean); infinite where a number is not finite."""
+    if not bool(torch.isfinite(other).all()):
+        return float("inf")
+    wide = reference.float()
+    spread = (wide - wide.mean()).square().mean().sqrt().clamp_min(1e-6)
+    return float((wide - other.float()).square().mean().sqrt() / spread)

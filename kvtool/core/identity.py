@@ -1,0 +1,96 @@
+"""What a store is made with: the model, the prompt's fixed parts, the lead-in and the way documents are cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtool.core.cache.identity import chunk_id, ids_digest
+from kvtool.core.corpus.split import SplitSettings
+from kvtool.core.errors import StoreFormatError
+
+Ids = tuple[int, ...]
+NEIGHBOUR = "neighbour"
+
+
+@dataclass(frozen=True, slots=True)
+class LeadInIds:
+    """What stands before every chunk when it is prefilled.
+
+    Attributes
+    ----------
+    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
+    ids : token ids shared by all chunks; `neighbour` adds the document's chunk before.
+    """
+
+    mode: str
+    ids: Ids
+
+    def digest(self, before: Ids = ()) -> bytes:
+        """Digest of the ids a chunk is prefilled behind; `before` are the chunk's own."""
+        return ids_digest([*self.ids, *before])
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """Kept in the store's manifest; a chunk's id follows from it and the chunk's token ids.
+
+    Attributes
+    ----------
+    fingerprint : of the model's weights, configuration, tokenizer and dtype.
+    prefix : token ids before the first chunk of a prompt, as they were when the store was made.
+    answer_header : token ids after the question.
+    system : the instruction they were made from; "" for the default.
+    """
+
+    model: str
+    fingerprint: str
+    dtype: str
+    prefix: Ids
+    answer_header: Ids
+    lead_in: LeadInIds
+    split: SplitSettings
+    system: str = ""
+    namespace: str = ""
+
+    def chunk_id(self, ids: Ids, before: Ids = ()) -> bytes:
+        """Id of a chunk behind this lead-in (and `before`, its own part of it)."""
+        return self._id(ids, self.lead_in.digest(before))
+
+    @property
+    def prefix_id(self) -> bytes:
+        """Id of the record that holds the prompt's beginning; nothing stands before it."""
+        return self._id(self.prefix, ids_digest([]))
+
+    def _id(self, ids: Ids, lead_in: bytes) -> bytes:
+        return chunk_id(
+            namespace=self.namespace, model_fingerprint=self.fingerprint, lead_in=lead_in, token_ids=ids
+        )
+
+    def settings_digest(self) -> str:
+        """Digest of all that decides which chunks a file gives; a file's entry carries it."""
+        text = json.dumps([self.fingerprint, self.namespace, asdict(self.split), asdict(self.lead_in)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_manifest(self) -> dict[str, Any]:
+        """The identity as JSON values."""
+        return {"identity": asdict(self)}
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
+        """The identity in a store's manifest; None in a new store."""
+        if "identity" not in manifest:
+            return None
+        try:
+            row = dict(manifest["identity"])
+            lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]))
+            split = SplitSettings(**row["split"])
+            ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
+            return cls(**(row | ids | {"lead_in": lead_in, "split": split}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreFormatError(
+                f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"
+            ) from error
+

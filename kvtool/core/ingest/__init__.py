@@ -1,0 +1,1 @@
+"""Files → chunks → prefill once → store: the work behind `kvtool ingest`."""

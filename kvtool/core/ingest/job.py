@@ -1,0 +1,278 @@
+"""The order of an ingest: survey, split, compute what is missing, commit, forget what is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import check_level
+from kvtool.core.corpus.split import SplitSettings
+from kvtool.core.errors import KvtoolError, ModelError, StoreNotFoundError, UsageError
+from kvtool.core.identity import LeadInIds, StoreIdentity
+from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
+from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
+from kvtool.core.ingest.survey import Survey, survey
+from kvtool.core.model.files import ModelFiles, resolve
+from kvtool.core.model.fingerprint import model_fingerprint
+from kvtool.core.settings import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+
+def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> IngestReport:
+    """Bring a store up to date with files.
+
+    Only what changed is read further than its bytes; a model is loaded only if a chunk has to be computed.
+
+    Parameters
+    ----------
+    path : folder of the store; made on need, not on a dry run.
+
+    Raises
+    ------
+    UsageError : a path does not exist, or nothing at all could be read.
+    ModelError : the store was built with another model.
+    StoreLockedError, NoSpaceError, StoreFormatError : see `core/cache`.
+    """
+    check_level(options.level)
+    started = time.perf_counter()
+    if options.dry_run:
+        try:
+            with Store.open(path) as store:
+                report = _Job(store, options, events or Events()).preview()
+        except StoreNotFoundError:
+            report = _Job(None, options, events or Events()).preview()
+    else:
+        _check_paths(options.paths)
+        with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
+            report = _Job(store, options, events or Events()).run(writer)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _check_paths(paths: Iterable[Path]) -> None:
+    """A mistyped path must not leave an empty store behind."""
+    for path in paths:
+        if not path.exists() and not path.is_symlink():
+            raise UsageError(f"there is no file or folder {str(path)!r}", "check the path; nothing was stored")
+
+
+@dataclass
+class _Job:
+    store: Store | None
+    options: IngestOptions
+    events: Events
+
+    def __post_init__(self) -> None:
+        self.report = IngestReport(dry_run=self.options.dry_run)
+        self.known = StoreIdentity.from_manifest(self.store.manifest()) if self.store is not None else None
+
+    # ---- what the store is made with ----
+
+    @cached_property
+    def files(self) -> ModelFiles:
+        return resolve(self.options.model or (self.known.model if self.known else DEFAULT_MODEL), offline=self.options.offline)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from kvtool.core.model.load import load_tokenizer
+
+        return load_tokenizer(self.files)
+
+    @cached_property
+    def identity(self) -> StoreIdentity:
+        """The store's own identity with what the options change; made anew for a new store."""
+        split = self.options.split or (self.known.split if self.known else SplitSettings())
+        if self.known is None:
+            return self._new_identity(split)
+        check_same_model(self.files, self.known, self.options.dtype)
+        lead_in, system = self._lead_in(self.known)
+        if (lead_in, system, split) == (self.known.lead_in.mode, self.known.system, self.known.split):
+            return self.known
+        return self._new_identity(split)
+
+    def _lead_in(self, known: StoreIdentity | None) -> tuple[str, str]:
+        mode = self.options.lead_in or (known.lead_in.mode if known else "warm")
+        system = self.options.system if self.options.system is not None else (known.system if known else "")
+        return mode, system
+
+    def _new_identity(self, split: SplitSettings) -> StoreIdentity:
+        from kvtool.core.model.lead_in import lead_in_ids
+        from kvtool.core.model.load import resolve_device, resolve_dtype
+        from kvtool.core.model.prompt import DEFAULT_SYSTEM, prompt_parts
+
+        mode, system = self._lead_in(self.known)
+        dtype = self.known.dtype if self.known else ""
+        dtype = dtype or resolve_dtype(self.options.dtype, resolve_device(self.options.device), self.files)
+        parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
+        return StoreIdentity(
+            model=self.files.ref,
+            fingerprint=model_fingerprint(self.files, dtype),
+            dtype=dtype,
+            prefix=parts.prefix,
+            answer_header=parts.answer_header,
+            lead_in=LeadInIds(mode, lead_in_ids(mode, self.tokenizer, parts)),
+            split=split,
+            system=system,
+        )
+
+    # ---- the work ----
+
+    def preview(self) -> IngestReport:
+        """What a run would do; nothing is computed or written."""
+        found = self._survey()
+        prepared = self._prepare(found)
+        missing = self._missing(prepared)
+        self._count_plan(prepared, missing)
+        documents = self.report.documents
+        for file in prepared:
+            documents.added += len(file.documents) if file.is_new else 0
+            documents.changed += 0 if file.is_new else len(file.documents)
+        documents.removed = sum(len(entry.documents) for entry in found.gone)
+        self.report.chunks.computed = len(missing)
+        self.report.tokens = sum(len(chunk.ids) for chunk in missing.values())
+        return self.report
+
+    def run(self, writer: Writer) -> IngestReport:
+        """Survey, compute, commit."""
+        assert self.store is not None
+        found = self._survey()
+        self._say_lead_in_change()
+        prepared = self._prepare(found)
+        missing = self._missing(prepared)
+        self._count_plan(prepared, missing)
+        if self.known != self.identity:
+            writer.set_manifest(self.identity.to_manifest())
+        decoder = self._compute(prepared, missing, writer)
+        for entry in found.gone:
+            writer.remove_file(entry.path)
+            self.report.documents.removed += len(entry.documents)
+        if prepared or found.gone:
+            self.report.chunks.removed = writer.collect(keep=[self.identity.prefix_id])
+        if decoder is not None:
+            self._gate(decoder, missing)
+        return self.report
+
+    def _survey(self) -> Survey:
+        found = survey(self.options, self.store, self.identity.settings_digest())
+        self.report.documents.unchanged = sum(len(entry.documents) for entry in found.unchanged)
+        self.report.documents.failed = len(found.failures)
+        self.report.failures = [{"path": f.path, "error": f.error} for f in found.failures]
+        if found.failures and not (found.changed or found.unchanged or found.gone):
+            first = found.failures[0]
+            raise UsageError(
+                f"nothing to ingest: {len(found.failures)} file(s) cannot be read; {first.path}: {first.error}",
+                "give text, Markdown, HTML, source code or JSON-lines files",
+            )
+        return found
+
+    def _prepare(self, found: Survey) -> list[PreparedFile]:
+        prepared = []
+        for file in found.changed:
+            try:
+                prepared.append(prepare(file, self.identity, self.tokenizer))
+            except KvtoolError as error:
+                self._fail(str(file.found.path), error)
+            for note in file.notes:
+                self.report.warnings.append(f"{file.found.path}: {note}")
+                self.events.warn(self.report.warnings[-1], "")
+        return prepared
+
+    def _fail(self, path: str, error: KvtoolError) -> None:
+        if not self.options.continue_on_error:
+            raise error
+        self.report.documents.failed += 1
+        self.report.failures.append({"path": path, "error": error.message})
+
+    def _missing(self, prepared: Iterable[PreparedFile]) -> dict[bytes, WantedChunk]:
+        wanted = {chunk.chunk_id: chunk for file in prepared for chunk in file.chunks}
+        if self.store is None:
+            return wanted
+        return {key: chunk for key, chunk in wanted.items() if not self.store.has_chunk(key)}
+
+    def _count_plan(self, prepared: Iterable[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
+        wanted = {chunk.chunk_id for file in prepared for chunk in file.chunks}
+        self.report.chunks.reused = len(wanted) - len(missing)
+
+    def _compute(
+        self, prepared: list[PreparedFile], missing: dict[bytes, WantedChunk], writer: Writer
+    ) -> Decoder | None:
+        from kvtool.core.ingest.commit import commit_known
+
+        assert self.store is not None
+        needs_prefix = bool(self.identity.prefix) and not self.store.has_chunk(self.identity.prefix_id)
+        if not missing and not (needs_prefix and prepared):
+            commit_known(prepared, writer, self.report)
+            return None
+        from kvtool.core.ingest.compute import ChunkStorer
+
+        decoder = self._load()
+        self.events.total(sum(len(chunk.ids) for chunk in missing.values()))
+        storer = ChunkStorer(decoder, self.identity, writer, self.options.level, self.report, self.events)
+        try:
+            if needs_prefix:
+                storer.store_prefix()
+            storer.store(prepared, missing)
+        finally:
+            storer.close()
+        return decoder
+
+    def _load(self) -> Decoder:
+        from kvtool.core.model.decoder import Decoder
+        from kvtool.core.model.load import load_model
+
+        self.events.status(f"loading {self.files.ref}")
+        loaded = load_model(self.files, device=self.options.device, dtype=self.identity.dtype)
+        self.report.resolved = {
+            "model": loaded.files.ref,
+            "device": loaded.device,
+            "dtype": loaded.dtype,
+            "fingerprint": loaded.fingerprint,
+            "lead_in": self.identity.lead_in.mode,
+        }
+        self.events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}")
+        return Decoder(loaded)
+
+    def _gate(self, decoder: Decoder, missing: dict[bytes, WantedChunk]) -> None:
+        from kvtool.core.verdicts import gate_store
+
+        assert self.store is not None
+        verdict = gate_store(self.store, decoder, self.identity, [chunk.ids for chunk in missing.values()])
+        if verdict is not None:
+            self.report.gate = verdict.to_json()
+            if not verdict.passed:
+                self.events.warn("the gate failed: fused answers of this model will be refused", "kvtool inspect gate")
+
+    def _say_lead_in_change(self) -> None:
+        if self.store is None or self.known is None or self.known.lead_in == self.identity.lead_in:
+            return
+        count = self.store.stats()["chunks"]
+        text = f"another lead-in: {count} chunks of this store were made behind {self.known.lead_in.mode!r} and miss"
+        self.report.warnings.append(text)
+        self.events.warn(text, "ingest all of the corpus again to make them anew")
+
+
+def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:
+    """Refuse a model other than the one a store was built with.
+
+    Raises
+    ------
+    ModelError : weights, configuration, tokenizer or dtype differ.
+    """
+    from kvtool.core.model.load import resolve_dtype
+
+    asked = known.dtype if dtype == "auto" else resolve_dtype(dtype, "cpu", files)
+    if asked != known.dtype:
+        raise ModelError(f"the store holds {known.dtype}, not {asked}", "leave --dtype out, or use another --store")
+    if model_fingerprint(files, known.dtype) != known.fingerprint:
+        raise ModelError(
+            f"the store was built with another model than {files.ref} (it was {known.model})",
+            "use that model, or another --store for this one",
+        )

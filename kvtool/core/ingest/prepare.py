@@ -1,0 +1,79 @@
+"""Changed documents → chunks with token ids and chunk ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
+from kvtool.core.corpus.readers import Document
+from kvtool.core.corpus.split import split
+from kvtool.core.identity import NEIGHBOUR, Ids, StoreIdentity
+from kvtool.core.ingest.survey import ChangedFile
+from kvtool.core.model.prompt import chunk_tokens
+from kvtool.core.model.tokens import count_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class WantedChunk:
+    """A chunk that a document needs; `before` are the ids of its own lead-in part (`neighbour`)."""
+
+    chunk_id: bytes
+    ids: Ids
+    before: Ids
+    lead_in: bytes
+
+    def info(self, layers: int) -> ChunkInfo:
+        return ChunkInfo(token_ids=self.ids, lead_in=self.lead_in, layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFile:
+    """A changed file with its documents cut; `chunks` in order, a chunk as often as it occurs."""
+
+    entry: FileEntry
+    documents: tuple[DocumentEntry, ...]
+    chunks: tuple[WantedChunk, ...]
+    is_new: bool
+
+
+def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
+    """Split and tokenise one file's documents."""
+    documents: list[DocumentEntry] = []
+    chunks: list[WantedChunk] = []
+    for document in file.documents:
+        entry, wanted = _cut(document, identity, tokenizer)
+        documents.append(entry)
+        chunks.extend(wanted)
+    entry = FileEntry(
+        path=str(file.found.path),
+        size=file.found.size,
+        mtime_ns=file.found.mtime_ns,
+        digest=file.digest,
+        settings=identity.settings_digest(),
+        documents=tuple(document.source for document in documents),
+        notes=file.notes,
+    )
+    return PreparedFile(entry, tuple(documents), tuple(chunks), file.known is None)
+
+
+def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[WantedChunk]]:
+    spans = split(document.text, identity.split, count_tokens(tokenizer), document.kind)
+    ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
+    wanted = _wanted(ids, identity)
+    refs = [
+        ChunkRef(chunk.chunk_id, span.start, span.end, len(chunk.ids))
+        for span, chunk in zip(spans, wanted, strict=True)
+    ]
+    return DocumentEntry(document.source, document.kind, document.text, tuple(refs)), wanted
+
+
+def _wanted(ids: Sequence[Ids], identity: StoreIdentity) -> list[WantedChunk]:
+    befores: list[Ids] = [()] * len(ids)
+    if identity.lead_in.mode == NEIGHBOUR:
+        befores = [(), *ids[:-1]]
+    return [
+        WantedChunk(identity.chunk_id(own, before), own, before, identity.lead_in.digest(before))
+        for own, before in zip(ids, befores, strict=True)
+    ]

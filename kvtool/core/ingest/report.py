@@ -1,0 +1,90 @@
+"""What an ingest was asked for, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.corpus.split import SplitSettings
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """Options of `ingest`; None means: as the store has it, else the default."""
+
+    paths: tuple[Path, ...]
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    offline: bool = False
+    lock_wait: float = 0.0
+    split: SplitSettings | None = None
+    lead_in: str | None = None
+    system: str | None = None
+    level: str = "raw"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    sync: bool = False
+    dry_run: bool = False
+    max_size: int | None = None
+    continue_on_error: bool = False
+
+
+@dataclass(slots=True)
+class Documents:
+    """Documents by what became of them."""
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Chunks by what became of them; `reused` ones were in the store already."""
+
+    computed: int = 0
+    reused: int = 0
+    removed: int = 0
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """The result of an ingest (CLI.md); `tokens` and `kv_bytes` count what was computed in this run."""
+
+    documents: Documents = field(default_factory=Documents)
+    chunks: Chunks = field(default_factory=Chunks)
+    tokens: int = 0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    failures: list[dict[str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    resolved: dict[str, Any] = field(default_factory=dict)
+    gate: dict[str, Any] | None = None
+    dry_run: bool = False
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """Speed of the prefill alone, in chunk tokens a second."""
+        return self.tokens / self.prefill_seconds if self.prefill_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `ingest --json`."""
+        from dataclasses import asdict
+
+        return asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Where an ingest tells how far it is: a warning, the number of tokens to compute, tokens just computed."""
+
+    warn: Callable[[str, str], None] = lambda text, hint: None
+    total: Callable[[int], None] = lambda tokens: None
+    advance: Callable[[int], None] = lambda tokens: None
+    status: Callable[[str], None] = lambda text: None

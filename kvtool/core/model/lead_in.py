@@ -1,0 +1,49 @@
+"""Which token ids a chunk is prefilled behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.errors import UsageError
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, warm_passages
+
+# Measured on HotpotQA (README, "Lead-in"): one passage gives most of the effect, the second a little more.
+WARM_PASSAGES = 2
+
+
+def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> tuple[int, ...]:
+    """Token ids of a lead-in that all chunks share (DESIGN: lead-in; EPIC's LegoLink-0 for `sink:N`).
+
+    Raises
+    ------
+    UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
+    """
+    if mode == "warm":
+        return parts.prefix + warm_passages(tokenizer, WARM_PASSAGES)
+    if mode in ("prefix", "neighbour"):
+        return parts.prefix
+    if mode == "none":
+        return ()
+    if mode == "bos" or mode.startswith("sink:"):
+        return (_bos(tokenizer),) * (1 if mode == "bos" else int(mode.removeprefix("sink:")))
+    if mode == "learned":
+        raise UsageError("no lead-in has been learned for this store", "use --lead-in warm")
+    return parts.prefix + _from_file(Path(mode), tokenizer)
+
+
+def _bos(tokenizer: Any) -> int:
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise UsageError("the tokenizer has no BOS token to lead in with", "use --lead-in warm or prefix")
+
+
+def _from_file(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the lead-in {str(path)!r} cannot be read: {error}", "give a UTF-8 text file") from error
+    if not text:
+        raise UsageError(f"the lead-in {str(path)!r} is empty", "give a text file with a paragraph or two")
+    return chunk_tokens(tokenizer, [text])[0]

@@ -1,0 +1,1 @@
+"""Question → chunks → fused cache → answer: the work behind `kvtool query`."""

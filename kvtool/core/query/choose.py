@@ -1,0 +1,110 @@
+"""Which chunks a question is answered from: named by id, by document, or found by retrieval."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvtool.core.cache.store import Store
+from kvtool.core.corpus.readers.jsonl import ENDINGS
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.query.reply import Request
+from kvtool.core.retrieval.bm25 import BM25Index, Hit, index_of
+from kvtool.core.retrieval.passages import Passage, passages_in
+
+
+class Chooser:
+    """Finds chunks in one store. The retrieval index is read (or built) when the first question needs it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._index: BM25Index | None = None
+        self._places: dict[bytes, Passage] | None = None
+        self._sources: list[str] | None = None
+
+    def choose(self, request: Request, top_k: int) -> list[Hit]:
+        """The chunks for a request, in prompt order: as given, else best first.
+
+        Raises
+        ------
+        UsageError : an unknown chunk id or document, or an empty question.
+        KvtoolError : retrieval found nothing.
+        """
+        if not request.question.strip():
+            raise UsageError("the question is empty", "ask something")
+        if request.chunks:
+            return [Hit(self._by_id(chunk), float("nan")) for chunk in request.chunks]
+        if request.documents:
+            return [Hit(passage, float("nan")) for name in request.documents for passage in self._of_document(name)]
+        return self._search(request.question, top_k)
+
+    def _search(self, question: str, top_k: int) -> list[Hit]:
+        if self._index is None:
+            self._index = index_of(self._store)
+        if not self._index.passages:
+            raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
+        hits = self._index.search(question, top_k)
+        if not hits:
+            raise KvtoolError(
+                "no chunk matches the question", "use words that stand in the documents, or name them with --documents"
+            )
+        return hits
+
+    def _by_id(self, text: str) -> Passage:
+        try:
+            chunk_id = bytes.fromhex(text)
+        except ValueError:
+            chunk_id = b""
+        places = self._all_places()
+        if chunk_id not in places:
+            matching = [key for key in places if len(text) >= 6 and key.hex().startswith(text.lower())]
+            if len(matching) != 1:
+                what = "matches several chunks" if matching else "is not in the store"
+                raise UsageError(f"chunk {text!r} {what}", "`kvtool store ls` lists the chunks' ids")
+            chunk_id = matching[0]
+        return places[chunk_id]
+
+    def _all_places(self) -> dict[bytes, Passage]:
+        if self._places is None:
+            self._places = {}
+            for document in self._store.documents():
+                for passage in passages_in(document):
+                    self._places.setdefault(passage.chunk_id, passage)
+        return self._places
+
+    def _of_document(self, name: str) -> list[Passage]:
+        if self._sources is None:
+            self._sources = self._store.sources()
+        sources = _matching(name, self._sources)
+        documents = [document for source in sources if (document := self._store.document(source)) is not None]
+        return [passage for document in documents for passage in passages_in(document)]
+
+
+def _matching(name: str, sources: Sequence[str]) -> list[str]:
+    """Sources that a name means: the path itself (or a JSON-lines file's documents), else the one path ending so.
+
+    Raises
+    ------
+    UsageError : none, or several.
+    """
+    found = _below(os.path.abspath(name), sources) or _below(name, sources)
+    if found:
+        return found
+    tail = Path(name).as_posix().lstrip("./")
+    files = sorted({source for source in sources if _file_of(source).endswith("/" + tail) or source.endswith("/" + tail)})
+    if not files:
+        raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
+    if len({_file_of(source) for source in files}) > 1:
+        raise UsageError(f"document {name!r} could be {files[0]} or {files[1]}", "give more of the path")
+    return files
+
+
+def _below(path: str, sources: Iterable[str]) -> list[str]:
+    return [source for source in sources if source == path or _file_of(source) == path]
+
+
+def _file_of(source: str) -> str:
+    """The file of a source: a JSON-lines document is named `file.jsonl#id`."""
+    file, mark, _ = source.rpartition("#")
+    return file if mark and file.endswith(ENDINGS) else source

@@ -1,0 +1,54 @@
+"""A hole that a query met is stored as its own clean record, so that the next query finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import KvtoolError
+from kvtool.core.fusion.plan import Segment
+from kvtool.core.identity import NEIGHBOUR, StoreIdentity
+from kvtool.core.ingest.compute import encode_chunk
+from kvtool.core.ingest.prepare import WantedChunk
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+
+Warn = Callable[[str, str], None]
+
+
+def fill_holes(
+    store: Store, decoder: Decoder, identity: StoreIdentity, holes: Sequence[Segment], wait: float, warn: Warn
+) -> int:
+    """Prefill holes behind the store's lead-in and store them; returns how many.
+
+    A query is no writer: when the store is locked, full or read-only the holes stay, with a warning. A chunk of a
+    `neighbour` store is left to the next ingest, which knows the chunk before it.
+    """
+    for segment in holes:
+        warn(f"chunk {segment.source.chunk_id.hex()[:12]} was computed in place: {segment.reason}", "")
+    wanted = [chunk for segment in holes if (chunk := _wanted(segment, identity)) is not None]
+    if not wanted or store.read_only:
+        return 0
+    try:
+        with store.writer(wait) as writer:
+            for chunk in wanted:
+                lead_in = LeadIn(decoder, () if chunk.chunk_id == identity.prefix_id else identity.lead_in.ids)
+                kv = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])[0]
+                layers = encode_chunk(chunk.chunk_id, kv, "raw")
+                writer.drop_chunks([chunk.chunk_id])  # what is left of a damaged one
+                writer.put_chunk(chunk.chunk_id, chunk.info(len(layers)), "raw", layers)
+    except KvtoolError as error:
+        warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
+        return 0
+    return len(wanted)
+
+
+def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
+    """The record to make, if the segment's id is what these ids give behind the store's lead-in."""
+    ids, chunk_id = segment.ids, segment.source.chunk_id
+    if chunk_id == identity.prefix_id:
+        return WantedChunk(chunk_id, ids, (), ids_digest([]))
+    if identity.lead_in.mode == NEIGHBOUR or chunk_id != identity.chunk_id(ids):
+        return None
+    return WantedChunk(chunk_id, ids, (), identity.lead_in.digest())

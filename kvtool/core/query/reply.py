@@ -1,0 +1,158 @@
+"""What a query was asked for, and what came of it (CLI.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.engine import Fused
+    from kvtool.core.model.generate import Generated
+
+MODES = ("full", "prefix", "reuse", "epic", "blend")
+
+
+@dataclass(frozen=True, slots=True)
+class QueryOptions:
+    """How to answer.
+
+    Attributes
+    ----------
+    system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
+    force : answer although the gate refuses.
+    """
+
+    fusion: str = "blend"
+    top_k: int = 5
+    ratio: float = 0.15
+    link_tokens: int = 16
+    link: str = "initial"
+    level: str = "auto"
+    retriever: str = "bm25"
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    system: str | None = None
+    force: bool = False
+    token_ids: bool = False
+    check_layer: int = 1
+    metric: str = "v_sse"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question, and which chunks to answer it from: by id, by document, or (neither given) by retrieval."""
+
+    question: str
+    chunks: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
+    answers: tuple[str, ...] = ()
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyChunk:
+    """A chunk of the prompt. `start`, `end`: characters of `source`; `reason` on a miss."""
+
+    id: str
+    source: str
+    start: int
+    end: int
+    score: float | None
+    tokens: int
+    status: str
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        row = {name: getattr(self, name) for name in ("id", "source", "start", "end", "score", "tokens", "status")}
+        return row | ({"reason": self.reason} if self.reason else {})
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer with everything that led to it.
+
+    Attributes
+    ----------
+    tokens : `prompt = reused + recomputed + fresh`, and `generated`.
+    timing_ms : `ttft` runs from the question's text to the first token's id.
+    generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
+    """
+
+    question: str
+    answer: str
+    fusion: str
+    chunks: list[ReplyChunk]
+    tokens: dict[str, int]
+    timing_ms: dict[str, float]
+    bytes_read: int
+    generated: Generated
+    fused: Fused
+    segments: dict[str, Any] | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    comparison: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `query --json`."""
+        row: dict[str, Any] = {
+            "question": self.question,
+            "answer": self.answer,
+            "fusion": self.fusion,
+            "chunks": [chunk.to_json() for chunk in self.chunks],
+            "tokens": self.tokens,
+            "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
+            "bytes_read": self.bytes_read,
+            **self.scores,
+            **self.comparison,
+            **({"resolved": self.resolved} if self.resolved else {}),
+        }
+        return row | ({"segments": self.segments} if self.segments is not None else {})
+
+
+def read_batch(path: Path) -> list[Request]:
+    """The requests of a `--batch` file: one JSON object a line.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or a line is no request; the message names the line.
+    """
+    import json
+
+    from kvtool.core.errors import UsageError
+
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the batch file {str(path)!r} cannot be read: {error}", "give a UTF-8 JSON-lines file") from error
+    requests = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_request(json.loads(line)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"{path}, line {number}: {error}", 'one object a line: {"id", "question"[, "answers"][, "documents"]}'
+            ) from error
+    if not requests:
+        raise UsageError(f"the batch file {str(path)!r} holds no question", "one JSON object a line")
+    return requests
+
+
+def _request(row: Any) -> Request:
+    if not isinstance(row, dict) or not isinstance(row.get("question"), str):
+        raise ValueError("no question")
+    lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents")}
+    for name, values in lists.items():
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise ValueError(f"{name!r} is not a list of texts")
+    key = row.get("id")
+    return Request(
+        question=row["question"],
+        chunks=tuple(lists["chunks"]),
+        documents=tuple(lists["documents"]),
+        answers=tuple(lists["answers"]),
+        id=None if key is None else str(key),
+    )

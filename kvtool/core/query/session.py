@@ -1,0 +1,275 @@
+"""A store with its model loaded, ready to answer questions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
+from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.source import StoreSource
+from kvtool.core.identity import Ids, StoreIdentity
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Sampling, first_token, generate
+from kvtool.core.model.load import load_model
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.query.choose import Chooser
+from kvtool.core.query.fill import fill_holes
+from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
+from kvtool.core.retrieval.bm25 import Hit
+from kvtool.core.scoring import score
+from kvtool.core.verdicts import gate_store
+
+OnText = Callable[[str], None]
+Warn = Callable[[str, str], None]
+
+
+def selector_for(options: QueryOptions, mode: str) -> Selector:
+    """The selector of a mode with the options that are its fields.
+
+    Raises
+    ------
+    UsageError : no such mode.
+    """
+    kind = SELECTORS.get(mode)
+    if kind is None:
+        raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(SELECTORS)}")
+    fields = {name: getattr(options, name) for name in kind.__dataclass_fields__ if hasattr(options, name)}
+    return kind(**fields)
+
+
+def store_identity(store: Store) -> StoreIdentity:
+    """What a store was made with.
+
+    Raises
+    ------
+    StoreNotFoundError : nothing was ever ingested into it.
+    """
+    identity = StoreIdentity.from_manifest(store.manifest())
+    if identity is None:
+        raise StoreNotFoundError(f"the store at {store.path} is empty", "run `kvtool ingest PATH` first")
+    return identity
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with its chunks found and its prompt laid out; `retrieve_ms` is what that took."""
+
+    request: Request
+    hits: Sequence[Hit]
+    plan: Plan
+    retrieve_ms: float
+
+
+class Session:
+    """Answers questions from one store; the model is loaded once.
+
+    Parameters
+    ----------
+    warn : told what the user should know although an answer is given (text, hint).
+    """
+
+    def __init__(self, store: Store, decoder: Decoder, identity: StoreIdentity, warn: Warn, lock_wait: float = 0) -> None:
+        self.store, self.decoder, self.identity = store, decoder, identity
+        self._warn = warn
+        self._lock_wait = lock_wait
+        self._chooser = Chooser(store)
+        self._tokenizer = decoder.loaded.tokenizer
+        self._source = StoreSource(store, (decoder.kv_heads, decoder.head_dim))
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        *,
+        model: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        offline: bool = False,
+        warn: Warn = lambda text, hint: None,
+    ) -> Session:
+        """Load the model that the store was built with.
+
+        Raises
+        ------
+        ModelError : `model` is another one, or cannot be loaded.
+        """
+        from kvtool.core.ingest.job import check_same_model
+        from kvtool.core.model.files import resolve
+
+        identity = store_identity(store)
+        files = resolve(model or identity.model, offline=offline)
+        check_same_model(files, identity, dtype)
+        return cls(store, Decoder(load_model(files, device=device, dtype=identity.dtype)), identity, warn)
+
+    # ---- one question ----
+
+    def ask(self, request: Request, options: QueryOptions, on_text: OnText | None = None) -> Reply:
+        """Answer one request in the mode of `options`."""
+        asked, mode = self.lay_out(request, options), options.fusion
+        return self.answer(asked, options, mode, on_text)
+
+    def lay_out(self, request: Request, options: QueryOptions) -> Asked:
+        """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
+        started = time.perf_counter()
+        hits = self._chooser.choose(request, options.top_k)
+        parts = self._parts(options)
+        question = question_tokens(self._tokenizer, request.question, parts)
+        plan = build_plan(self._prefix(parts), [self._candidate(hit, options.level) for hit in hits], question)
+        self.decoder.check_length(
+            plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
+        )
+        return Asked(request, hits, plan, (time.perf_counter() - started) * 1e3)
+
+    def answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None = None) -> Reply:
+        """Fuse, take the first token, generate; then store what was missing."""
+        selector = selector_for(options, mode)
+        if selector.uses_cache and not options.force:
+            self.check_gate()
+        sampling = Sampling(options.max_tokens, options.temperature, options.seed)
+        started = time.perf_counter()
+        fused = fuse(self.decoder, asked.plan, selector, self._source, reserve=options.max_tokens)
+        first = first_token(fused.logits, sampling)
+        ttft = asked.retrieve_ms + (time.perf_counter() - started) * 1e3
+        said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
+        if selector.uses_cache:
+            self._after(fused)
+        reply = Reply(
+            question=asked.request.question,
+            answer=said.text.strip(),
+            fusion=mode,
+            chunks=_reply_chunks(asked.hits, fused.plan),
+            tokens=_tokens(fused, len(said.ids)),
+            timing_ms=self._timing(asked, fused, ttft, said.milliseconds),
+            bytes_read=fused.bytes_read,
+            generated=said,
+            fused=fused,
+            segments=self._segments(fused.plan) if options.token_ids else None,
+            resolved={"device": self.decoder.device, "dtype": self.identity.dtype, "model": self.identity.model},
+        )
+        if asked.request.answers:
+            scores = score(reply.answer, asked.request.answers)
+            reply.scores = {"f1": scores.f1, "exact_match": scores.exact_match, "contains": scores.contains}
+        return reply
+
+    def check_gate(self) -> None:
+        """Run the gate at a model's first meeting with the store; refuse if it failed.
+
+        Raises
+        ------
+        GateError : with the measured numbers.
+        """
+        ids = self.store.chunk_ids()[:8]
+        chunks = [info.token_ids for chunk in ids if (info := self._info(chunk)) is not None]
+        chunks = [chunk for chunk in chunks if chunk != self.identity.prefix]
+        verdict = gate_store(self.store, self.decoder, self.identity, chunks)
+        if verdict is not None:
+            verdict.enforce()
+
+    # ---- the prompt ----
+
+    def _parts(self, options: QueryOptions) -> PromptParts:
+        """The store's own beginning and answer header, unless another instruction is asked for."""
+        if options.system is None or options.system == self.identity.system:
+            return PromptParts(self.identity.prefix, self.identity.answer_header)
+        return prompt_parts(self._tokenizer, options.system)
+
+    def _prefix(self, parts: PromptParts) -> Candidate:
+        if not parts.prefix:
+            return Candidate((), lead_in=ids_digest([]), reason="empty")
+        if parts.prefix != self.identity.prefix:
+            return Candidate(parts.prefix, reason="another instruction than the store's")
+        return self._stored(parts.prefix, self.identity.prefix_id, ids_digest([]), "auto")
+
+    def _candidate(self, hit: Hit, level: str) -> Candidate:
+        """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them."""
+        info = self._info(hit.passage.chunk_id)
+        if info is None:
+            document = self.store.document(hit.passage.source)
+            text = document.text[hit.passage.start : hit.passage.end] if document is not None else ""
+            return Candidate(
+                chunk_tokens(self._tokenizer, [text])[0], hit.passage.chunk_id, reason="its description is lost or damaged"
+            )
+        return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, level)
+
+    def _stored(self, ids: Ids, chunk_id: bytes, lead_in: bytes, level: str) -> Candidate:
+        info = self._info(chunk_id)
+        if info is None:
+            return Candidate(ids, chunk_id, lead_in, reason="not stored")
+        if info.token_ids != ids:
+            return Candidate(ids, chunk_id, lead_in, reason="the stored token ids differ")
+        if info.layers != len(self.decoder.layers):
+            return Candidate(ids, chunk_id, lead_in, reason="stored with another number of layers")
+        levels = self.store.levels(chunk_id)
+        found = ("raw" if "raw" in levels else next(iter(levels), None)) if level == "auto" else level
+        if found is None or found not in levels:
+            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}")
+        return Candidate(ids, chunk_id, lead_in, found)
+
+    def _info(self, chunk_id: bytes) -> Any:
+        try:
+            return self.store.chunk_info(chunk_id)
+        except DamagedError:
+            return None
+
+    def _segments(self, plan: Plan) -> dict[str, Any]:
+        return {
+            "prefix": list(plan.segments[0].ids),
+            "lead_in": list(self.identity.lead_in.ids),
+            "chunks": [list(segment.ids) for segment in plan.chunks],
+            "question": list(plan.segments[-1].ids),
+        }
+
+    # ---- afterwards ----
+
+    def _after(self, fused: Fused) -> None:
+        self.store.note_access([segment.source.chunk_id for segment in fused.plan.cached_chunks])
+        holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
+        if holes:
+            fill_holes(self.store, self.decoder, self.identity, holes, self._lock_wait, self._warn)
+
+    def _timing(self, asked: Asked, fused: Fused, ttft: float, generated: float) -> dict[str, float]:
+        timing = fused.timing
+        parts = {name: getattr(timing, name) for name in timing.__dataclass_fields__}
+        return {
+            "retrieve": asked.retrieve_ms,
+            **parts,
+            "ttft": ttft,
+            "generate": generated,
+            "model_load": self.decoder.loaded.load_ms,
+        }
+
+
+def _tokens(fused: Fused, generated: int) -> dict[str, int]:
+    counts = fused.tokens
+    return {
+        "prompt": counts.prompt,
+        "reused": counts.reused,
+        "recomputed": counts.recomputed,
+        "fresh": counts.fresh,
+        "generated": generated,
+    }
+
+
+def _reply_chunks(hits: Sequence[Hit], plan: Plan) -> list[ReplyChunk]:
+    return [_reply_chunk(hit, segment) for hit, segment in zip(hits, plan.chunks, strict=True)]
+
+
+def _reply_chunk(hit: Hit, segment: Segment) -> ReplyChunk:
+    passage = hit.passage
+    return ReplyChunk(
+        id=passage.chunk_id.hex(),
+        source=passage.source,
+        start=passage.start,
+        end=passage.end,
+        score=None if hit.score != hit.score else hit.score,
+        tokens=len(segment.ids),
+        status=segment.status,
+        reason=segment.reason if segment.status == "miss" else "",
+    )

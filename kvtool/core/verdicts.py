@@ -1,0 +1,42 @@
+"""The gate's verdicts, kept beside the store, one file a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.layout import atomic_write
+from kvtool.core.identity import Ids, StoreIdentity
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.fusion.gate import Verdict
+    from kvtool.core.model.decoder import Decoder
+
+_QUESTION: Ids = (11, 7, 5, 3, 2)  # any ids do: the laws hold for all
+
+
+def stored_verdict(store: Store, fingerprint: str) -> Verdict | None:
+    """What the gate found for a model at its first meeting with this store; None before that."""
+    from kvtool.core.fusion.gate import GATE_FORMAT, Verdict
+
+    try:
+        row = json.loads(store.side_file(f"gate/{fingerprint}.json").read_text(encoding="utf-8"))
+        return Verdict.from_json(row) if row.get("format") == GATE_FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # missing or unreadable: the gate is run again
+
+
+def gate_store(store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids]) -> Verdict | None:
+    """The kept verdict, or a new one from some of the store's chunks; None if there is no chunk to check with."""
+    verdict = stored_verdict(store, identity.fingerprint)
+    if verdict is not None or not chunks:
+        return verdict
+    from kvtool.core.fusion.gate import run_gate
+
+    verdict = run_gate(decoder, identity.fingerprint, identity.prefix, chunks, _QUESTION)
+    if not store.read_only:
+        data = json.dumps(verdict.to_json(), indent=1).encode()
+        atomic_write(store.side_file(f"gate/{identity.fingerprint}.json"), data)
+    return verdict
