@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import threading
 import time
 import zlib
@@ -73,7 +74,8 @@ def take_log(root: Path) -> tuple[dict[bytes, int], Path]:
         with contextlib.suppress(FileNotFoundError):
             log.rename(aside)
     try:
-        lines = aside.read_bytes().splitlines()
+        regular = stat.S_ISREG(aside.lstat().st_mode)  # reading a FIFO would hang
+        lines = aside.read_bytes().splitlines() if regular else []
     except OSError:
         return {}, aside
     last: dict[bytes, int] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -16,6 +17,7 @@ import lmdb
 
 from kvtool.core.cache import layout, space
 from kvtool.core.cache.mapped import MappedFile
+from kvtool.core.cache.pages import check_data_file
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
@@ -25,6 +27,7 @@ Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED = TABLES = (b"m", b"f", b"d", b"c", b"l", b"r", b"u")
 TABLE_NAMES = dict(zip(TABLES, ("meta", "files", "documents", "chunks", "levels", "records", "used"), strict=True))
 PAGE_BYTES = 4096
+_PAD_SECONDS = 0.02
 _MAX_READERS = 1024  # killed readers keep their slots until the next reader_check
 LOCK_FILE_BYTES = 128 * _MAX_READERS
 _MAP_START, _MAP_LIMIT, _MAP_LEAST = 2**40, 2**44, 2**24  # sparse: a 1 TiB map opens in 38 µs
@@ -122,24 +125,37 @@ class Environment:
     # ---- opening -------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        layout.check_data_file(self.generation)
+        check_data_file(self.generation)
         can_lock = not self.read_only and layout.allocate_lock_file(self.generation, LOCK_FILE_BYTES)
         self.read_only = not can_lock
         self._env = open_lmdb(self.generation, read_only=self.read_only)
         try:
-            self._check_length()
             if can_lock:
                 self._env.reader_check()
             self._mapped = MappedFile(self.generation / "data.mdb")
             self._mapped.locate()
+            self._sound_length = 0
+            self._check_length()
         except BaseException:
             self._env.close()
             raise
 
     def _check_length(self) -> None:
-        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if (self.generation / "data.mdb").stat().st_size < needed:
-            raise DamagedError(f"{self.generation / 'data.mdb'} is truncated", layout.REBUILD)
+        """A file cut under us would be a SIGBUS. Usually two numbers to compare."""
+        needed = self.allocated_bytes()
+        if self._mapped.size() >= needed or needed == self._sound_length:
+            return
+        time.sleep(_PAD_SECONDS)  # a writer may be between its commit and its pad
+        if self._mapped.size() < needed:
+            check_data_file(self.generation)
+            self._sound_length = needed
+
+    def pad(self) -> None:
+        """Make the file as long as its last page says; writer lock held. LMDB may leave given-up pages unwritten."""
+        needed = self.allocated_bytes()
+        if self._mapped.size() < needed:
+            with contextlib.suppress(OSError):
+                os.truncate(self.generation / "data.mdb", needed)
 
     def close(self) -> None:
         """Close once all transactions have ended; a forked child leaves its parent's environment alone."""
@@ -166,6 +182,7 @@ class Environment:
         for attempt in range(8):
             self._gate.enter()
             try:
+                self._check_length()
                 return self._env.begin(buffers=True)
             except lmdb.Error as error:
                 self._gate.leave()
@@ -252,7 +269,9 @@ class Environment:
         self._gate.enter()
         try:
             with self._env.begin(write=True, buffers=True) as transaction:
-                return apply(transaction)
+                result = apply(transaction)
+            self.pad()
+            return result
         finally:
             self._gate.leave()
 
@@ -340,7 +359,7 @@ _registry = threading.Lock()
 
 def acquire(generation: Path, read_only: bool) -> Environment:
     """The process's environment of this folder, opened on need."""
-    layout.check_data_file(generation)
+    check_data_file(generation)
     status = (generation / "data.mdb").stat()
     key = (status.st_dev, status.st_ino)
     with _registry:

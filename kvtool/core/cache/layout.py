@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import stat
-import struct
 import uuid
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -223,56 +222,7 @@ def concerns(root: Path) -> list[str]:
     return [f"{root} can be read by others: chmod 700 it"] if mode & 0o055 else []
 
 
-# ---- before LMDB touches data.mdb --------------------------------------------------------------------------------
-
-_META = struct.Struct("=II8xQ")  # magic, version, address, mapsize; 16 bytes into a meta page
-_META_MAGIC, _META_VERSION = 0xBEEFC0DE, 1
-_LAST_PAGE_AT = 16 + 24 + 2 * 48  # two MDB_db of 48 bytes follow the first 24
-
-
-def check_data_file(generation: Path) -> None:
-    """Refuse a ``data.mdb`` that would hang, be taken for a new store, or kill the process when read.
-
-    Raises
-    ------
-    StoreFormatError : not a regular file, or not LMDB 0.9's.
-    DamagedError : missing, empty or shorter than its pages.
-    """
-    path = generation / "data.mdb"
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise StoreFormatError(f"{path} is not a regular file", REBUILD)
-        with path.open("rb") as file:
-            head = file.read(2 * 65536)
-            size = os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path} is missing", REBUILD) from error
-    except OSError as error:
-        raise KvtoolError(f"cannot read {path}: {error.strerror}", "check who owns the folder") from error
-    if not size:
-        raise DamagedError(f"{path} is empty", REBUILD)
-    needed = _needed_bytes(path, head)
-    if size < needed:
-        raise DamagedError(f"{path} is truncated: {size} bytes of {needed}", REBUILD)
-
-
-def _needed_bytes(path: Path, head: bytes) -> int:
-    """``(last page + 1) × page size`` as the newer meta page has it."""
-    if len(head) < 16 + 32:
-        raise DamagedError(f"{path} is truncated", REBUILD)
-    magic, version, _ = _META.unpack_from(head, 16)
-    if magic != _META_MAGIC or version != _META_VERSION:
-        raise StoreFormatError(f"{path} is not an LMDB file that this kvtool reads", REBUILD)
-    page_size = struct.unpack_from("=I", head, 16 + 24)[0]
-    if page_size not in (4096, 8192, 16384, 32768, 65536):
-        raise DamagedError(f"{path} states a page size of {page_size}", REBUILD)
-    if len(head) < 2 * page_size:
-        raise DamagedError(f"{path} is truncated", REBUILD)
-    if _META.unpack_from(head, page_size + 16)[:2] != (_META_MAGIC, _META_VERSION):
-        raise DamagedError(f"{path}: its second meta page is damaged", REBUILD)
-    pages = [struct.unpack_from("=QQ", head, at + _LAST_PAGE_AT) for at in (0, page_size)]
-    last_page = max(pages, key=lambda pair: pair[1])[0]
-    return int((last_page + 1) * page_size)
+# ---- LMDB's lock file --------------------------------------------------------------------------------------------
 
 
 def allocate_lock_file(generation: Path, size: int) -> bool:

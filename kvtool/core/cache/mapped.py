@@ -66,6 +66,10 @@ class MappedFile:
         """Close the file; the mapping is LMDB's."""
         os.close(self._handle)
 
+    def size(self) -> int:
+        """Length of the file, now."""
+        return os.fstat(self._handle).st_size
+
     def locate(self) -> None:
         """Find the mapping; again after every change of the map's size."""
         self._start = self._find()
@@ -85,7 +89,7 @@ class MappedFile:
     def _offset(self, view: memoryview) -> int | None:
         if self._start is None:
             return None
-        offset, size = _address(view) - self._start, os.fstat(self._handle).st_size
+        offset, size = _address(view) - self._start, self.size()
         if not 0 <= offset <= size - view.nbytes:
             raise DamagedError("the index points outside the file")
         return offset

@@ -365,6 +365,7 @@ class Store:
             raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
         with writer_lock(self.path, wait):
             self._follow()
+            self._current().pad()
             writer = Writer(self, max_size)
             try:
                 yield writer

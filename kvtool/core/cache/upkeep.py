@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from kvtool.core.cache import keys, layout, space
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.environment import Snapshot
 from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 NO_LAYER = -1
+Doomed = tuple[bytes, bytes]  # table, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +206,13 @@ def _sound(store: Store, table: bytes, kind: Kind, parse: Callable[[memoryview],
 # ---- repair ------------------------------------------------------------------------------------------------------
 
 
-def damaged_keys(snapshot: Snapshot, damages: list[Damage]) -> list[tuple[bytes, bytes]]:
-    """Rows to drop so that no damage is left and the next ingest sees what is missing."""
+def plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[Doomed], list[FileEntry]]:
+    """Rows to drop so that no damage is left, and files to mark so that the next ingest reads them again.
+
+    Documents that only lost KV stay: a query computes the hole, an ingest fills it.
+    """
     by_name = {name: table for table, name in tables.TABLE_NAMES.items()}
-    doomed: set[tuple[bytes, bytes]] = set()
+    doomed: set[Doomed] = set()
     for damage in damages:
         table, key = by_name.get(damage.table), bytes.fromhex(damage.key)
         if table is None or (table == tables.META and key == keys.STORE_KEY):
@@ -217,15 +222,13 @@ def damaged_keys(snapshot: Snapshot, damages: list[Damage]) -> list[tuple[bytes,
             doomed |= _level_rows(snapshot, bytes.fromhex(damage.chunk), damage.level)
         elif damage.chunk:
             doomed |= {(t, k) for t in _CHUNK_TABLES for k in snapshot.keys(t, bytes.fromhex(damage.chunk))}
-    if doomed:
-        doomed |= _files_of(snapshot, doomed)
-    return sorted(doomed)
+    return _widen(snapshot, doomed) if doomed else (doomed, [])
 
 
 _CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 
 
-def _level_rows(snapshot: Snapshot, chunk_id: bytes, level: str) -> set[tuple[bytes, bytes]]:
+def _level_rows(snapshot: Snapshot, chunk_id: bytes, level: str) -> set[Doomed]:
     with contextlib.suppress(ValueError):  # a damaged level name: the row itself is doomed already
         prefix = keys.record_key(chunk_id, level, 0)[:-2]
         rows = {(tables.RECORDS, key) for key in snapshot.keys(tables.RECORDS, prefix)}
@@ -233,22 +236,36 @@ def _level_rows(snapshot: Snapshot, chunk_id: bytes, level: str) -> set[tuple[by
     return set()
 
 
-def _files_of(snapshot: Snapshot, doomed: set[tuple[bytes, bytes]]) -> set[tuple[bytes, bytes]]:
-    """Documents that lose a chunk, and files that lose a document: without their rows ingest reads them again."""
-    chunks = {key[:ID_BYTES] for table, key in doomed if table in _CHUNK_TABLES}
-    lost = {key for table, key in doomed if table == tables.DOCUMENTS}
-    for key, data in snapshot.items(tables.DOCUMENTS):
+def _widen(snapshot: Snapshot, doomed: set[Doomed]) -> tuple[set[Doomed], list[FileEntry]]:
+    """Documents that lose a chunk's description go, and so do those of no file; files of anything lost are marked."""
+    gone = {key for table, key in doomed if table == tables.CHUNKS}
+    touched = {key[:ID_BYTES] for table, key in doomed if table in _CHUNK_TABLES}
+    stale = {key for table, key in doomed if table == tables.DOCUMENTS}
+    for key, document in _entries(snapshot, tables.DOCUMENTS, Kind.DOCUMENT, DocumentEntry.from_bytes):
+        chunks = {ref.chunk_id for ref in document.chunks}
+        if chunks & gone:
+            doomed.add((tables.DOCUMENTS, key))
+        if chunks & touched:
+            stale.add(key)
+    marked, owned = [], set()
+    for key, entry in _entries(snapshot, tables.FILES, Kind.FILE, FileEntry.from_bytes):
+        kept = tuple(s for s in entry.documents if snapshot.has(tables.DOCUMENTS, keys.name_key(s)))
+        kept = tuple(s for s in kept if (tables.DOCUMENTS, keys.name_key(s)) not in doomed)
+        owned |= {keys.name_key(s) for s in kept}
+        if kept != entry.documents or any(keys.name_key(s) in stale for s in kept):
+            doomed.discard((tables.FILES, key))
+            marked.append(replace(entry, documents=kept, settings="", digest=""))
+    orphans = {key for key in snapshot.keys(tables.DOCUMENTS) if key not in owned}
+    return doomed | {(tables.DOCUMENTS, key) for key in orphans}, marked
+
+
+def _entries(
+    snapshot: Snapshot, table: bytes, kind: Kind, parse: Callable[[memoryview], Any]
+) -> Iterator[tuple[bytes, Any]]:
+    """The rows of a table that are sound."""
+    for key, data in snapshot.items(table):
         with contextlib.suppress(DamagedError):
-            document = DocumentEntry.from_bytes(unseal(key, Kind.DOCUMENT, data))
-            if chunks & {ref.chunk_id for ref in document.chunks}:
-                lost.add(key)
-    files = set()
-    for key, data in snapshot.items(tables.FILES):
-        with contextlib.suppress(DamagedError):
-            entry = FileEntry.from_bytes(unseal(key, Kind.FILE, data))
-            if lost & {keys.name_key(source) for source in entry.documents}:
-                files.add((tables.FILES, key))
-    return files
+            yield key, parse(unseal(key, kind, data))
 
 
 # ---- compact -----------------------------------------------------------------------------------------------------
@@ -271,7 +288,7 @@ def compact(store: Store) -> int:
         (fresh / "data.mdb").chmod(0o600)
         _sync_file(fresh / "data.mdb")
         layout.sync_folder(fresh)
-        layout.check_data_file(fresh)
+        check_data_file(fresh)
         layout.point_to(store.path, fresh)
     except BaseException:
         if layout.current_generation(store.path) != fresh:

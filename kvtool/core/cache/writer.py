@@ -90,10 +90,12 @@ class Writer:
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
 
     def flush(self) -> None:
-        """Make all buffered chunks durable."""
-        if self._pending:
-            self._commit(self._pending_rows())
-        self._forget_pending()
+        """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
+        try:
+            if self._pending:
+                self._commit(self._pending_rows())
+        finally:
+            self._forget_pending()
 
     def commit_file(self, entry: FileEntry, documents: Sequence[DocumentEntry]) -> None:
         """Store a file with its documents, in one transaction with what is left of their chunks; durable on return.
@@ -103,15 +105,17 @@ class Writer:
         Raises
         ------
         ValueError : a document names a chunk that was never put, or the entry names other documents.
-        NoSpaceError : nothing of the file was stored.
+        NoSpaceError : the file was not stored, and chunks still buffered for it are forgotten.
         """
         self._check_open()
         if sorted(entry.documents) != sorted(document.source for document in documents):
             raise ValueError("a file entry must name exactly its documents")
         self._check_references(documents)
-        rows = self._pending_rows() + [_document_row(document) for document in documents] + [_file_row(entry)]
-        self._commit([*rows, self._revision_row()], self._stale_documents(entry.path, set(entry.documents)))
-        self._forget_pending()
+        try:
+            rows = self._pending_rows() + [_document_row(document) for document in documents] + [_file_row(entry)]
+            self._commit([*rows, self._revision_row()], self._stale_documents(entry.path, set(entry.documents)))
+        finally:
+            self._forget_pending()
         self._fresh.clear()
 
     def remove_file(self, path: str) -> bool:
@@ -152,8 +156,12 @@ class Writer:
             self._commit([], doomed)
         return dropped
 
-    def collect(self) -> int:
+    def collect(self, keep: Iterable[bytes] = ()) -> int:
         """Drop the chunks that no document refers to, and fold the access log. Returns how many chunks went.
+
+        Parameters
+        ----------
+        keep : chunks that are needed although no document has them (the prompt's own beginning).
 
         Raises
         ------
@@ -163,6 +171,7 @@ class Writer:
         self.flush()
         self._fold_access()
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | self._fresh
+        wanted |= set(keep)
         with self._environment().read() as snapshot:
             known = {
                 key[:ID_BYTES]
@@ -172,15 +181,18 @@ class Writer:
         return self.drop_chunks(sorted(known - wanted))
 
     def repair(self, damages: Iterable[Damage]) -> int:
-        """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were dropped."""
-        from kvtool.core.cache.upkeep import damaged_keys
+        """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were touched.
+
+        Files of lost parts keep their entry, with an empty digest and settings: ingest sees them as changed.
+        """
+        from kvtool.core.cache.upkeep import plan_repair
 
         self._check_open()
         with self._environment().read() as snapshot:
-            doomed = damaged_keys(snapshot, list(damages))
-        if doomed:
-            self._commit([self._revision_row()], doomed)
-        return len(doomed)
+            doomed, marked = plan_repair(snapshot, list(damages))
+        if doomed or marked:
+            self._commit([self._revision_row(), *map(_file_row, marked)], sorted(doomed))
+        return len(doomed) + len(marked)
 
     def compact(self) -> int:
         """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
@@ -255,7 +267,8 @@ class Writer:
     def _commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = ()) -> None:
         """Puts and deletes in one durable transaction; checks space first."""
         self._check_open()
-        need = sum(_pages(len(value)) for _, _, value in rows)
+        # Counters and times need no room worth weighing: removing must work on a full disk and over the budget.
+        need = sum(_pages(len(value)) for table, _, value in rows if table not in (tables.META, tables.USED))
         self._check_space(need)
 
         def apply(transaction: Transaction) -> None:
@@ -268,7 +281,7 @@ class Writer:
 
     def _check_space(self, need: int) -> None:
         if not need:
-            return  # deleting must work on a full disk
+            return
         environment = self._environment()
         with environment.read() as snapshot:
             live = snapshot.live_bytes()

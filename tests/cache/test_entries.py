@@ -1,0 +1,81 @@
+"""Entries: every value survives its bytes, and bytes that are none are damage."""
+
+from __future__ import annotations
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.core.cache import entries
+from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
+from kvtool.core.errors import DamagedError
+
+texts = st.text(st.characters(), max_size=60)  # surrogates, NUL and all
+numbers = st.integers(0, 2**63)
+refs = st.builds(ChunkRef, st.binary(min_size=20, max_size=20), numbers, numbers, numbers)
+
+
+@given(texts, texts, texts, st.lists(refs, max_size=5))
+def test_documents(source: str, kind: str, text: str, chunks: list[ChunkRef]) -> None:
+    entry = DocumentEntry(source, kind, text * 20, tuple(chunks))
+    assert DocumentEntry.from_bytes(entry.to_bytes()) == entry
+
+
+@given(texts, numbers, st.integers(-(2**63), 2**63), texts, texts, st.lists(texts, max_size=3))
+def test_files(path: str, size: int, mtime_ns: int, digest: str, settings: str, names: list[str]) -> None:
+    entry = FileEntry(path, size, mtime_ns, digest, settings, tuple(names), tuple(names[:1]))
+    assert FileEntry.from_bytes(memoryview(entry.to_bytes())) == entry
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50), st.binary(max_size=30), st.integers(0, 200), st.booleans())
+def test_chunks(ids: list[int], lead_in: bytes, layers: int, side: bool) -> None:
+    info = ChunkInfo(tuple(ids), lead_in, layers, b"\1\2" * len(ids) if side else b"")
+    assert ChunkInfo.from_bytes(info.to_bytes()) == info
+
+
+def test_surrogate_pairs_stay_two() -> None:
+    entry = DocumentEntry("\ud83d\ude00", "text", "\ud83d\ude00😀", ())
+    assert DocumentEntry.from_bytes(entry.to_bytes()) == entry
+
+
+def test_sensitivity_must_fit() -> None:
+    with pytest.raises(ValueError, match="two bytes a token"):
+        ChunkInfo((1, 2), b"", 1, b"abc")
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_damage(data: bytes) -> None:
+    for kind in (DocumentEntry, FileEntry, ChunkInfo):
+        try:
+            kind.from_bytes(data)
+        except DamagedError:
+            continue
+        assert kind is ChunkInfo
+        assert ChunkInfo.from_bytes(data).to_bytes() == data
+
+
+def test_every_cut_of_a_packed_document_is_damage() -> None:
+    data = DocumentEntry("s", "text", "long " * 500, ()).to_bytes()
+    assert len(data) < 500
+    for cut in range(len(data)):
+        with pytest.raises(DamagedError):
+            DocumentEntry.from_bytes(data[:cut])
+
+
+def test_a_bomb_is_refused_before_it_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries, "MAX_ENTRY_BYTES", 2**20)
+    bomb = b"z" + zstandard.ZstdCompressor().compress(bytes(2**22))
+    with pytest.raises(DamagedError):
+        DocumentEntry.from_bytes(bomb)
+
+
+def test_a_frame_without_a_stated_size_is_refused() -> None:
+    frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"{}" * 1000)
+    with pytest.raises(DamagedError):
+        DocumentEntry.from_bytes(b"z" + frame)
+
+
+def test_deep_json_is_damage() -> None:
+    with pytest.raises(DamagedError):
+        FileEntry.from_bytes(b"j" + b"[" * 100_000)

@@ -1,0 +1,140 @@
+"""The envelope: what goes in comes out, and nothing else ever does (laws 7 and 8)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.core.cache import record
+from kvtool.core.cache.record import Kind, KVHeader, decode_record, encode_record, seal, unseal
+from kvtool.core.errors import DamagedError
+
+counts = st.integers(0, 2**32 - 1)
+headers = st.builds(
+    KVHeader,
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    kv_heads=counts,
+    tokens=counts,
+    head_dim_k=counts,
+    head_dim_v=counts,
+    level=st.from_regex(r"[A-Za-z0-9._+-]{1,16}", fullmatch=True).filter(lambda level: level != "raw"),
+    layer=counts,
+)
+payloads = st.lists(st.binary(max_size=300), max_size=4)
+
+
+@given(st.binary(max_size=40), headers, payloads)
+def test_round_trip(key: bytes, header: KVHeader, parts: list[bytes]) -> None:
+    data = encode_record(key, header, parts)
+    assert len(data) == record.OVERHEAD_BYTES + sum(map(len, parts))
+    found, payload = decode_record(key, data)
+    assert found == header
+    assert bytes(payload) == b"".join(parts)
+
+
+@given(st.binary(max_size=40), headers, payloads, st.data())
+def test_every_changed_byte_is_damage(key: bytes, header: KVHeader, parts: list[bytes], data: st.DataObject) -> None:
+    changed = bytearray(encode_record(key, header, parts))
+    at = data.draw(st.integers(0, len(changed) - 1))
+    changed[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DamagedError):
+        decode_record(key, changed)
+
+
+def test_every_bit_and_every_cut() -> None:
+    data = encode_record(b"key", KVHeader("float16", 1, 2, 3, 4, "raw", 5), [bytes(12), bytes(16)])
+    for at in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[at // 8] ^= 1 << at % 8
+        with pytest.raises(DamagedError):
+            decode_record(b"key", changed)
+    for cut in range(len(data)):
+        for part in (data[:cut], data[cut + 1 :], data + data[: cut + 1]):
+            with pytest.raises(DamagedError):
+                decode_record(b"key", part)
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_damage(data: bytes) -> None:
+    with pytest.raises(DamagedError):
+        decode_record(b"key", data)
+
+
+@given(st.binary(max_size=30), st.binary(max_size=30))
+def test_other_key(key: bytes, other: bytes) -> None:
+    data = seal(key, Kind.DOCUMENT, b"text")
+    if key == other:
+        assert bytes(unseal(other, Kind.DOCUMENT, data)) == b"text"
+    else:
+        with pytest.raises(DamagedError, match="another key"):
+            unseal(other, Kind.DOCUMENT, data)
+
+
+def test_other_kind() -> None:
+    with pytest.raises(DamagedError, match="kind"):
+        unseal(b"k", Kind.FILE, seal(b"k", Kind.DOCUMENT, b""))
+    with pytest.raises(DamagedError, match="kind"):
+        decode_record(b"k", seal(b"k", Kind.DOCUMENT, b""))
+
+
+def test_newer_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RECORD_VERSION", 9)
+    data = seal(b"k", Kind.FILE, b"")
+    monkeypatch.undo()
+    with pytest.raises(DamagedError, match="version 9"):
+        unseal(b"k", Kind.FILE, data)
+
+
+def test_raw_sizes_must_fit_the_shape() -> None:
+    header = KVHeader("float32", 2, 3, 4, 5, "raw", 0)
+    assert (header.raw_bytes, header.k_bytes) == (2 * 3 * 9 * 4, 2 * 3 * 4 * 4)
+    with pytest.raises(ValueError, match="216 bytes"):
+        encode_record(b"k", header, [bytes(215)])
+
+
+def test_a_signed_header_that_claims_too_much() -> None:
+    """A record whose digest is right and whose shape is absurd (2**96 elements) still is only damage."""
+    huge = KVHeader("float32", 2**32 - 1, 2**32 - 1, 2**32 - 1, 1, "x", 0)
+    data = bytearray(encode_record(b"k", huge, [b"abcd"]))
+    data[8:11] = b"raw"
+    data[-16:] = record._digest(b"k", [bytes(data[:-16])])
+    with pytest.raises(DamagedError, match="fit the shape"):
+        decode_record(b"k", data)
+
+
+@pytest.mark.parametrize("level", ["", "a b", "x" * 17, "é", "a/b", "a\n"])
+def test_bad_levels(level: str) -> None:
+    with pytest.raises(ValueError, match="level"):
+        KVHeader("float16", 1, 1, 1, 1, level, 0)
+
+
+def test_bad_header_fields() -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        KVHeader("int8", 1, 1, 1, 1, "raw", 0)
+    with pytest.raises(ValueError, match="tokens"):
+        KVHeader("float16", 1, -1, 1, 1, "raw", 0)
+
+
+def test_payload_is_aligned_in_the_record_and_writable_where_the_record_is() -> None:
+    assert record.HEADER_BYTES % 64 == 0
+    data = bytearray(encode_record(b"k", KVHeader("float16", 1, 1, 1, 1, "x", 0), [b"abcd"]))
+    payload = decode_record(b"k", data)[1]
+    assert not payload.readonly
+    assert decode_record(b"k", bytes(data))[1].readonly
+
+
+def test_typed_parts_are_taken_as_bytes() -> None:
+    part = memoryview(bytes(8)).cast("H")
+    data = encode_record(b"k", KVHeader("float16", 1, 2, 2, 2, "raw", 0), [part, part])
+    assert decode_record(b"k", data)[1].nbytes == 16
+
+
+def test_golden() -> None:
+    """These bytes are on disk: a change of the layout needs a new RECORD_VERSION."""
+    data = encode_record(b"key", KVHeader("bfloat16", 1, 1, 1, 2, "raw", 3), [b"kk", b"vvvv"])
+    assert data.hex() == (
+        "6b76720001010100726177000000000000000000000000000300000001000000"
+        "0100000001000000020000000000000006000000000000000000000000000000"
+        "6b6b767676766bf5128743ba4063d3f375bda99fc60a"
+    )

@@ -1,0 +1,91 @@
+"""What child processes of the store's trouble tests run: ``python storework.py STORE WORK …``."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from kvtool.core.cache.store import Store  # noqa: E402
+from kvtool.core.errors import KvtoolError  # noqa: E402
+from tests.cache.making import LAYERS, add_file, check_file, id_of  # noqa: E402
+
+
+def say(word: str) -> None:
+    """One line that the parent waits for."""
+    os.write(1, word.encode() + b"\n")
+
+
+def add(store: Store, first: str, count: str, chunks: str = "2", dim: str = "16") -> None:
+    """Files ``f<first>`` …, each said after its commit returned: the oracle of the kill test."""
+    with store.writer(wait=10) as writer:
+        say("start")
+        for number in range(int(first), int(first) + int(count)):
+            add_file(writer, f"f{number}", [f"f{number}.{chunk}" for chunk in range(int(chunks))], int(dim))
+            say(f"f{number}")
+
+
+def limited(store: Store, size: str) -> None:
+    """A disk that is full at `size` bytes of one file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), int(size)))
+    add(store, "100", "100", dim="256")
+
+
+def hold(store: Store, seconds: str) -> None:
+    """Hold the writer lock."""
+    with store.writer():
+        say("held")
+        time.sleep(float(seconds))
+
+
+def lock(store: Store, wait: str) -> None:
+    """Take the writer lock once."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    say("trying")
+    with store.writer(float(wait)):
+        say("got it")
+
+
+def watch(store: Store, wanted: str) -> None:
+    """A reader from before the growth sees all of it, while the writer still writes."""
+    say("start")
+    deadline = time.monotonic() + 20
+    while store.file(wanted) is None and time.monotonic() < deadline:
+        check_file(store, "f0", dim=256)
+    check_file(store, wanted, dim=256)
+
+
+def read(store: Store, *paths: str) -> None:
+    """Read everything there is; damage is reported by the store's errors, never by a signal."""
+    store.stats()
+    for path in paths or store.sources():
+        document = store.document(path)
+        for ref in document.chunks if document else ():
+            for layer in range(LAYERS):
+                store.read_kv(ref.chunk_id, "raw", layer)
+    say(f"{len(store.sources())} {store.read_only} {store.has_chunk(id_of('f0.0'))}")
+
+
+def main() -> int:
+    try:
+        with (
+            Store.create_or_open(Path(sys.argv[1])) if sys.argv[2] == "add" else Store.open(Path(sys.argv[1])) as store
+        ):
+            {"add": add, "limited": limited, "hold": hold, "lock": lock, "watch": watch, "read": read}[sys.argv[2]](
+                store, *sys.argv[3:]
+            )
+    except KvtoolError as error:
+        sys.stderr.write(f"{error.message}\n{error.hint}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Two processes and one store: growth, locks, Ctrl-C, and writers killed anywhere (laws 6 and 9)."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import StoreLockedError
+from tests.cache.making import add_file, check_file, make_store
+from tests.faults.running import command, run, start
+
+
+def end(child: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=60)
+    return child.returncode, out, err
+
+
+def test_written_there_read_here(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    assert run(path, "add", 0, 3).returncode == 0
+    with Store.open(path) as store:
+        for number in range(3):
+            check_file(store, f"f{number}")
+        assert store.verify() == []
+
+
+def test_a_reader_survives_growth_by_another_process(tmp_path: Path) -> None:
+    small = {"KVTOOL_MAP_START": str(2**17)}
+    path = make_store(tmp_path / "store", files=1, dim=256)
+    reader = start(path, "watch", "f20", **small)
+    writer = run(path, "add", 1, 20, 2, 256, **small)
+    assert writer.returncode == 0, writer.stderr
+    assert end(reader) == (0, "", "")
+
+
+def test_reading_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store")
+    with Store.open(path) as store, store.writer() as pen:
+        environment = store._current()
+
+        def inside(transaction: object) -> None:
+            found = run(path, "read")  # a whole other process, opening included, inside our write transaction
+            assert (found.returncode, found.stdout) == (0, "2 False True\n"), found.stderr
+
+        environment.write(inside, 0)
+        add_file(pen, "f2", ["f2.0"])
+
+
+def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    holder = start(path, "hold", 20)
+    try:
+        second = run(path, "lock", 0)
+        assert second.returncode == 11
+        assert f"process {holder.pid} (storework.py" in second.stderr
+        assert "--lock-wait" in second.stderr
+        began = time.monotonic()
+        assert run(path, "lock", 0.5).returncode == 11
+        assert time.monotonic() - began > 0.5
+    finally:
+        holder.kill()
+        end(holder)
+    assert run(path, "lock", 0).returncode == 0  # the kernel drops a dead holder's lock
+
+
+def test_waiting_for_the_lock(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    holder = start(path, "hold", 0.7)
+    second = run(path, "lock", 20)
+    assert second.returncode == 0, second.stderr
+    assert end(holder)[0] == 0
+
+
+def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    holder = start(path, "hold", 20)
+    try:
+        waiting = start(path, "lock", 20)
+        time.sleep(0.3)
+        waiting.send_signal(signal.SIGINT)
+        assert end(waiting)[0] == 130
+    finally:
+        holder.kill()
+        end(holder)
+
+
+def test_two_writers_in_one_process(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    with Store.open(path) as one, Store.open(path) as two, one.writer():
+        with pytest.raises(StoreLockedError), two.writer():
+            pass
+        check_file(two, "f0")
+
+
+def test_two_processes_make_the_same_store(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "store"
+    children = [
+        subprocess.Popen(command(path, "add", first, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for first in (0, 10, 20)
+    ]
+    for child in children:
+        code, _, err = end(child)
+        assert code == 0, err
+    with Store.open(path) as store:
+        assert store.sources() == ["f0", "f1", "f10", "f11", "f20", "f21"]
+
+
+def test_killed_writers_lose_nothing_that_was_committed(tmp_path: Path) -> None:
+    """Twenty kills at random moments, creation included; then the run that completes. Seeded, yet never the same."""
+    path, moments = tmp_path / "store", random.Random(7)
+    committed: set[str] = set()
+    for turn in range(20):
+        child = subprocess.Popen(command(path, "add", 10 * turn, 200, 2, 64), stdout=subprocess.PIPE, text=True)
+        time.sleep(moments.uniform(0.08, 0.22))
+        child.kill()
+        out = child.communicate()[0]
+        committed |= {line for line in out.split("\n")[:-1] if line.startswith("f")}
+    assert committed
+    done = run(path, "add", 0, 5, 2, 64)
+    assert done.returncode == 0, done.stderr
+    with Store.open(path) as store:
+        for name in committed | {f"f{number}" for number in range(5)}:
+            check_file(store, name, dim=64)
+        assert store.verify() == []
+        with store.writer() as pen:
+            assert pen.collect() <= 4 * 20  # what the killed ones had not finished
+        assert store.verify() == []

@@ -1,0 +1,133 @@
+"""No space: a full disk, a map limit, a file limit. An error with numbers, and a store as it was before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache import layout, space
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import NoSpaceError
+from tests.cache.making import add_file, check_file, make_store
+from tests.faults.running import run
+
+
+def files_in(path: Path) -> int:
+    """Everything there reads back; how many files that is."""
+    with Store.open(path) as store:
+        assert store.verify() == []
+        for name in store.sources():
+            check_file(store, name, dim=256)
+        return len(store.sources())
+
+
+def test_tiny_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=1, dim=256)
+    limits = {"KVTOOL_MAP_LIMIT": str(2**20), "KVTOOL_MAP_START": str(2**17)}
+    full = run(path, "add", 1, 100, 2, 256, **limits)
+    assert full.returncode == 14
+    assert "map limit of 1.0 MB" in full.stderr
+    assert full.stdout.count("\nf") == files_in(path) - 1 > 1
+    more = run(path, "add", 1, 20, 2, 256)  # run again with room: it completes
+    assert more.returncode == 0
+    assert files_in(path) == 21
+
+
+def test_file_limit_shows_as_a_full_disk(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE makes LMDB fail at commit with the very error of a full disk."""
+    path = make_store(tmp_path / "store", files=1, dim=256)
+    full = run(path, "limited", 10**6)
+    assert full.returncode == 14, full.stderr
+    assert "no space for" in full.stderr
+    assert full.stdout.count("\nf") == files_in(path) - 1 > 1
+
+
+def test_the_process_that_met_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    path = make_store(tmp_path / "store", files=1, dim=256)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Store.open(path) as store, store.writer() as pen:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, hard))
+        try:
+            with pytest.raises(NoSpaceError):
+                add_file(pen, "big", [f"big.{number}" for number in range(20)], dim=256)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        check_file(store, "f0", dim=256)
+        add_file(pen, "f1", ["f1.0", "f1.1"], dim=256)
+        check_file(store, "f1", dim=256)
+        assert store.file("big") is None
+
+
+def test_the_reserve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=2)
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    with Store.open(path) as store, store.writer() as pen:
+        with pytest.raises(NoSpaceError, match=r"MB free; .* reserve of"):
+            add_file(pen, "f9", ["f9.0"])
+        assert store.file("f9") is None
+        assert pen.remove_file("f1")  # making room works on a full disk
+        assert pen.collect() == 2
+        check_file(store, "f0")
+
+
+def test_free_pages_inside_the_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=20, dim=256)
+    with Store.open(path) as store, store.writer() as pen:
+        for number in range(20):
+            pen.remove_file(f"f{number}")
+        pen.collect()
+        monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+        add_file(pen, "f0", ["f0.0", "f0.1"], dim=256)
+        check_file(store, "f0", dim=256)
+
+
+def test_readers_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lock.mdb lost and no space for a new one: LMDB would die of SIGBUS; we read without it."""
+    path = make_store(tmp_path / "store")
+    (path / "data/gen-1/lock.mdb").unlink()
+
+    def full(handle: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with Store.open(path) as store:
+        assert store.read_only
+        check_file(store, "f0")
+
+
+def test_small_files_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "file"
+    layout.atomic_write(target, b"old")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NoSpaceError):
+        layout.atomic_write(target, b"new")
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"] or sorted(os.listdir(tmp_path)) == ["file", "home"]
+
+
+def test_small_address_space(tmp_path: Path) -> None:
+    """ulimit -v: a smaller map, not a failure."""
+    path = make_store(tmp_path / "store")
+    script = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (3 * 10**8,) * 2); sys.argv.pop(0)\n"
+    work = Path(__file__).with_name("storework.py")
+    script += f"import runpy; runpy.run_path({str(work)!r}, run_name='__main__')"
+    import subprocess
+    import sys
+
+    found = subprocess.run(
+        [sys.executable, "-c", script, "work", str(path), "read"], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, "2 False True\n"), found.stderr
+
+
+def test_numbers_for_people() -> None:
+    assert space.megabytes(1_234_567_890) == "1,234.6 MB"
