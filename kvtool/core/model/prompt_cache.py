@@ -34,7 +34,7 @@ class BufferLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows, as decoding does."""
         start, self.length = self.length, self.length + key_states.shape[2]
-        self._reserve(self.length)
+        self.reserve(self.length)
         self.keys[:, :, start : self.length] = key_states
         self.values[:, :, start : self.length] = value_states
         return self.view()
@@ -47,7 +47,8 @@ class BufferLayer(CacheLayerMixin):
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Make room for `length` rows."""
         capacity = self.keys.shape[2]
         if length > capacity:  # rare: the caller reserves what it plans to generate
             room = torch.empty_like(self.keys[:, :, :1]).expand(-1, -1, max(length - capacity, capacity // 2 + 1), -1)
@@ -90,6 +91,7 @@ class PromptCache(Cache):
     def set_length(self, length: int) -> None:
         """Declare the first `length` rows of every layer filled (they are, or will be before they are read)."""
         for buffer in self.buffers:
+            buffer.reserve(length)
             buffer.length = length
 
     def update(
