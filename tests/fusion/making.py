@@ -1,0 +1,247 @@
+"""What tests of fusion share: prompts over the tiny models, chunk KVs kept in memory, sources that misbehave."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
+from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats, RecordMissing
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.load import Loaded
+from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from tests.families import FAMILIES, VOCAB, tiny_model, tiny_tokenizer
+
+DTYPES = ("float32", "bfloat16")
+NAMES = tuple(FAMILIES)
+MOE = ("mixtral", "qwen3-moe")  # which rows meet in an expert's product depends on all rows of the pass
+
+Ids = tuple[int, ...]
+
+
+def tokens(count: int, seed: int) -> Ids:
+    """Ordinary token ids: BOS, EOS and the role marks stay out."""
+    chosen = random.Random(seed)
+    return tuple(chosen.randrange(5, VOCAB) for _ in range(count))
+
+
+PREFIX: Ids = (0, *tokens(8, 1))
+BOS: Ids = (0,)
+CHUNKS: tuple[Ids, ...] = (tokens(23, 2), tokens(71, 3), tokens(1, 4), tokens(40, 5))
+QUESTION: Ids = tokens(7, 6)
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def decoder_of(model: Any) -> Decoder:
+    """A decoder around a model that no file holds."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    files: Any = None
+    return Decoder(Loaded(model, tokenizer(), files, "cpu", dtype, "tiny", 0.0))
+
+
+@cache
+def plain_model(name: str, dtype: str, attention: str = "eager") -> Any:
+    """The same tiny model, as `transformers` runs it without kvtool."""
+    model = tiny_model(name, dtype)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@cache
+def exact_logits(name: str, dtype: str, ids: Ids) -> torch.Tensor:
+    """What `plain_logits` would be without rounding: the same (rounded) weights, computed in float32."""
+    model = tiny_model(name, dtype)
+    for weight in model.parameters():
+        weight.data = weight.data.float()
+    model.config.dtype = torch.float32
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+@cache
+def plain_logits(name: str, dtype: str, ids: Ids, attention: str = "eager") -> torch.Tensor:
+    """Logits of the last token, float32 `[vocabulary]`, by unmodified `transformers`."""
+    with torch.inference_mode():
+        return plain_model(name, dtype, attention)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+
+
+@cache
+def plain_text(name: str, dtype: str, ids: Ids, count: int) -> Ids:
+    """The greedy continuation by unmodified `transformers`, end token excluded."""
+    prompt = torch.tensor([ids])
+    out = plain_model(name, dtype).generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=count
+    )
+    return tuple(token for token in out[0, len(ids) :].tolist() if token != 1)
+
+
+@dataclass
+class Case:
+    """A tiny model and the chunk KVs it has been asked for so far."""
+
+    name: str
+    dtype: str
+    decoder: Decoder
+    kept: dict[bytes, ChunkKV] = field(default_factory=dict)
+
+    def candidate(self, ids: Ids, lead_in: Ids) -> Candidate:
+        """A stored chunk: prefilled behind `lead_in` when it is first asked for."""
+        key = ids_digest(lead_in) + ids_digest(ids)
+        if key not in self.kept:
+            (self.kept[key],) = prefill_chunks(self.decoder, LeadIn(self.decoder, lead_in), [PrefillItem(ids)])
+        return Candidate(ids, key, ids_digest(lead_in), "raw")
+
+    def plan(
+        self,
+        chunks: Sequence[Ids] = CHUNKS,
+        *,
+        lead_in: Ids = PREFIX,
+        question: Ids = QUESTION,
+        holes: Sequence[int] = (),
+        prefix: Ids = PREFIX,
+    ) -> Plan:
+        """The prompt of these chunks, each stored behind `lead_in` except the numbers in `holes`."""
+        wanted = [
+            Candidate(ids, reason="not stored") if index in holes else self.candidate(ids, lead_in)
+            for index, ids in enumerate(chunks)
+        ]
+        return build_plan(self.candidate(prefix, ()), wanted, question)
+
+    def fuse(self, plan: Plan, selector: Selector, source: KVSource | None = None, reserve: int = 0) -> Fused:
+        return fuse(self.decoder, plan, selector, source or self.source, reserve)
+
+    @property
+    def source(self) -> MemorySource:
+        return MemorySource(self.kept)
+
+
+def new_case(name: str, dtype: str = "float32") -> Case:
+    """A case of a test's own, which may break it."""
+    return Case(name, dtype, decoder_of(tiny_model(name, dtype)))
+
+
+case = cache(new_case)  # shared by tests that leave it whole
+
+
+# What "recompute everything" and "recompute nothing" mean is read off a selector's parameters, so that a new selector
+# is tested by being registered.
+_EVERYTHING: dict[str, Any] = {"ratio": 1.0, "link_tokens": 10_000}
+_NOTHING: dict[str, Any] = {"ratio": 0.0, "link_tokens": 0}
+_WITHOUT_PARAMETERS = {"full": "lossless", "prefix": "lossless", "reuse": "reuse"}
+
+
+def lossless(name: str) -> Selector | None:
+    """The selector where it recomputes all that differs from full prefill; None if it never does."""
+    return _at(name, _EVERYTHING, "lossless")
+
+
+def idle(name: str) -> Selector | None:
+    """The selector where it recomputes nothing; None if it always recomputes."""
+    return _at(name, _NOTHING, "reuse")
+
+
+def _at(name: str, values: dict[str, Any], kind: str) -> Selector | None:
+    given = {item.name: values[item.name] for item in fields(SELECTORS[name]) if item.name in values}
+    if given:
+        return SELECTORS[name](**given)
+    assert name in _WITHOUT_PARAMETERS, f"say in tests/fusion/making.py what the parameters of {name} come to"
+    return SELECTORS[name]() if _WITHOUT_PARAMETERS[name] == kind else None
+
+
+LOSSLESS = tuple(name for name in SELECTORS if lossless(name))
+IDLE = tuple(name for name in SELECTORS if idle(name))
+
+
+def variants(selector: Selector) -> list[Selector]:
+    """The selector with every value of every parameter that is a choice of words (`link`, `metric`)."""
+    changed: Any = selector
+    return [
+        replace(changed, **{parameter: value})
+        for parameter, kind in get_type_hints(type(selector)).items()
+        if get_origin(kind) is Literal
+        for value in get_args(kind)
+    ]
+
+
+@dataclass(frozen=True)
+class Fixed(Selector):
+    """Recomputes rows chosen in advance."""
+
+    name = "fixed"
+    chosen: torch.Tensor
+
+    def rows(self, plan: Plan) -> torch.Tensor:
+        return self.chosen
+
+
+@dataclass
+class SpySource:
+    """Passes reads on; notes (layer, segment starts), and does `before` each."""
+
+    inner: KVSource
+    before: Callable[[Sequence[Segment], int], None] = lambda segments, layer: None
+    reads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[Any]:
+        self.reads.append((layer, tuple(segment.start for segment in segments)))
+        self.before(segments, layer)
+        return self.inner.read(segments, layer, stats)
+
+
+def missing_at(layer: int, chunk: int) -> Callable[[Sequence[Segment], int], None]:
+    """The record of the prompt's segment number `chunk` (0: the prefix) turns out missing at `layer`."""
+
+    def check(segments: Sequence[Segment], at: int) -> None:
+        for segment in segments:
+            if at == layer and segment.ids == (PREFIX, *CHUNKS)[chunk]:
+                raise RecordMissing(segment, f"damaged at layer {layer}")
+
+    return check
+
+
+def assert_full(case: Case, ids: Sequence[int], logits: torch.Tensor) -> None:
+    """`logits` are what unmodified `transformers` gives for the whole prompt.
+
+    float32: 1e-4 apart at most (measured: 1.3e-5; logits have a standard deviation of about 3).
+    bfloat16: the root mean square error against the same weights computed in float32 is at most twice that of plain
+    `transformers` (the larger of eager and sdpa). Measured: 0.02 to 0.1 for plain, 0.4 to 1.4 times that for kvtool; a
+    mixture of experts, where a rounded router score chooses another expert, up to 2.5 times. A broken engine: 0.5 and
+    more.
+    """
+    prompt = tuple(ids)
+    if case.dtype == "float32":
+        assert distance(logits, plain_logits(case.name, case.dtype, prompt)) <= 1e-4
+        return
+    exact = exact_logits(case.name, case.dtype, prompt)
+    plain = max(rms(plain_logits(case.name, case.dtype, prompt, how) - exact) for how in ("eager", "sdpa"))
+    assert rms(logits - exact) <= (5 if case.name in MOE else 2) * plain
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference; infinite where a number is not finite."""
+    worst = float((a.float() - b.float()).abs().max())
+    return worst if worst == worst else float("inf")
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.float().square().mean().sqrt())
+
+
+def same_bits(a: Fused, b: Fused) -> bool:
+    """Logits and every layer's rows are equal bit for bit."""
+    layers = zip(a.cache.buffers, b.cache.buffers, strict=True)
+    pairs = [pair for x, y in layers for pair in zip(x.view(), y.view(), strict=True)]
+    return torch.equal(a.logits, b.logits) and all(torch.equal(x, y) for x, y in pairs)

@@ -1,0 +1,71 @@
+"""Broken variants of the engine. A law that holds for them is no law, so each law has a test with one of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.fusion import loader
+from kvtool.core.model import attention
+from kvtool.core.model.rotary import Rotary, Table
+
+
+def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
+    """The loader rotates every cached key once more."""
+    load = loader.Loader._load
+
+    def twice(self: Any, layer: int, table: Table) -> None:
+        load(self, layer, table)
+        for segment in self._segments:
+            span = self._cache.buffers[layer].keys[:, :, segment.start : segment.stop]
+            span.copy_(self._decoder.rotary.rotate(span, table[segment.start : segment.stop], layer))
+
+    patch.setattr(loader.Loader, "_load", twice)
+
+
+def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The loader puts every cached key one position too far."""
+    table = loader.Loader._table
+
+    def shifted(self: Any) -> Table:
+        stop = table(self).cos.shape[1]
+        return self._decoder.rotary.table(torch.arange(1, stop + 1))
+
+    patch.setattr(loader.Loader, "_table", shifted)
+
+
+def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
+    rotate = Rotary.rotate
+
+    def backwards(self: Rotary, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
+        return rotate(self, keys, Table(table.cos, -table.sin), layer)
+
+    patch.setattr(Rotary, "rotate", backwards)
+
+
+def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Keys lose one position less than they have."""
+    inverse = Table.inverse
+
+    def shifted(self: Table) -> Table:
+        table = inverse(self)
+        return Table(table.cos.roll(1, 1), table.sin.roll(1, 1))
+
+    patch.setattr(Table, "inverse", shifted)
+
+
+def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
+    """Scattered rows attend to all keys of the prompt."""
+
+    def all_visible(query: Any, key: Any, value: Any, scaling: Any, rows: attention.Rows, at: int) -> torch.Tensor:
+        stop = min(at + attention.BLOCK, len(rows))
+        return attention._sdpa(query[:, :, at:stop], key, value, None, scaling, causal=False)
+
+    patch.setattr(attention, "_block", all_visible)
+
+
+def nobody_waits(patch: pytest.MonkeyPatch) -> None:
+    """Layers run before their records stand in the buffers."""
+    patch.setattr(loader.Loader, "wait", lambda self, layer: None)

@@ -1,0 +1,75 @@
+"""Law 1: recompute everything = full prefill by unmodified `transformers`: same logits, same greedy text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.model.generate import Sampling, first_token, generate
+from tests.fusion.making import (
+    BOS,
+    LOSSLESS,
+    PREFIX,
+    Case,
+    Ids,
+    assert_full,
+    lossless,
+    new_case,
+    plain_text,
+    variants,
+)
+from tests.fusion.making import case as shared_case
+from tests.laws import mutants
+
+TOKENS = 12
+
+
+def holds(case: Case, selector: Selector, lead_in: Ids = PREFIX) -> None:
+    plan = case.plan(lead_in=lead_in)
+    fused = case.fuse(plan, selector, reserve=TOKENS)
+    assert_full(case, plan.ids, fused.logits)
+    if case.dtype == "float32":
+        sampling = Sampling(max_tokens=TOKENS)
+        first = first_token(fused.logits, sampling)
+        said = generate(case.decoder, plan.ids, fused.cache, first, sampling).ids
+        assert said == plain_text(case.name, case.dtype, tuple(plan.ids), TOKENS)
+
+
+@pytest.mark.parametrize("lead_in", [PREFIX, BOS], ids=["prefix", "bos"])
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_recompute_everything_is_full_prefill(case: Case, name: str, lead_in: Ids) -> None:
+    selector = lossless(name)
+    assert selector is not None
+    holds(case, selector, lead_in)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_in_every_variant(name: str) -> None:
+    selector = lossless(name)
+    assert selector is not None
+    for variant in variants(selector):
+        holds(shared_case("qwen3"), variant, BOS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in LOSSLESS if SELECTORS[name].uses_cache])
+@pytest.mark.parametrize("broken", [mutants.rows_see_the_future, mutants.positions_off_by_one])
+def test_broken_engine_is_caught(
+    monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[[pytest.MonkeyPatch], None], dtype: str
+) -> None:
+    selector = lossless(name)
+    assert selector is not None
+    case = new_case("llama", dtype)
+    holds(case, selector)
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        holds(case, selector)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reuse_is_not_full_prefill(dtype: str) -> None:
+    """The tiny models tell fused and full prompts apart, so the law above says something."""
+    with pytest.raises(AssertionError):
+        holds(new_case("llama", dtype), SELECTORS["reuse"](), BOS)
