@@ -49,7 +49,7 @@ class Blend(Selector):
             return {}
         check = min(self.check_layer, layers - 1)
         last = min(check + self.filter_layers, layers - 1)
-        return {layer: math.ceil(self._share(layer, check, last) * context) for layer in range(check, last + 1)}
+        return {layer: _rows(self._share(layer, check, last), context) for layer in range(check, last + 1)}
 
     def _share(self, layer: int, check: int, last: int) -> float:
         """Share kept before `layer`: from gradual · ratio at the check layer down to ratio at the last one."""
@@ -65,3 +65,8 @@ class Blend(Selector):
             return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
         sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
         return torch.stack([(new[s].float() - old[s].float()).square().sum((0, 1, 3)) for s in sides]).sum(0)
+
+
+def _rows(share: float, context: int) -> int:
+    """⌈share · context⌉ of the decimal that was meant: 0.07 · 100 is 7, though the product is 7.000000000000001."""
+    return math.ceil(round(share * context, 6))
