@@ -38,6 +38,7 @@ class Decoder:
         self.loaded = loaded
         self.model: Any = loaded.model
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
+        self.model.generation_config = _own_choice(self.model.generation_config)
         self.config = self.model.config
         self.base: Any = self.model.get_decoder()
         self.layers: list[torch.nn.Module] = list(self.base.layers)
@@ -113,6 +114,18 @@ class Decoder:
         """Refuse a prompt that the model cannot hold."""
         if tokens > self.context:
             raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
+
+
+def _own_choice(config: Any) -> Any:
+    """A generation config that keeps the special ids only.
+
+    A checkpoint's habits would hold from the second answer token on and not for the first: Qwen2.5's repetition penalty
+    of 1.1, for one, works against words copied from the passages.
+    """
+    from transformers import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(config, name, None) for name in names})
 
 
 @contextmanager
