@@ -201,6 +201,14 @@ class SpySource:
         return self.inner.read(segments, layer, stats)
 
 
+def needed(fused: Fused, selector: Selector) -> list[Segment]:
+    """The cached segments that a pass had to load: not those recomputed whole, unless rows were chosen on the way."""
+    if not selector.uses_cache:
+        return []
+    chosen = bool(selector.narrowing(fused.plan, len(fused.cache.buffers)))
+    return [s for s in fused.plan.cached if chosen or not fused.recomputed[s.start : s.stop].all()]
+
+
 def missing_at(layer: int, chunk: int) -> Callable[[Sequence[Segment], int], None]:
     """The record of the prompt's segment number `chunk` (0: the prefix) turns out missing at `layer`."""
 

@@ -103,8 +103,15 @@ def test_twice_the_same(case: Case, name: str) -> None:
     assert same_bits(case.fuse(plan, SELECTORS[name]()), case.fuse(plan, SELECTORS[name]()))
 
 
-def test_thread_count(case: Case) -> None:
-    """One thread and two: prefill and fusion, bit for bit; experts in fusion within rounding (measured: 3e-6)."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "mixtral"])  # few: two busy threads are slow
+def test_thread_count(name: str, dtype: str) -> None:
+    """One thread and two: prefill and fusion, bit for bit; experts in fusion within rounding (measured: 3e-6).
+
+    Of shapes like these. At a real width (576) MKL splits a float32 product of few rows by the number of threads:
+    there a question's rows differ by rounding. bfloat16, and products of 16 rows and more, did not differ.
+    """
+    case = new_case(name, dtype)
     plan = case.plan(lead_in=BOS)
     lead_in = LeadIn(case.decoder, PREFIX)
     found = []

@@ -1,0 +1,183 @@
+"""What was computed, counted where it is computed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse, Selector
+from kvtool.core.fusion.selectors.epic import Link
+from kvtool.core.model import attention
+from kvtool.core.model.rotary import Rotary, Table
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
+
+CONTEXT = sum(map(len, CHUNKS))
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def llama() -> Case:
+    return case("llama")
+
+
+def adds_up(fused: Fused) -> bool:
+    counts = fused.tokens
+    return (
+        counts.prompt == fused.plan.length == counts.reused + counts.recomputed + counts.fresh
+        and counts.recomputed == int(fused.recomputed.sum())
+        and len(counts.rows) == LAYERS
+        and counts.rows[-1] == counts.recomputed + counts.fresh
+    )
+
+
+@pytest.mark.parametrize("link", get_args(Link))
+@pytest.mark.parametrize("k", [0, 1, 8, 16, 1000])
+def test_epic_recomputes_k_tokens_of_every_chunk_that_is_not_exact(llama: Case, k: int, link: Any) -> None:
+    for lead_in, chunks in ((BOS, CHUNKS), (PREFIX, CHUNKS[1:])):
+        fused = llama.fuse(llama.plan(lead_in=lead_in), Epic(k, link))
+        assert fused.tokens.recomputed == sum(min(k, len(ids)) for ids in chunks)
+        assert adds_up(fused)
+
+
+@pytest.mark.parametrize("link", get_args(Link))
+def test_epic_takes_them_from_the_ends_it_names(llama: Case, link: Any) -> None:
+    fused = llama.fuse(llama.plan(lead_in=BOS), Epic(8, link))
+    chosen = fused.recomputed.nonzero()[:, 0].tolist()
+    head, tail = {"initial": (8, 0), "final": (0, 8), "boundary": (4, 4)}[link]
+    wanted: set[int] = set()
+    for chunk in fused.plan.chunks:
+        everything = range(chunk.start, chunk.stop)
+        wanted |= set(everything[:head]) | set(
+            everything[len(everything) - tail :] if len(everything) > tail else everything
+        )
+    assert set(chosen) == wanted
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.07, 0.15, 0.5, 0.55, 0.9, 1.0])
+@pytest.mark.parametrize("check_layer", [1, 2, 9])
+def test_blend_recomputes_the_ratio_of_the_cached_context(llama: Case, ratio: float, check_layer: int) -> None:
+    fused = llama.fuse(llama.plan(lead_in=BOS), Blend(ratio, check_layer))
+    assert fused.tokens.recomputed == math.ceil(round(ratio * CONTEXT, 6))
+    assert adds_up(fused)
+
+
+def test_blend_counts_the_ratio_that_was_meant(llama: Case) -> None:
+    """0.07 · 100 is a little more than 7 in binary, 0.55 · 100 a little more than 55."""
+    plan = llama.plan([tokens(60, 80), tokens(40, 81)], lead_in=BOS)
+    for ratio, rows in ((0.07, 7), (0.55, 55), (0.14, 14), (0.071, 8), (0.0701, 8)):
+        assert llama.fuse(plan, Blend(ratio)).tokens.recomputed == rows
+
+
+def test_blend_is_clamped_to_rows_that_are_not_exact(llama: Case) -> None:
+    plan = llama.plan([CHUNKS[1], CHUNKS[0]], lead_in=PREFIX)
+    assert plan.chunks[0].status == "exact"
+    fused = llama.fuse(plan, Blend(0.9))
+    assert fused.tokens.recomputed == len(CHUNKS[0]) < math.ceil(0.9 * (len(CHUNKS[0]) + len(CHUNKS[1])))
+    assert adds_up(fused)
+
+
+def test_blend_rows_shrink_by_its_schedule(llama: Case) -> None:
+    fused = llama.fuse(llama.plan(lead_in=BOS), Blend(0.2, check_layer=1, gradual=1.5, filter_layers=2))
+    shares = (1.0, 0.3, 0.25, 0.2)
+    fresh = len(QUESTION)
+    assert fused.tokens.rows == tuple(math.ceil(round(share * CONTEXT, 6)) + fresh for share in shares)
+
+
+def test_blend_keeps_the_rows_that_deviate_most(llama: Case) -> None:
+    """Once, at the check layer: the squared error of V against full prefill's own V (exact up to layer 1)."""
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, Blend(0.2, check_layer=1, filter_layers=0))
+    _, full = llama.decoder.prefill(plan.ids)
+    reused = llama.fuse(plan, Reuse()).cache
+    context = plan.mask("hit").nonzero()[:, 0]
+    error = (full.buffers[1].values - reused.buffers[1].values).square().sum((0, 1, 3))[context]
+    best = context[error.topk(math.ceil(0.2 * CONTEXT)).indices]
+    assert set(best.tolist()) == set(fused.recomputed.nonzero()[:, 0].tolist())
+
+
+def test_prefix_full_and_reuse(llama: Case) -> None:
+    plan = llama.plan(lead_in=PREFIX)
+    counts = {kind.name: llama.fuse(plan, kind()).tokens for kind in (Full, Prefix, Reuse)}
+    assert counts["full"].recomputed == len(PREFIX) + CONTEXT
+    assert counts["prefix"].recomputed == CONTEXT - len(CHUNKS[0])
+    assert counts["reuse"].recomputed == 0
+    assert {count.fresh for count in counts.values()} == {len(QUESTION)}
+
+
+@pytest.mark.parametrize("holes", [(), (0,), (1, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str, holes: tuple[int, ...]) -> None:
+    for selector in (SELECTORS[name](), idle(name), lossless(name)):
+        for lead_in in (BOS, PREFIX):
+            if selector is not None:
+                fused = llama.fuse(llama.plan(lead_in=lead_in, holes=holes), selector)
+                assert adds_up(fused)
+                assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_no_mask_is_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Every mask that reaches attention has at most one block of rows."""
+    shapes: list[tuple[int, ...]] = []
+    real = F.scaled_dot_product_attention
+
+    def spy(*args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        if attn_mask is not None:
+            shapes.append(tuple(attn_mask.shape))
+        return real(*args, attn_mask=attn_mask, **kwargs)
+
+    plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    for plan in plans:
+        for selector in (SELECTORS[name](), lossless(name)):
+            if selector is not None:
+                llama.fuse(plan, selector)
+    assert all(shape[-2] <= attention.BLOCK for shape in shapes)
+    assert bool(shapes) == SELECTORS[name].uses_cache
+
+
+def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) -> tuple[Fused, list[int]]:
+    """The fused prompt, and how many tokens the loader rotated at each layer."""
+    plan = case_.plan(lead_in=BOS)
+    seen = [0] * LAYERS
+    rotate = Rotary.rotate
+
+    def spy(self: Rotary, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
+        seen[layer] += keys.shape[2]
+        assert keys.shape[2] == table.cos.shape[1]
+        return rotate(self, keys, table, layer)
+
+    monkeypatch.setattr(Rotary, "rotate", spy)
+    return case_.fuse(plan, selector), seen
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_cached_key_is_rotated_once(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    selector = SELECTORS[name]()
+    fused, seen = rotated(llama, monkeypatch, selector)
+    assert seen == [sum(len(segment.ids) for segment in needed(fused, selector))] * LAYERS
+
+
+def test_chunks_that_are_recomputed_whole_are_not_loaded(llama: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, seen = rotated(llama, monkeypatch, Epic(30))
+    assert seen == [len(PREFIX) + len(CHUNKS[1]) + len(CHUNKS[3])] * LAYERS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lm_head_sees_one_row(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    shared = case(name)
+    plan = shared.plan(lead_in=BOS)
+    rows: list[int] = []
+    head = shared.decoder.model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    try:
+        for selector in SELECTORS.values():
+            shared.fuse(plan, selector())
+    finally:
+        handle.remove()
+    assert rows == [1] * len(SELECTORS)

@@ -1,0 +1,173 @@
+"""The loader thread: order of reads, records that turn out missing while layers run, other trouble."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse
+from tests.fusion.making import (
+    BOS,
+    CHUNKS,
+    NAMES,
+    PREFIX,
+    QUESTION,
+    Case,
+    SpySource,
+    assert_full,
+    case,
+    lossless,
+    missing_at,
+    needed,
+    new_case,
+    same_bits,
+    tokens,
+)
+
+LAYERS = 4
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kvtool-loader"]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Case:
+    return case("llama")
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_layers_are_read_in_order_once(llama: Case, name: str) -> None:
+    source = SpySource(llama.source)
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, SELECTORS[name](), source)
+    wanted = tuple(segment.start for segment in needed(fused, SELECTORS[name]()))
+    assert source.reads == ([(layer, wanted) for layer in range(LAYERS)] if wanted else [])
+    assert not loader_threads()
+
+
+def test_the_next_layer_is_read_while_one_computes(llama: Case) -> None:
+    """The last layer has been read before the first layer's MLP is through: nothing waits for compute."""
+    read = threading.Event()
+
+    def note(segments: Sequence[Segment], layer: int) -> None:
+        if layer == LAYERS - 1:
+            read.set()
+
+    module = llama.decoder.layers[0]
+    handle = module.register_forward_hook(lambda *_: None if read.wait(10) else pytest.fail("read too late"))
+    try:
+        llama.fuse(llama.plan(lead_in=BOS), Reuse(), SpySource(llama.source, before=note))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2, LAYERS - 1])
+@pytest.mark.parametrize("chunk", [0, 1, 2, 4])
+@pytest.mark.parametrize("name", [name for name in SELECTORS if SELECTORS[name].uses_cache])
+def test_a_record_that_turns_out_missing_becomes_a_hole(llama: Case, name: str, chunk: int, layer: int) -> None:
+    plan = llama.plan(lead_in=BOS)
+    source = SpySource(llama.source, before=missing_at(layer, chunk))
+    if name == "prefix" and chunk > 0:
+        assert "miss" not in {s.status for s in llama.fuse(plan, Prefix(), source).plan.segments}  # never read
+        return
+    fused = llama.fuse(plan, SELECTORS[name](), source)
+    expected = llama.fuse(plan.without(plan.segments[chunk], "x"), SELECTORS[name]())
+    assert same_bits(fused, expected)
+    assert [s.status for s in fused.plan.segments] == [s.status for s in expected.plan.segments]
+    hole = fused.plan.segments[chunk]
+    assert (hole.status, hole.reason) == ("miss", f"damaged at layer {layer}")
+    assert fused.tokens == expected.tokens
+    assert fused.tokens.fresh == len(QUESTION) + len(hole.ids)
+    assert not loader_threads()
+
+
+def test_every_record_missing_is_full_prefill(llama: Case) -> None:
+    checks = [missing_at(layer, chunk) for chunk, layer in enumerate([2, 0, 1, 3, 0])]
+    source = SpySource(llama.source, before=lambda segments, at: [check(segments, at) for check in checks] and None)
+    fused = llama.fuse(llama.plan(lead_in=BOS), Blend(), source)
+    assert {segment.status for segment in fused.plan.segments[:-1]} == {"miss"}
+    assert fused.tokens.fresh == fused.tokens.prompt
+    assert_full(llama, fused.plan.ids, fused.logits)
+
+
+def test_the_same_chunk_twice(llama: Case) -> None:
+    """A missing record is a hole at each place, one after the other."""
+    chunks = [CHUNKS[0], CHUNKS[1], CHUNKS[0]]
+    plan = llama.plan(chunks, lead_in=BOS)
+    fused = llama.fuse(plan, Reuse(), SpySource(llama.source, before=missing_at(1, 1)))
+    assert [segment.status for segment in fused.plan.segments] == ["exact", "miss", "hit", "miss", "fresh"]
+    assert same_bits(fused, llama.fuse(llama.plan(chunks, lead_in=BOS, holes=(0, 2)), Reuse()))
+
+
+@pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
+@pytest.mark.parametrize("error", [DamagedError("torn"), OSError(5, "input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("name", ["reuse", "blend"])
+def test_other_trouble_is_raised_and_the_thread_ends(llama: Case, name: str, error: BaseException, layer: int) -> None:
+    def fail(segments: Sequence[Segment], at: int) -> None:
+        if at == layer:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        llama.fuse(llama.plan(lead_in=BOS), SELECTORS[name](), SpySource(llama.source, before=fail))
+    assert caught.value is error
+    assert not loader_threads()
+    assert not any(module._forward_pre_hooks for module in llama.decoder.layers)
+
+
+def test_trouble_in_the_model_ends_the_thread() -> None:
+    own = new_case("llama")
+    plan = own.plan(lead_in=BOS)
+    own.decoder.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ArithmeticError))
+    with pytest.raises(ArithmeticError):
+        own.fuse(plan, Blend())
+    assert not loader_threads()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_holes_are_computed_in_place(name: str, dtype: str) -> None:
+    """All rows of holes and question are fresh; with everything else recomputed that is full prefill."""
+    shared = case(name, dtype)
+    plan = shared.plan(lead_in=BOS, holes=(0, 2))
+    for mode in SELECTORS:
+        selector = lossless(mode)
+        if selector is not None:
+            assert_full(shared, plan.ids, shared.fuse(plan, selector).logits)
+
+
+def test_an_exact_chunk_behind_a_hole(llama: Case) -> None:
+    """The prefix is a hole; the chunk behind it is still what full prefill gives."""
+    plan = llama.plan([CHUNKS[1]], lead_in=PREFIX)
+    plan = plan.without(plan.segments[0], "not stored")
+    assert [segment.status for segment in plan.segments] == ["miss", "exact", "fresh"]
+    for name in SELECTORS:
+        fused = llama.fuse(plan, SELECTORS[name]())
+        assert_full(llama, plan.ids, fused.logits)
+        assert fused.tokens.fresh == len(PREFIX) + len(QUESTION)
+
+
+def test_nothing_cached_at_all(llama: Case) -> None:
+    plan = llama.plan([], lead_in=BOS)
+    plan = plan.without(plan.segments[0], "not stored")
+    for selector in (Reuse(), Epic(), Blend(), Full(), Prefix()):
+        assert_full(llama, plan.ids, llama.fuse(plan, selector).logits)
+
+
+def test_a_hole_at_the_end_and_a_long_question(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS, holes=(3,), question=tokens(130, 83))
+    fused = llama.fuse(plan, Epic(10_000))
+    assert_full(llama, plan.ids, fused.logits)
+
+
+def test_bytes_read_and_times_are_not_negative(llama: Case) -> None:
+    fused = llama.fuse(llama.plan(lead_in=BOS), Blend())
+    timing = fused.timing
+    assert min(timing.read, timing.decode, timing.upload, timing.rotate, timing.select, timing.wait) >= 0
+    assert timing.recompute > 0
+    assert torch.isfinite(fused.logits).all()

@@ -1,0 +1,69 @@
+"""Where segments stand, and which are exact."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+
+PREFIX, A, B, QUESTION = (0, 1, 2), (10, 11, 12, 13), (20, 21), (30, 31)
+
+
+def stored(ids: tuple[int, ...], behind: tuple[int, ...]) -> Candidate:
+    return Candidate(ids, bytes(ids), ids_digest(behind), "raw")
+
+
+def statuses(plan: Plan) -> list[str]:
+    return [segment.status for segment in plan.segments]
+
+
+def test_segments_stand_one_after_another() -> None:
+    plan = build_plan(stored(PREFIX, ()), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
+    assert [(segment.start, segment.stop) for segment in plan.segments] == [(0, 3), (3, 7), (7, 9), (9, 11)]
+    assert plan.ids == [*PREFIX, *A, *B, *QUESTION]
+    assert plan.length == 11
+    assert plan.mask("fresh").nonzero()[:, 0].tolist() == [9, 10]
+
+
+def test_only_the_first_chunk_is_exact_behind_the_prefix() -> None:
+    plan = build_plan(stored(PREFIX, ()), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
+    assert statuses(plan) == ["exact", "exact", "hit", "fresh"]
+
+
+@pytest.mark.parametrize("behind", [(), (0,), (0, 1), (1, 2), (0, 1, 2, 3)], ids=str)
+def test_no_chunk_is_exact_behind_anything_else(behind: tuple[int, ...]) -> None:
+    plan = build_plan(stored(PREFIX, ()), [stored(A, behind), stored(B, behind)], QUESTION)
+    assert statuses(plan) == ["exact", "hit", "hit", "fresh"]
+
+
+def test_a_chunk_behind_its_neighbour_is_exact_after_it() -> None:
+    chunks = [stored(A, PREFIX), stored(B, (*PREFIX, *A))]
+    assert statuses(build_plan(stored(PREFIX, ()), chunks, QUESTION)) == ["exact", "exact", "exact", "fresh"]
+    assert statuses(build_plan(stored(PREFIX, ()), chunks[::-1], QUESTION)) == ["exact", "hit", "hit", "fresh"]
+
+
+def test_a_prefix_of_another_length_makes_nothing_exact() -> None:
+    other = Candidate((*PREFIX, 3), reason="not stored")
+    assert statuses(build_plan(other, [stored(A, PREFIX)], QUESTION)) == ["miss", "hit", "fresh"]
+
+
+def test_a_hole_does_not_change_what_an_exact_chunk_is() -> None:
+    """Its rows are full prefill's whether what stands before it was read or is computed in place."""
+    plan = build_plan(Candidate(PREFIX, reason="not stored"), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
+    assert statuses(plan) == ["miss", "exact", "hit", "fresh"]
+    assert plan.segments[0].reason == "not stored"
+
+
+def test_giving_up_a_record_leaves_the_rest() -> None:
+    plan = build_plan(stored(PREFIX, ()), [stored(A, PREFIX), stored(A, PREFIX)], QUESTION)
+    without = plan.without(plan.segments[2], "damaged")
+    assert statuses(without) == ["exact", "exact", "miss", "fresh"]
+    assert without.segments[2].reason == "damaged"
+    assert without.ids == plan.ids
+
+
+def test_a_prompt_without_chunks_or_prefix() -> None:
+    plan = build_plan(stored((), ()), [], QUESTION)
+    assert plan.ids == list(QUESTION)
+    assert plan.chunks == ()
