@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.codec import CODECS, Codec
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Codec
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.codec.raw import DTYPES, NAMES, Raw
 

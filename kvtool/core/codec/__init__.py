@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from kvtool.core.codec.base import Codec
-from kvtool.core.codec.raw import Raw
+from typing import TYPE_CHECKING, Any
 
-CODECS: dict[str, Codec] = {codec.level: codec for codec in (Raw(),)}
+if TYPE_CHECKING:
+    from kvtool.core.codec.base import Codec
 
-__all__ = ["CODECS", "Codec"]
+CODECS: dict[str, Codec]  # by level
+
+__all__ = ["CODECS"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the codecs, and torch with them, only when they are asked for: `levels` is for everybody."""
+    if name != "CODECS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvtool.core.codec.raw import Raw
+
+    made = globals()["CODECS"] = {codec.level: codec for codec in (Raw(),)}
+    return made
