@@ -80,9 +80,7 @@ class _Watch:
         self._out = run.out
         self._progress: Any = None
         self._bar: Any = None
-        self.events = Events(
-            warn=self._out.warning, total=self._total, advance=self._advance, status=self._out.detail
-        )
+        self.events = Events(warn=self._out.warning, total=self._total, advance=self._advance, status=self._out.detail)
 
     def __enter__(self) -> _Watch:
         return self
@@ -101,6 +99,8 @@ class _Watch:
 
 
 def _show(run: Run, report: IngestReport) -> None:
+    if run.out.verbosity < 0:  # a report, not data
+        return
     documents, chunks = report.documents, report.chunks
     would = "would be " if report.dry_run else ""
     run.out.print(
@@ -113,6 +113,4 @@ def _show(run: Run, report: IngestReport) -> None:
         return
     speed = report.prefill_tokens_per_second
     rate = f" at {speed:,.0f} tokens/s" if speed else ""
-    run.out.print(
-        f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s"
-    )
+    run.out.print(f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s")

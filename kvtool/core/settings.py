@@ -120,9 +120,14 @@ FUSIONS = ("full", "prefix", "reuse", "epic", "blend")  # for help and completio
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 
+def is_lead_in_file(value: str) -> bool:
+    """Whether a lead-in is no known name and no `sink:N` with N >= 1: then it names a file."""
+    return value not in LEAD_INS and not re.fullmatch(r"sink:[1-9]\d*", value)
+
+
 def _check_lead_in(value: str) -> str:
     """A known name, `sink:N` with N >= 1, or something that looks like a file."""
-    if value in LEAD_INS or re.fullmatch(r"sink:[1-9]\d*", value):
+    if not is_lead_in_file(value):
         return ""
     if not value.startswith("sink:") and (set(value) & set("./\\") or os.path.exists(value)):
         return ""
@@ -205,7 +210,14 @@ class Settings:
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)
     temperature: float = _key(0.0, "Sampling temperature; 0 is greedy.", "query", lowest=0)
     seed: int = _key(0, "Seed of the sampling.", "query", lowest=0, highest=2**63 - 1)
-    system: str | None = _key(None, "A file with the instruction that the prompt begins with.", "ingest", "query", metavar="FILE", is_path=True)
+    system: str | None = _key(
+        None,
+        "A file with the instruction that the prompt begins with.",
+        "ingest",
+        "query",
+        metavar="FILE",
+        is_path=True,
+    )
 
     def __post_init__(self) -> None:
         for key in keys().values():

@@ -25,7 +25,13 @@ class ChunkStorer:
     """Computes chunks and writes them. Writes run in one thread beside the compute, in order."""
 
     def __init__(
-        self, decoder: Decoder, identity: StoreIdentity, writer: Writer, level: str, report: IngestReport, events: Events
+        self,
+        decoder: Decoder,
+        identity: StoreIdentity,
+        writer: Writer,
+        level: str,
+        report: IngestReport,
+        events: Events,
     ) -> None:
         self._decoder, self._identity, self._writer = decoder, identity, writer
         self._codec = CODECS[level]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,15 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import KvtoolError, ModelError, StoreNotFoundError, UsageError
+from kvtool.core.corpus.walk import find_files
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.identity import LeadInIds, StoreIdentity
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.ingest.survey import Survey, survey
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.settings import DEFAULT_MODEL
+from kvtool.core.settings import DEFAULT_MODEL, is_lead_in_file
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -50,18 +51,31 @@ def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> 
         except StoreNotFoundError:
             report = _Job(None, options, events or Events()).preview()
     else:
-        _check_paths(options.paths)
-        with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-            report = _Job(store, options, events or Events()).run(writer)
+        report = _run(path, options, events or Events())
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _check_paths(paths: Iterable[Path]) -> None:
-    """A mistyped path must not leave an empty store behind."""
-    for path in paths:
-        if not path.exists() and not path.is_symlink():
-            raise UsageError(f"there is no file or folder {str(path)!r}", "check the path; nothing was stored")
+def _run(path: Path, options: IngestOptions, events: Events) -> IngestReport:
+    """A store is made only for something: a mistyped path or model leaves none behind."""
+    first = _Job(None, options, events) if _is_new(path) else None
+    if first is not None:
+        _ = first.found
+    with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
+        job = _Job(store, options, events)
+        if first is not None and job.known is None:
+            job, first.store = first, store
+        return job.run(writer)
+
+
+def _is_new(path: Path) -> bool:
+    try:
+        Store.open(path).close()
+    except StoreNotFoundError:
+        return True
+    except DamagedError:
+        pass  # `create_or_open` completes what a killed run began, or says what is wrong
+    return False
 
 
 @dataclass
@@ -78,7 +92,9 @@ class _Job:
 
     @cached_property
     def files(self) -> ModelFiles:
-        return resolve(self.options.model or (self.known.model if self.known else DEFAULT_MODEL), offline=self.options.offline)
+        return resolve(
+            self.options.model or (self.known.model if self.known else DEFAULT_MODEL), offline=self.options.offline
+        )
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -93,25 +109,33 @@ class _Job:
         if self.known is None:
             return self._new_identity(split)
         check_same_model(self.files, self.known, self.options.dtype)
-        lead_in, system = self._lead_in(self.known)
-        if (lead_in, system, split) == (self.known.lead_in.mode, self.known.system, self.known.split):
-            return self.known
+        if self._lead_in(self.known) == (self.known.lead_in.mode, self.known.system) and not self._reads_lead_in():
+            return replace(self.known, split=split)
         return self._new_identity(split)
+
+    def _reads_lead_in(self) -> bool:
+        """Whether the lead-in was asked for as a file, which may hold another text by now."""
+        return self.options.lead_in is not None and is_lead_in_file(self.options.lead_in)
 
     def _lead_in(self, known: StoreIdentity | None) -> tuple[str, str]:
         mode = self.options.lead_in or (known.lead_in.mode if known else "warm")
+        if is_lead_in_file(mode):
+            mode = str(Path(mode).expanduser().absolute())
         system = self.options.system if self.options.system is not None else (known.system if known else "")
         return mode, system
 
     def _new_identity(self, split: SplitSettings) -> StoreIdentity:
         from kvtool.core.model.lead_in import lead_in_ids
         from kvtool.core.model.load import resolve_device, resolve_dtype
-        from kvtool.core.model.prompt import DEFAULT_SYSTEM, prompt_parts
+        from kvtool.core.model.prompt import DEFAULT_SYSTEM, PromptParts, prompt_parts
 
         mode, system = self._lead_in(self.known)
         dtype = self.known.dtype if self.known else ""
         dtype = dtype or resolve_dtype(self.options.dtype, resolve_device(self.options.device), self.files)
-        parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
+        if self.known and system == self.known.system:  # a template that tells the date says another one today
+            parts = PromptParts(self.known.prefix, self.known.answer_header)
+        else:
+            parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
         return StoreIdentity(
             model=self.files.ref,
             fingerprint=model_fingerprint(self.files, dtype),
@@ -127,7 +151,7 @@ class _Job:
 
     def preview(self) -> IngestReport:
         """What a run would do; nothing is computed or written."""
-        found = self._survey()
+        found = self.found
         prepared = self._prepare(found)
         missing = self._missing(prepared)
         self._count_plan(prepared, missing)
@@ -143,25 +167,29 @@ class _Job:
     def run(self, writer: Writer) -> IngestReport:
         """Survey, compute, commit."""
         assert self.store is not None
-        found = self._survey()
+        found = self.found
         self._say_lead_in_change()
         prepared = self._prepare(found)
         missing = self._missing(prepared)
         self._count_plan(prepared, missing)
+        decoder = self._decoder_for(missing)
         if self.known != self.identity:
             writer.set_manifest(self.identity.to_manifest())
-        decoder = self._compute(prepared, missing, writer)
+        self._store(prepared, missing, decoder, writer)
         for entry in found.gone:
             writer.remove_file(entry.path)
             self.report.documents.removed += len(entry.documents)
-        if prepared or found.gone:
+        if prepared or found.gone or self.known != self.identity:
             self.report.chunks.removed = writer.collect(keep=[self.identity.prefix_id])
         if decoder is not None:
             self._gate(decoder, missing)
         return self.report
 
-    def _survey(self) -> Survey:
-        found = survey(self.options, self.store, self.identity.settings_digest())
+    @cached_property
+    def found(self) -> Survey:
+        """What there is to do. Paths are looked at first: a model may have to be downloaded for the rest."""
+        walked = find_files(self.options.paths, self.options.include, self.options.exclude)
+        found = survey(walked, self.options, self.store, self.identity.settings_digest())
         self.report.documents.unchanged = sum(len(entry.documents) for entry in found.unchanged)
         self.report.documents.failed = len(found.failures)
         self.report.failures = [{"path": f.path, "error": f.error} for f in found.failures]
@@ -201,28 +229,45 @@ class _Job:
         wanted = {chunk.chunk_id for file in prepared for chunk in file.chunks}
         self.report.chunks.reused = len(wanted) - len(missing)
 
-    def _compute(
-        self, prepared: list[PreparedFile], missing: dict[bytes, WantedChunk], writer: Writer
-    ) -> Decoder | None:
+    def _decoder_for(self, missing: dict[bytes, WantedChunk]) -> Decoder | None:
+        """The model, if there is anything to compute.
+
+        Raises
+        ------
+        UsageError : it cannot hold the lead-in and the longest chunk.
+        """
+        if not missing and not self._needs_prefix:
+            return None
+        decoder = self._load()
+        longest = max((len(chunk.before) + len(chunk.ids) for chunk in missing.values()), default=0)
+        decoder.check_length(
+            len(self.identity.lead_in.ids) + longest, "use a shorter --lead-in or fewer --chunk-tokens"
+        )
+        return decoder
+
+    @property
+    def _needs_prefix(self) -> bool:
+        assert self.store is not None
+        return bool(self.identity.prefix) and not self.store.has_chunk(self.identity.prefix_id)
+
+    def _store(
+        self, prepared: list[PreparedFile], missing: dict[bytes, WantedChunk], decoder: Decoder | None, writer: Writer
+    ) -> None:
         from kvtool.core.ingest.commit import commit_known
 
-        assert self.store is not None
-        needs_prefix = bool(self.identity.prefix) and not self.store.has_chunk(self.identity.prefix_id)
-        if not missing and not (needs_prefix and prepared):
+        if decoder is None:
             commit_known(prepared, writer, self.report)
-            return None
+            return
         from kvtool.core.ingest.compute import ChunkStorer
 
-        decoder = self._load()
         self.events.total(sum(len(chunk.ids) for chunk in missing.values()))
         storer = ChunkStorer(decoder, self.identity, writer, self.options.level, self.report, self.events)
         try:
-            if needs_prefix:
+            if self._needs_prefix:
                 storer.store_prefix()
             storer.store(prepared, missing)
         finally:
             storer.close()
-        return decoder
 
     def _load(self) -> Decoder:
         from kvtool.core.model.decoder import Decoder
@@ -253,7 +298,7 @@ class _Job:
     def _say_lead_in_change(self) -> None:
         if self.store is None or self.known is None or self.known.lead_in == self.identity.lead_in:
             return
-        count = self.store.stats()["chunks"]
+        count = len(set(self.store.chunk_ids()) - {self.known.prefix_id})
         text = f"another lead-in: {count} chunks of this store were made behind {self.known.lead_in.mode!r} and miss"
         self.report.warnings.append(text)
         self.events.warn(text, "ingest all of the corpus again to make them anew")

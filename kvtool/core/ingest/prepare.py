@@ -43,8 +43,8 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
     documents: list[DocumentEntry] = []
     chunks: list[WantedChunk] = []
     for document in file.documents:
-        entry, wanted = _cut(document, identity, tokenizer)
-        documents.append(entry)
+        cut, wanted = _cut(document, identity, tokenizer)
+        documents.append(cut)
         chunks.extend(wanted)
     entry = FileEntry(
         path=str(file.found.path),

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.readers import Document, read_documents
-from kvtool.core.corpus.walk import Failure, FoundFile, find_files
-from kvtool.core.errors import KvtoolError
+from kvtool.core.corpus.walk import Failure, FoundFile
+from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.ingest.report import IngestOptions
 
 
@@ -39,14 +39,17 @@ class Survey:
     failures: list[Failure]
 
 
-def survey(options: IngestOptions, store: Store | None, settings: str) -> Survey:
+def survey(
+    walked: tuple[list[FoundFile], list[Failure]], options: IngestOptions, store: Store | None, settings: str
+) -> Survey:
     """Read and hash every file; compare with the store.
 
     Parameters
     ----------
+    walked : what `find_files` found.
     settings : digest of what chunks depend on besides the text; other settings make every file changed.
     """
-    found, failures = find_files(options.paths, options.include, options.exclude)
+    found, failures = walked[0], list(walked[1])
     changed: list[ChangedFile] = []
     unchanged: list[FileEntry] = []
     for file in found:
@@ -54,7 +57,7 @@ def survey(options: IngestOptions, store: Store | None, settings: str) -> Survey
         try:
             data = file.path.read_bytes()
             digest = hashlib.sha256(data).hexdigest()
-            if known is not None and (known.digest, known.settings) == (digest, settings):
+            if store and known and (known.digest, known.settings) == (digest, settings) and _is_whole(known, store):
                 unchanged.append(known)
             else:
                 changed.append(ChangedFile(file, digest, read_documents(file.path, data), known))
@@ -64,6 +67,15 @@ def survey(options: IngestOptions, store: Store | None, settings: str) -> Survey
             failures.append(Failure(str(file.path), error.message))
     gone = list(_gone(options, store, {str(file.path) for file in found})) if options.sync and store else []
     return Survey(changed, unchanged, gone, failures)
+
+
+def _is_whole(entry: FileEntry, store: Store) -> bool:
+    """Whether every chunk of the file is still stored; a file with holes is made whole as if it had changed."""
+    try:
+        documents = [store.document(source) for source in entry.documents]
+    except DamagedError:
+        return False
+    return all(document and all(store.has_chunk(c.chunk_id) for c in document.chunks) for document in documents)
 
 
 def _gone(options: IngestOptions, store: Store, present: set[str]) -> Iterator[FileEntry]:
