@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import store_path, system_text
-from kvtool.core.errors import EXIT_PARTIAL, KvtoolError, UsageError
+from kvtool.core.errors import EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import QueryOptions, Reply, Request
@@ -52,7 +52,7 @@ def query(
     with Store.open(store_path(run.settings.store)) as store:
         session = _session(run, store)
         if batch is not None:
-            return _Batch(run, session, options, modes).run(requests)
+            return _Batch(run, session, options, modes if compare is not None else None).run(requests)
         if compare is not None:
             _compare(run, session, requests[0], options, modes)
         else:
@@ -72,7 +72,9 @@ def _modes(run: Run, compare: str | None) -> list[str]:
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not modes:
-        raise UsageError(f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}", f"known: {', '.join(MODES)}")
+        raise UsageError(
+            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}", f"known: {', '.join(MODES)}"
+        )
     return modes
 
 
@@ -97,6 +99,8 @@ def _requests(
 
 
 def _from_stdin() -> str:
+    if sys.stdin is None:  # started with it closed
+        raise UsageError("there is no stdin to read the question from", "give the question as an argument")
     try:
         return sys.stdin.buffer.read().decode("utf-8").strip()
     except UnicodeDecodeError as error:
@@ -107,7 +111,18 @@ def _options(run: Run, token_ids: bool, force: bool) -> QueryOptions:
     from kvtool.core.query.reply import QueryOptions
 
     settings = run.settings
-    names = ("fusion", "top_k", "ratio", "link_tokens", "link", "level", "retriever", "max_tokens", "temperature", "seed")
+    names = (
+        "fusion",
+        "top_k",
+        "ratio",
+        "link_tokens",
+        "link",
+        "level",
+        "retriever",
+        "max_tokens",
+        "temperature",
+        "seed",
+    )
     return QueryOptions(
         **{name: getattr(settings, name) for name in names},
         system=system_text(settings.system),
@@ -180,11 +195,15 @@ def _show_runs(run: Run, replies: list[Reply]) -> None:
 
 
 class _Batch:
-    """Answers a file of questions, one JSON object a line, and sums up at the end."""
+    """Answers a file of questions, one JSON object a line, and sums up at the end.
 
-    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str]) -> None:
+    Parameters
+    ----------
+    modes : those to compare with full recompute; None: answer in the mode of `options`.
+    """
+
+    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
-        self._compares = modes != [options.fusion]
         self._summaries: dict[str, Any] = {}
         self._failed = 0
 
@@ -195,7 +214,7 @@ class _Batch:
                 bar.advance()
         rows = [summary.to_json() for summary in self._summaries.values()]
         head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
-        if self._compares:
+        if self._modes is not None:
             self._run.out.json(head | {"reference": "full", "runs": rows})
         else:
             self._run.out.json((rows[0] if rows else {}) | head)
@@ -205,6 +224,8 @@ class _Batch:
         known = {"id": request.id} if request.id is not None else {}
         try:
             replies = self._ask(request)
+        except GateError:  # the next question would meet it, too
+            raise
         except KvtoolError as error:
             self._failed += 1
             facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
@@ -212,14 +233,14 @@ class _Batch:
             return
         for reply in replies:
             self._summary(reply.fusion).add(reply)
-        if self._compares:
+        if self._modes is not None:
             runs = [reply.to_json() for reply in replies]
             self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
         else:
             self._run.out.json(known | replies[0].to_json())
 
     def _ask(self, request: Request) -> list[Reply]:
-        if not self._compares:
+        if self._modes is None:
             return [self._session.ask(request, self._options)]
         from kvtool.core.query.compare import compare
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.layout import atomic_write
+from kvtool.core.errors import NoSpaceError
 from kvtool.core.identity import Ids, StoreIdentity
 
 if TYPE_CHECKING:
@@ -38,5 +40,6 @@ def gate_store(store: Store, decoder: Decoder, identity: StoreIdentity, chunks: 
     verdict = run_gate(decoder, identity.fingerprint, identity.prefix, chunks, _QUESTION)
     if not store.read_only:
         data = json.dumps(verdict.to_json(), indent=1).encode()
-        atomic_write(store.side_file(f"gate/{identity.fingerprint}.json"), data)
+        with contextlib.suppress(OSError, NoSpaceError):  # then the gate is run again next time
+            atomic_write(store.side_file(f"gate/{identity.fingerprint}.json"), data)
     return verdict

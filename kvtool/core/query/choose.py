@@ -92,7 +92,9 @@ def _matching(name: str, sources: Sequence[str]) -> list[str]:
     if found:
         return found
     tail = Path(name).as_posix().lstrip("./")
-    files = sorted({source for source in sources if _file_of(source).endswith("/" + tail) or source.endswith("/" + tail)})
+    files = sorted(
+        {source for source in sources if _file_of(source).endswith("/" + tail) or source.endswith("/" + tail)}
+    )
     if not files:
         raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
     if len({_file_of(source) for source in files}) > 1:

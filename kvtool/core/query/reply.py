@@ -125,7 +125,9 @@ def read_batch(path: Path) -> list[Request]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the batch file {str(path)!r} cannot be read: {error}", "give a UTF-8 JSON-lines file") from error
+        raise UsageError(
+            f"the batch file {str(path)!r} cannot be read: {error}", "give a UTF-8 JSON-lines file"
+        ) from error
     requests = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

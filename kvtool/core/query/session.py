@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
@@ -40,8 +40,8 @@ def selector_for(options: QueryOptions, mode: str) -> Selector:
     kind = SELECTORS.get(mode)
     if kind is None:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(SELECTORS)}")
-    fields = {name: getattr(options, name) for name in kind.__dataclass_fields__ if hasattr(options, name)}
-    return kind(**fields)
+    names = [own.name for own in fields(cast(Any, kind))]
+    return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 def store_identity(store: Store) -> StoreIdentity:
@@ -75,7 +75,9 @@ class Session:
     warn : told what the user should know although an answer is given (text, hint).
     """
 
-    def __init__(self, store: Store, decoder: Decoder, identity: StoreIdentity, warn: Warn, lock_wait: float = 0) -> None:
+    def __init__(
+        self, store: Store, decoder: Decoder, identity: StoreIdentity, warn: Warn, lock_wait: float = 0
+    ) -> None:
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
         self._lock_wait = lock_wait
@@ -194,7 +196,9 @@ class Session:
             document = self.store.document(hit.passage.source)
             text = document.text[hit.passage.start : hit.passage.end] if document is not None else ""
             return Candidate(
-                chunk_tokens(self._tokenizer, [text])[0], hit.passage.chunk_id, reason="its description is lost or damaged"
+                chunk_tokens(self._tokenizer, [text])[0],
+                hit.passage.chunk_id,
+                reason="its description is lost or damaged",
             )
         return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, level)
 
