@@ -27,7 +27,10 @@ def inspect(
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
-        return _gate(run, store) if what else _glance(run, store)
+        if what:
+            return _gate(run, store)
+        _glance(run, store)
+        return None
 
 
 def _glance(run: Run, store: Any) -> None:

@@ -40,13 +40,14 @@ def ls(run: Run) -> None:
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
-        documents = [
+        documents: list[dict[str, Any]] = [
             {
                 "source": document.source,
                 "kind": document.kind,
                 "characters": len(document.text),
                 "chunks": [
-                    {"id": c.chunk_id.hex(), "start": c.start, "end": c.end, "tokens": c.tokens} for c in document.chunks
+                    {"id": c.chunk_id.hex(), "start": c.start, "end": c.end, "tokens": c.tokens}
+                    for c in document.chunks
                 ],
             }
             for document in store.documents()
@@ -77,10 +78,11 @@ def verify(
 
     with Store.open(store_path(run.settings.store)) as store:
         damaged = store.verify(_fraction(sample))
-        repaired = 0
+        left, repaired = damaged, 0
         if damaged and repair:
             with store.writer(run.settings.lock_wait) as writer:
                 repaired = writer.repair(damaged)
+            left = store.verify(_fraction(sample))
         sizes = store.stats()
     rows = [{"chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
@@ -91,7 +93,7 @@ def verify(
         run.out.print(f"{value['records']} records, {len(rows)} damaged, {repaired} rows dropped for repair")
 
     run.out.result(value, human=show)
-    return EXIT_DAMAGED if damaged and not repaired else None
+    return EXIT_DAMAGED if left else None
 
 
 def _fraction(text: str | None) -> Fraction | None:

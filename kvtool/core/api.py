@@ -41,7 +41,7 @@ class Cache:
         self, path: Path, model: str | None = None, *, device: str = "auto", dtype: str = "auto", offline: bool = False
     ) -> None:
         self.path = path
-        self._model = {"model": model, "device": device, "dtype": dtype, "offline": offline}
+        self._model: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "offline": offline}
         self._session: Session | None = None
 
     def ingest(self, paths: Iterable[str | Path], *, events: Events | None = None, **options: Any) -> IngestReport:
