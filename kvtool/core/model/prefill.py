@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from transformers.cache_utils import Cache
 
 from kvtool.core.model.attention import BLOCK, Rows
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
-
 
 _LEAST_WIDTH = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
 
@@ -46,12 +46,17 @@ class LeadIn:
         return len(self.ids)
 
 
+class _Done(Exception):
+    """The last layer's keys and values are there: its attention and MLP would be computed for nothing."""
+
+
 class _BatchCache(Cache):
     """Puts the lead-in before each batch row, and hands every layer's new keys and values to the collector."""
 
-    def __init__(self, lead_in: LeadIn, collect: Any) -> None:
+    def __init__(self, lead_in: LeadIn, collect: Any, last: int) -> None:
         super().__init__(layers=[])
         self._lead_in = lead_in
+        self._last = last
         self._collect = collect
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -61,6 +66,8 @@ class _BatchCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._collect(layer_idx, key_states, value_states)
+        if layer_idx == self._last:
+            raise _Done
         lead = self._lead_in.layers[layer_idx] if self._lead_in.layers else (None, None)
         return self._joined(lead[0], key_states), self._joined(lead[1], value_states)
 
@@ -76,7 +83,8 @@ class _BatchCache(Cache):
 def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillItem]) -> list[ChunkKV]:
     """Prefill chunks of similar length in one batch.
 
-    Shorter rows are padded at the end, where causal attention never looks. Only the decoder runs, not the LM head.
+    Shorter rows are padded at the end, where causal attention never looks. Of the last layer only keys and values are
+    computed, and the LM head does not run.
     What a chunk gives does not depend on its batch: bit for bit on the CPU, so that a resumed ingest ends with the
     bytes of an undisturbed one.
     Keys lose their position here: rotated by the model at lead-in length onwards, un-rotated in float32, rounded once.
@@ -100,11 +108,11 @@ def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillIte
         all_keys[:, layer] = decoder.rotary.unrotate(keys, table, layer)
         all_values[:, layer] = values
 
-    with out_of_memory_hint(tokens.numel()):
+    with out_of_memory_hint(tokens.numel()), suppress(_Done):
         decoder.base(
             input_ids=tokens.to(decoder.device),
             position_ids=rows.positions[None].expand(len(items), -1),
-            past_key_values=_BatchCache(lead_in, collect),
+            past_key_values=_BatchCache(lead_in, collect, len(decoder.layers) - 1),
             use_cache=True,
             rows=rows,
         )
