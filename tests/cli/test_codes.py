@@ -1,0 +1,175 @@
+"""Every exit code of the contract, by a command that really ends so."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, break_record, command, environment, kvtool, untouched
+from tests.families import save_tiny
+
+
+@pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])
+def form(request: pytest.FixtureRequest) -> Any:
+    """Errors look alike in both forms, plus an object on stdout in the second (`Done.failed`)."""
+    return request.param
+
+
+def test_0_done(store: Path, form: Any) -> None:
+    kvtool("query", QUESTION, "--store", store, *SHORT, *form).fine()
+
+
+def test_1_failed(store: Path, form: Any) -> None:
+    with untouched(store):
+        kvtool("query", "zzyzx", "--store", store, *form).failed(1, "no chunk matches")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("query", QUESTION, "--ratio", "1.5"),
+        ("query", QUESTION, "--link-tokens", "-1"),
+        ("query", QUESTION, "--top-k", "0"),
+        ("query", QUESTION, "--max-tokens", "0"),
+        ("query", QUESTION, "--fusion", "glue"),
+        ("query", QUESTION, "--compare", "full,glue"),
+        ("query", QUESTION, "--compare", ","),
+        ("query", QUESTION, "--link", "middle"),
+        ("query", QUESTION, "--level", "7"),
+        ("query", QUESTION, "--retriever", "oracle"),
+        ("query", QUESTION, "--chunks", "00" * 20),
+        ("query", QUESTION, "--chunks", "not hex"),
+        ("query", QUESTION, "--documents", "nowhere.txt"),
+        ("query", QUESTION, "--chunks", "00" * 20, "--documents", "mill0.md"),
+        ("query", QUESTION, "--batch", "nowhere.jsonl"),
+        ("query", "--batch", "nowhere.jsonl"),
+        ("query", QUESTION, "--system", "nowhere.txt"),
+        ("query",),
+        ("query", ""),
+        ("query", " \n "),
+        ("query", QUESTION, "and", "more"),
+        ("query", QUESTION, "--device", "cuda:99"),
+        ("query", QUESTION, "--dtype", "int4"),
+        ("ingest",),
+        ("ingest", "/nowhere"),
+        ("ingest", "/", "--max-size", "big"),
+        ("ingest", "/", "--lead-in", "sink:0"),
+        ("ingest", "/", "--lead-in", "learnt"),
+        ("ingest", "/", "--split", "sentence"),
+        ("ingest", "/", "--chunk-tokens", "0"),
+        ("ingest", "/", "--level", "7"),
+        ("ingest", "/", "--max-tokens", "10", "--chunk-tokens", "20"),
+        ("inspect", "everything"),
+        ("store", "verify", "--sample", "3/2"),
+    ],
+    ids=lambda args: " ".join(args),
+)
+def test_2_usage(args: tuple[str, ...], store: Path, form: Any) -> None:
+    with untouched(store):
+        kvtool(*args, "--store", store, *form).failed(2)
+
+
+def test_3_done_in_part(fresh: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The mill stands on the river.")
+    (tmp_path / "b.txt").write_bytes(b"")
+    done = fresh(tmp_path / "a.txt", tmp_path / "b.txt").fine(3)
+    assert done.json["documents"]["added"] == 1
+    assert "b.txt" in done.err
+
+
+@pytest.mark.parametrize(
+    "args", [("query", QUESTION), ("store", "ls"), ("store", "stats"), ("store", "verify"), ("inspect",)]
+)
+def test_10_no_store(args: tuple[str, ...], tmp_path: Path, form: Any) -> None:
+    kvtool(*args, "--store", tmp_path / "nowhere", *form).failed(10, "no store at")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_11_locked(store: Path, corpus: Path, tmp_path: Path, form: Any) -> None:
+    (tmp_path / "new.txt").write_text("A new mill.")
+    with Store.open(store) as held, held.writer():
+        done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lock-wait", "0", *form)
+        done.failed(11)
+        kvtool("query", QUESTION, "--store", store, *SHORT).fine()  # reading waits for nobody
+
+
+def test_12_another_model(store: Path, corpus: Path, tmp_path: Path, form: Any) -> None:
+    other = save_tiny("llama", tmp_path / "other", seed=1)
+    with untouched(store):
+        kvtool("query", QUESTION, "--store", store, "--model", other, *form).failed(12, "another model")
+        kvtool("ingest", corpus, "--store", store, "--model", other, *form).failed(12, "another model")
+        kvtool("query", QUESTION, "--store", store, "--dtype", "bfloat16", *form).failed(12, "float32")
+
+
+def test_13_damaged(store: Path) -> None:
+    from tests.cli.working import chunks_of
+
+    chunk = chunks_of(store, "mill2.md")[0]
+    break_record(store, chunk, 1)
+    done = kvtool("store", "verify", "--store", store, "--json")
+    assert done.code == 13
+    (row,) = done.json["damaged"]
+    assert (row["chunk"], row["level"], row["layer"]) == (chunk, "raw", 1)
+    assert "digest" in row["reason"]
+    assert kvtool("store", "verify", "--store", store).code == 13
+    fixed = kvtool("store", "verify", "--store", store, "--repair", "--json").fine().json
+    assert fixed["repaired"] > 0
+    kvtool("store", "verify", "--store", store).fine()
+
+
+def test_13_a_damaged_store_file(store: Path, form: Any) -> None:
+    (store / "store.json").write_text("{")
+    kvtool("query", QUESTION, "--store", store, *form).failed(13)
+
+
+def test_14_over_the_budget(store: Path, tmp_path: Path, form: Any) -> None:
+    (tmp_path / "new.txt").write_text("A new mill.")
+    with untouched(store):
+        done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--max-size", "100k", *form)
+        done.failed(14, "budget of 0.1 MB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Path) -> None:
+    """In the middle of an ingest: what was committed stays, and the next run does the rest."""
+    from tests.cli.working import damages, listing, write_corpus
+
+    corpus, store = write_corpus(tmp_path / "corpus", documents=150, paragraphs=3), tmp_path / "store"
+    args = ("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
+    with subprocess.Popen(
+        command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as child:
+        wait_for_documents(store, 10)
+        child.send_signal(number)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == code, err
+    assert err.startswith("error: ")
+    assert "run the same command again" in err
+    assert out.count("\n") == 1
+    assert f'"exit_code": {code}' in out
+    kept = len(listing(store))
+    assert 10 <= kept < 150
+    assert damages(store) == []
+    again = kvtool(*args).fine().json
+    assert again["documents"]["unchanged"] == kept
+    assert again["documents"]["added"] == 150 - kept
+    assert damages(store) == []
+
+
+def wait_for_documents(path: Path, wanted: int) -> None:
+    """Until a running ingest has committed so many."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (path / "data").exists():
+            with Store.open(path) as store:
+                if len(store.sources()) >= wanted:
+                    return
+        time.sleep(0.005)
+    raise AssertionError("the ingest commits nothing")

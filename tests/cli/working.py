@@ -1,0 +1,242 @@
+"""What the tests of the commands share: a tiny model, a small corpus, a store made of it, and kvtool run on them.
+
+Most runs are in this process (`kvtool`): a process of its own imports torch, which takes seconds (`process`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.cli.app import main
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.upkeep import find_damage
+from tests.families import save_tiny
+
+LAYERS = 4  # of the tiny model
+QUESTION = "Who built the third mill?"
+CHUNKS = ("--chunk-tokens", "64")
+PREFIX = ("--lead-in", "prefix")  # short: the warm passages are a thousand tokens in the tiny vocabulary
+SHORT = ("--max-tokens", "4")
+SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The one JSON object on stdout."""
+        assert self.out.count("\n") == 1, self.out + self.err
+        value: dict[str, Any] = json.loads(self.out)
+        assert value["schema"] == 1
+        return value
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The JSON objects on stdout, one a line."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    def failed(self, code: int, *said: str) -> Done:
+        """Check an error: its code, one `error:` and one `hint:` on stderr, nothing on stdout but an error object."""
+        assert self.code == code, (self.code, self.out, self.err)
+        assert self.err.count("error: ") == 1, self.err
+        assert "\nhint: " in "\n" + self.err
+        assert "Traceback" not in self.err
+        assert "bug in kvtool" not in self.err
+        for text in said:
+            assert text in self.err
+        if self.out:
+            error = json.loads(self.out)["error"]
+            assert error["exit_code"] == code
+            assert f"error: {error['message']}\n" in self.err
+        return self
+
+    def fine(self, code: int = 0) -> Done:
+        """Check that it went well; returns itself."""
+        assert self.code == code, (self.code, self.out, self.err)
+        assert "error: " not in self.err
+        return self
+
+
+def kvtool(*args: object, stdin: bytes = b"") -> Done:
+    """Run kvtool in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(arg) for arg in args])
+    finally:
+        sys.stdin = before
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def command(*args: object) -> list[str]:
+    """The installed command."""
+    return [sys.executable, "-m", "kvtool", *map(str, args)]
+
+
+def process(*args: object, stdin: bytes = b"", **variables: str) -> Done:
+    """Run kvtool in a process of its own."""
+    found = subprocess.run(
+        command(*args), input=stdin, capture_output=True, env=environment(**variables), timeout=120, check=False
+    )
+    return Done(found.returncode, found.stdout.decode(), found.stderr.decode())
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """One thread: the tiny model has no work for two, and two that wait for each other are slow on a busy machine."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+
+
+# ---- stores ------------------------------------------------------------------------------------------------------
+
+
+def payloads(path: Path) -> dict[tuple[str, int], bytes]:
+    """Every KV payload of a store by chunk and layer, as bytes, each checked against its digest."""
+    with Store.open(path) as store:
+        found = {}
+        for chunk in store.chunk_ids():
+            for layer in range(LAYERS) if store.levels(chunk) else ():
+                record = store.read_kv(chunk, "raw", layer)
+                assert record is not None
+                found[chunk.hex(), layer] = bytes(record[1])
+        return found
+
+
+def listing(path: Path) -> list[dict[str, Any]]:
+    """`store ls`: documents and their chunks."""
+    documents: list[dict[str, Any]] = kvtool("store", "ls", "--store", path, "--json").fine().json["documents"]
+    return documents
+
+
+def chunks_of(path: Path, name: str) -> list[str]:
+    """Ids of the chunks of the document whose source ends so."""
+    (document,) = [document for document in listing(path) if document["source"].endswith(name)]
+    return [chunk["id"] for chunk in document["chunks"]]
+
+
+def damages(path: Path) -> list[str]:
+    """What verify finds; in this process, for speed."""
+    with Store.open(path) as store:
+        return [damage.reason for damage in find_damage(store, Fraction(1))]
+
+
+def state(path: Path) -> tuple[object, ...]:
+    """What a store holds; compare before and after."""
+    return listing(path), payloads(path), kvtool("inspect", "--store", path, "--json").json["model"]
+
+
+@contextlib.contextmanager
+def untouched(path: Path) -> Iterator[None]:
+    """Whatever happens inside, the store verifies afterwards and holds what it held."""
+    before = state(path)
+    yield
+    assert damages(path) == []
+    assert state(path) == before
+
+
+def files_below(path: Path) -> dict[str, bytes]:
+    """All files below a folder with their content, access notes and locks aside."""
+    aside = ("lock.mdb", "writer.lock", "access.log")
+    return {str(f): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file() and f.name not in aside}
+
+
+def break_record(path: Path, chunk: str, layer: int) -> None:
+    """Flip one bit of a record, right in the data file."""
+    data = path / "data" / "gen-1" / "data.mdb"
+    content, payload = data.read_bytes(), payloads(path)[chunk, layer]
+    assert content.count(payload) == 1
+    at = content.index(payload) + len(payload) // 2
+    with data.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[at] ^ 4]))
+
+
+def drop_records(path: Path, *chunks: str) -> None:
+    """Make holes: the chunks are still described, their KV is gone."""
+    with Store.open(path) as store, store.writer() as writer:
+        assert writer.drop_level([bytes.fromhex(chunk) for chunk in chunks], "raw") == len(chunks)
+
+
+def prefix_chunk(path: Path) -> str:
+    """Id of the record of the prompt's beginning: the one that no document has."""
+    known = {chunk["id"] for document in listing(path) for chunk in document["chunks"]}
+    with Store.open(path) as store:
+        (found,) = {chunk.hex() for chunk in store.chunk_ids()} - known
+    return found
+
+
+# ---- a model, a corpus, a store ----------------------------------------------------------------------------------
+
+
+def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5) -> Path:
+    """Small documents of a few chunks each; document n is about the n-th mill."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        which = SEEN[number] if number < len(SEEN) else f"number {number}"
+        text = f"# The {which} mill\n\n" + "\n\n".join(paragraph(which, number, n) for n in range(paragraphs))
+        (folder / f"mill{number}.md").write_text(text, encoding="utf-8")
+    return folder
+
+
+def paragraph(which: str, number: int, n: int) -> str:
+    return f"The {which} mill was built in {1700 + 31 * number + 7 * n} by baker {'ABCDEFGHIJ'[n]}. It grinds flour."
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer."""
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def built(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `corpus/` and `store/`; leave it as it is."""
+    folder = tmp_path_factory.mktemp("built")
+    write_corpus(folder / "corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        kvtool("ingest", folder / "corpus", "--store", folder / "store", "--model", tiny, *CHUNKS).fine()
+        kvtool("query", QUESTION, "--store", folder / "store", *SHORT).fine()  # builds the index, too
+    return folder
+
+
+@pytest.fixture
+def corpus(built: Path) -> Path:
+    return built / "corpus"
+
+
+@pytest.fixture
+def store(built: Path, tmp_path: Path) -> Path:
+    """A store of one's own."""
+    return Path(shutil.copytree(built / "store", tmp_path / "store"))
+
+
+@pytest.fixture
+def fresh(tiny: Path, tmp_path: Path) -> Any:
+    """`fresh(folder)`: ingest into `tmp_path/fresh` with the short lead-in; more arguments as given."""
+
+    def ingest(*paths: object, store: Path = tmp_path / "fresh") -> Done:
+        return kvtool("ingest", *paths, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
+
+    return ingest

@@ -1,0 +1,188 @@
+"""Bad input of `query`, and odd worlds around it: a clear message, the right code, an unharmed store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtool.cli import out as out_module
+from tests.cli.working import (
+    QUESTION,
+    SHORT,
+    command,
+    damages,
+    environment,
+    files_below,
+    kvtool,
+    payloads,
+    process,
+    untouched,
+)
+
+
+def test_a_question_that_no_chunk_matches(store: Path) -> None:
+    with untouched(store):
+        kvtool("query", "zzyzx qwertz", "--store", store).failed(1, "no chunk matches")
+        kvtool("query", "?!", "--store", store).failed(1, "no chunk matches")
+
+
+def test_a_prompt_longer_than_the_context(store: Path) -> None:
+    with untouched(store):
+        long = kvtool("query", "mill " * 3000, "--store", store, "--json").failed(2, "the model takes 2048")
+        assert "the prompt has" in long.err
+        kvtool("query", QUESTION, "--store", store, "--max-tokens", "2000").failed(2, "the model takes 2048")
+        kvtool("query", QUESTION, "--store", store, "--top-k", "1000", "--max-tokens", "1000").failed(2, "--top-k")
+
+
+def test_a_megabyte_of_question(store: Path) -> None:
+    kvtool("query", "-", "--store", store, stdin=b"mill " * 200_000).failed(2, "the model takes 2048")
+
+
+@pytest.mark.parametrize("question", ["", "   ", "\n\t"])
+def test_an_empty_question(question: str, store: Path) -> None:
+    kvtool("query", question, "--store", store).failed(2, "the question is empty")
+    kvtool("query", "-", "--store", store, stdin=question.encode()).failed(2, "the question is empty")
+
+
+def test_a_question_from_stdin(store: Path) -> None:
+    asked = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
+    piped = kvtool("query", "-", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
+    assert piped["question"] == QUESTION
+    assert piped["answer"] == asked["answer"]
+
+
+def test_stdin_that_is_not_utf8(store: Path) -> None:
+    kvtool("query", "-", "--store", store, stdin="방앗간".encode("cp949")).failed(2, "not UTF-8")
+
+
+def test_no_stdin_at_all(store: Path) -> None:
+    line = " ".join(f"'{word}'" for word in command("query", "-", "--store", store))
+    done = subprocess.run(["bash", "-c", f"{line} <&-"], capture_output=True, text=True, env=environment())
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "bug" not in done.stderr
+
+
+def test_a_question_that_is_not_text(store: Path) -> None:
+    """An argument whose bytes are not UTF-8 arrives with lone surrogates."""
+    done = kvtool("query", os.fsdecode(b"mill \xff\xfe"), "--store", store, *SHORT, "--json").fine()
+    assert done.json["chunks"]
+
+
+def test_korean(fresh: object, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("강가의 첫 방앗간은 박서준이 지었고 1874년에 완성되었다.", encoding="utf-8")
+    (tmp_path / "b.txt").write_text(
+        "빵은 밀가루와 물과 소금으로 만들고, 반죽은 따뜻한 곳에서 부푼다.", encoding="utf-8"
+    )
+    args = ("--store", tmp_path / "s", "--model", tiny)
+    kvtool("ingest", tmp_path / "a.txt", tmp_path / "b.txt", *args, "--lead-in", "none").fine()
+    found = kvtool("query", "방앗간은 누가 지었는가?", *args, *SHORT, "--json").fine().json
+    assert found["chunks"][0]["source"].endswith("a.txt")
+    ascii_only = process("query", "반죽은 어디에서 부푸는가?", *args, *SHORT, PYTHONIOENCODING="ascii").fine()
+    assert ascii_only.out.isascii()
+
+
+def test_a_pipe_that_closes(store: Path) -> None:
+    line = " ".join(f"'{word}'" for word in command("query", QUESTION, "--store", store, "--max-tokens", 50))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line} | true"], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert damages(store) == []
+
+
+def test_another_format(store: Path) -> None:
+    facts = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps(facts | {"format": 99}))
+    before = files_below(store)
+    for args in (("query", QUESTION), ("ingest", "/etc/hostname"), ("store", "verify"), ("inspect",)):
+        kvtool(*args, "--store", store).failed(12, "format 99", "update kvtool")
+    assert files_below(store) == before
+
+
+def test_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: permissions mean nothing to root."""
+    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "gate")
+    real = os.access
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
+        before = files_below(store)
+        kvtool("query", QUESTION, "--store", store, *SHORT).fine()
+        kvtool("ingest", "/etc/hostname", "--store", store).failed(1, "read-only")
+        assert files_below(store) == before
+    kvtool("query", QUESTION, "--store", store, *SHORT).fine()
+
+
+def test_really_read_only(store: Path) -> None:
+    """As a user who may only read."""
+    if os.getuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    program = (
+        "import os, sys; from kvtool.core.cache.store import Store; from kvtool.cli.app import main\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "sys.exit(main(['store', 'verify', '--store', sys.argv[1]]) or main(['store', 'ls', '--store', sys.argv[1]]))"
+    )
+    for folder in (store, *store.parents):
+        folder.chmod(folder.stat().st_mode | 0o555)
+    for file in store.rglob("*"):
+        file.chmod(0o755 if file.is_dir() else 0o644)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(store)], capture_output=True, text=True, env=environment()
+    )
+    if "ModuleNotFoundError" in done.stderr or "Permission" in done.stderr:
+        pytest.skip("the environment itself is not readable by others")
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query on a full disk answers: index, gate's verdict and access notes are conveniences."""
+    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "gate")
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    monkeypatch.setattr("kvtool.core.cache.layout._write_new", _full)
+    kvtool("query", QUESTION, "--store", store, *SHORT).fine()
+
+
+def _full(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "line", ["not json", "[]", '{"question": 3}', '{"id": 1}', '{"question": "a", "chunks": "x"}', '{"question": null}']
+)
+def test_a_bad_batch_line(line: str, store: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"question": "mill"}\n' + line + "\n")
+    done = kvtool("query", "--batch", tmp_path / "b.jsonl", "--store", store)
+    done.failed(2, "line 2")
+    assert done.out == ""
+
+
+def test_an_empty_batch(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text("\n\n")
+    kvtool("query", "--batch", tmp_path / "b.jsonl", "--store", store).failed(2, "no question")
+
+
+def test_out_of_memory(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaForCausalLM.forward", refuse)
+    with untouched(store):
+        kvtool("query", QUESTION, "--store", store).failed(1, "out of memory")
+
+
+def test_payloads_stay_after_all_modes(store: Path) -> None:
+    before = payloads(store)
+    for mode in ("full", "prefix", "reuse", "epic", "blend"):
+        kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()
+    assert payloads(store) == before
+    assert out_module.SCHEMA == 1

@@ -1,0 +1,243 @@
+"""Only what changed is computed, and nothing at all is loaded where nothing changed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.ingest import job
+from tests.cli.working import (
+    CHUNKS,
+    PREFIX,
+    chunks_of,
+    damages,
+    drop_records,
+    environment,
+    files_below,
+    kvtool,
+    listing,
+    paragraph,
+    payloads,
+    prefix_chunk,
+    write_corpus,
+)
+
+
+def refuse(*args: object, **options: object) -> None:
+    raise AssertionError("a model or a tokenizer was loaded")
+
+
+def test_the_second_run_imports_no_torch(store: Path, corpus: Path) -> None:
+    program = (
+        "import sys; from kvtool.cli.app import main; code = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules); assert not heavy, heavy\n"
+        "sys.exit(code)"
+    )
+    args = ["ingest", str(corpus), "--store", str(store), "--json"]
+    for more in ([], ["--sync"], ["--dry-run"], ["--lead-in", "warm"], [*CHUNKS]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *args, *more], capture_output=True, text=True, env=environment()
+        )
+        assert done.returncode == 0, done.stderr
+        assert '"unchanged": 6' in done.stdout
+
+
+def test_a_thousand_files(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(1000):
+        (folder / f"{number}.txt").write_text(f"Mill {number % 10}.")  # ten chunks in all
+    first = fresh(folder).fine().json
+    assert first["documents"]["added"] == 1000
+    assert first["chunks"]["computed"] == 10
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(f"kvtool.core.model.load.{name}", refuse)
+    second = fresh(folder).fine().json
+    assert second["documents"] == {"added": 0, "changed": 0, "unchanged": 1000, "removed": 0, "failed": 0}
+    assert second["chunks"] == {"computed": 0, "reused": 0, "removed": 0}
+    assert second["tokens"] == second["kv_bytes"] == 0
+    assert len(payloads(tmp_path / "fresh")) == 11 * 4
+
+
+def test_an_edit_in_the_middle(fresh: Any, tmp_path: Path) -> None:
+    paragraphs = [paragraph("old", n, n % 10) for n in range(30)]
+    file = tmp_path / "long.md"
+    file.write_text("\n\n".join(paragraphs))
+    count = fresh(file).fine().json["chunks"]["computed"]
+    assert count >= 15
+    before = chunks_of(tmp_path / "fresh", "long.md")
+    kept = payloads(tmp_path / "fresh")
+    paragraphs[15] = "Nobody knows who built this one, nor when."
+    file.write_text("\n\n".join(paragraphs))
+    report = fresh(file).fine().json
+    assert report["documents"]["changed"] == 1
+    assert 1 <= report["chunks"]["computed"] <= 3
+    assert report["chunks"]["reused"] >= count - 3
+    after = chunks_of(tmp_path / "fresh", "long.md")
+    assert report["chunks"]["removed"] == len(set(before) - set(after))
+    now = payloads(tmp_path / "fresh")
+    assert all(now[key] == kept[key] for key in now if key in kept)
+    assert {chunk for chunk, _ in now} == {*after, prefix_chunk(tmp_path / "fresh")}
+    file.write_text("\n\n".join([*paragraphs[:15], *paragraphs[16:]]))
+    assert fresh(file).fine().json["chunks"]["computed"] <= 3
+
+
+def test_the_same_chunk_in_two_documents(fresh: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "sub/a.txt"):
+        (folder / name).write_text("The mill stands on the river.")
+    report = fresh(folder).fine().json
+    assert report["documents"]["added"] == 3
+    assert report["chunks"] == {"computed": 1, "reused": 0, "removed": 0}
+    assert len(payloads(tmp_path / "fresh")) == 2 * 4
+    (folder / "b.txt").unlink()
+    report = fresh(folder, "--sync").fine().json
+    assert report["documents"]["removed"] == 1
+    assert report["chunks"]["removed"] == 0  # the others still have it
+    found = kvtool("query", "mill", "--store", tmp_path / "fresh", "--max-tokens", "2", "--json").fine().json
+    assert len(found["chunks"]) == 1
+
+
+def test_a_renamed_file_needs_no_model(fresh: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_corpus(tmp_path / "in", documents=3)
+    fresh(folder).fine()
+    before = payloads(tmp_path / "fresh")
+    (folder / "mill1.md").rename(folder / "renamed.md")
+    monkeypatch.setattr("kvtool.core.model.load.load_model", refuse)
+    report = fresh(folder, "--sync").fine().json
+    assert report["documents"] == {"added": 1, "changed": 0, "unchanged": 2, "removed": 1, "failed": 0}
+    assert report["chunks"]["computed"] == report["chunks"]["removed"] == 0
+    assert payloads(tmp_path / "fresh") == before
+
+
+def test_sync_forgets_what_is_gone(fresh: Any, tmp_path: Path) -> None:
+    one, two = write_corpus(tmp_path / "one", 3), tmp_path / "two"
+    two.mkdir()
+    (two / "other.txt").write_text("Bread is baked elsewhere.")
+    fresh(one, two).fine()
+    (one / "mill0.md").unlink()
+    (two / "other.txt").unlink()
+    assert fresh(one).fine().json["documents"]["removed"] == 0
+    assert len(listing(tmp_path / "fresh")) == 4
+    report = fresh(one, "--sync").fine().json  # only below the paths given
+    assert report["documents"]["removed"] == 1
+    assert report["chunks"]["removed"] > 0
+    assert {Path(document["source"]).name for document in listing(tmp_path / "fresh")} == {
+        "mill1.md",
+        "mill2.md",
+        "other.txt",
+    }
+    assert damages(tmp_path / "fresh") == []
+    excluded = fresh(one, "--sync", "--exclude", "mill1.md").fine().json  # left out is not gone
+    assert excluded["documents"]["removed"] == 0
+
+
+def test_sync_of_an_emptied_folder(fresh: Any, tmp_path: Path) -> None:
+    """All documents gone: that may be a mount that failed, so nothing is forgotten, and it is an error."""
+    folder = write_corpus(tmp_path / "in", 2)
+    fresh(folder).fine()
+    shutil.rmtree(folder)
+    fresh(folder, "--sync").failed(2)
+    folder.mkdir()
+    fresh(folder, "--sync").failed(2)
+    assert len(listing(tmp_path / "fresh")) == 2
+
+
+def test_dry_run_writes_nothing(store: Path, corpus: Path, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.txt").write_text("A new mill on another river.")
+    copy = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    before, count = files_below(store), sum(len(document["chunks"]) for document in listing(store))
+    args = ("ingest", tmp_path / "new.txt", copy, "--dry-run", "--json")
+    report = kvtool(*args, "--store", store).fine().json
+    assert report["dry_run"] is True
+    assert report["documents"]["added"] == 7
+    assert report["chunks"]["computed"] == 1  # the copies' chunks are known
+    assert report["chunks"]["reused"] == count
+    assert report["tokens"] > 0
+    assert files_below(store) == before
+    report = kvtool(*args, "--store", tmp_path / "none", "--model", tiny, *CHUNKS).fine().json
+    assert report["chunks"]["computed"] == count + 1
+    assert not (tmp_path / "none").exists()
+    real = kvtool(
+        "ingest", tmp_path / "new.txt", copy, "--store", tmp_path / "none", "--model", tiny, *CHUNKS, "--json"
+    )
+    assert real.fine().json["chunks"]["computed"] == count + 1
+    assert real.json["tokens"] == report["tokens"]
+
+
+def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
+    """Records that got lost are made again, although no file changed."""
+    before = payloads(store)
+    drop_records(store, *chunks_of(store, "mill3.md")[1:3])
+    report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
+    assert report["documents"]["unchanged"] == 5
+    assert report["chunks"]["computed"] == 2
+    assert payloads(store) == before
+
+
+def test_include_and_exclude(fresh: Any, tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "in", 3)
+    (folder / "note.txt").write_text("A note.")
+    assert fresh(folder, "--include", "*.txt").fine().json["documents"]["added"] == 1
+    assert fresh(folder, "--exclude", "mill0*").fine().json["documents"]["added"] == 2
+
+
+def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
+    """Law 10: the same bytes, whatever stood beside a chunk when it was computed."""
+    folder = write_corpus(tmp_path / "in", documents=8, paragraphs=4)
+    files = sorted(folder.iterdir())
+    for number, file in enumerate(files):  # lengths of many kinds, so that batches differ
+        file.write_text(file.read_text() + " It grinds." * (3 * number % 7))
+    fresh(folder, store=tmp_path / "one").fine()
+    for file in reversed(files):
+        fresh(file, store=tmp_path / "each").fine()
+    fresh(*files[::2], store=tmp_path / "two").fine()
+    fresh(*files[1::2], store=tmp_path / "two").fine()
+    expected = payloads(tmp_path / "one")
+    for name in ("each", "two"):
+        assert payloads(tmp_path / name) == expected
+        assert listing(tmp_path / name) == listing(tmp_path / "one")
+
+
+def test_small_batches_give_the_same_bytes(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_corpus(tmp_path / "in", documents=5)
+    fresh(folder, store=tmp_path / "large").fine()
+    monkeypatch.setattr("kvtool.core.ingest.compute.BATCH_TOKENS", {"cpu": 1})
+    fresh(folder, store=tmp_path / "small").fine()
+    assert payloads(tmp_path / "small") == payloads(tmp_path / "large")
+
+
+def test_a_split_of_the_store_is_remembered(fresh: Any, tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "in", 2)
+    fresh(folder).fine()
+    (folder / "mill9.md").write_text("\n\n".join(paragraph("ninth", 9, n) for n in range(8)))
+    report = kvtool("ingest", folder, "--store", tmp_path / "fresh", "--json").fine().json
+    assert report["documents"]["unchanged"] == 2
+    assert report["chunks"]["computed"] >= 4  # of at most 64 tokens, as at first
+    report = kvtool("ingest", folder, "--store", tmp_path / "fresh", "--chunk-tokens", "200", "--json").fine().json
+    assert report["documents"]["changed"] == 3
+
+
+def test_continue_on_error(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtool.core.errors import KvtoolError
+
+    folder = write_corpus(tmp_path / "in", 3)
+    real = job.prepare
+
+    def refuse(file: Any, *rest: Any) -> Any:
+        if file.found.path.name == "mill1.md":
+            raise KvtoolError("too odd to cut", "simplify it")
+        return real(file, *rest)
+
+    monkeypatch.setattr(job, "prepare", refuse)
+    fresh(folder).failed(1, "too odd")
+    done = fresh(folder, "--continue-on-error").fine(3).json
+    assert done["documents"]["added"] == 2
+    assert done["documents"]["failed"] == 1
+    assert PREFIX == ("--lead-in", "prefix")
