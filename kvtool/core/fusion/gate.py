@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,9 +24,19 @@ GATE_FORMAT = 1
 MAX_CHUNKS, MAX_TOKENS = 3, 256
 SHIFT = 137
 
-# The largest difference seen, relative to the spread of the reference, that rounding explains. float32 gives about
-# 1e-6 on every family, bfloat16 about 0.02; a key at a wrong position or a missed rotation gives 0.5 and more.
+# The largest difference that rounding explains: of logits (laws 1 and 3) and of keys (law 4). Measured on the 15 tiny
+# families and on SmolLM2-135M; "broken" is the mildest mutant tried, keys or un-rotation one position off.
+#            logits: correct        broken        keys: correct   broken
+# float32    2e-6                   0.05 … 0.3    2e-6            0.16 … 0.4
+# bfloat16   0.02 (SmolLM2: 0.08)   0.05 … 0.3    0.02            0.16 … 0.4
+# float16    0.014                  0.07 … 0.3    0.002           0.24
+# So in bfloat16 a loader that is one position off can pass law 1 and 3; all other mutants fail one law or another.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+KEY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.05}
+
+# In half precision a rounded router score may choose another expert: a correct mixture of experts differed by 0.29 in
+# one prompt of 24. What is broken is broken in every prompt, so the chunks get other turns before the gate refuses.
+TURNS = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 3}
 
 Ids = tuple[int, ...]
 
@@ -84,16 +94,31 @@ def run_gate(decoder: Decoder, fingerprint: str, prefix: Ids, chunks: Sequence[I
     """
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
     bench = _Bench(decoder, prefix, chunks, question)
-    allowed = TOLERANCE[decoder.dtype]
     everything = max(map(len, chunks))
+    logits, keys, turns = TOLERANCE[decoder.dtype], KEY_TOLERANCE[decoder.dtype], TURNS[decoder.dtype]
+
+    def check(law: int, name: str, allowed: float, measure: Callable[[int], float]) -> GateCheck:
+        return GateCheck(law, name, _least(measure, allowed, turns), allowed)
+
+    all_of = len(chunks)
     checks = [
-        GateCheck(1, "blend 100 %", bench.distance(Blend(ratio=1.0), len(chunks)), allowed),
-        GateCheck(1, "epic, all tokens", bench.distance(Epic(link_tokens=everything), len(chunks)), allowed),
-        GateCheck(3, "one chunk behind its lead-in", bench.distance(Reuse(), 1), allowed),
-        GateCheck(4, f"keys moved by {SHIFT}", bench.shifted(), allowed),
+        check(1, "blend 100 %", logits, lambda turn: bench.distance(Blend(ratio=1.0), all_of, turn)),
+        check(1, "epic, all tokens", logits, lambda turn: bench.distance(Epic(link_tokens=everything), all_of, turn)),
+        check(3, "one chunk behind its lead-in", logits, lambda turn: bench.distance(Reuse(), 1, turn)),
+        check(4, f"keys moved by {SHIFT}", keys, bench.shifted),
         GateCheck(7, "lossless levels", bench.lossless(), 0.0),
     ]
     return Verdict(fingerprint, tuple(checks))
+
+
+def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float:
+    """The first difference that is allowed, else the smallest of all turns."""
+    found = float("inf")
+    for turn in range(turns):
+        found = min(found, measure(turn))
+        if found <= allowed:
+            break
+    return found
 
 
 class _Bench:
@@ -102,25 +127,32 @@ class _Bench:
     def __init__(self, decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> None:
         self._decoder, self._prefix, self._chunks, self._question = decoder, prefix, chunks, question
         lead_in, nothing = LeadIn(decoder, prefix), LeadIn(decoder, ())
+        self._references: dict[Ids, torch.Tensor] = {}
         self._kv: dict[bytes, ChunkKV] = {}
         if prefix:
             self._kv[b"prefix"] = prefill_chunks(decoder, nothing, [PrefillItem(prefix)])[0]
         for index, ids in enumerate(chunks):
             self._kv[b"%d" % index] = prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0]
 
-    def distance(self, selector: Selector, count: int) -> float:
-        """Logits of a mode against full prefill, over a prompt of the first `count` chunks."""
+    def distance(self, selector: Selector, count: int, turn: int = 0) -> float:
+        """Logits of a mode against full prefill, over a prompt of `count` chunks, beginning with number `turn`."""
         behind = ids_digest(self._prefix)
-        candidates = [Candidate(self._chunks[i], b"%d" % i, behind, "raw") for i in range(count)]
-        prefix = Candidate(self._prefix, b"prefix", ids_digest([]), "raw")
+        order = [(index + turn) % len(self._chunks) for index in range(count)]
+        candidates = [Candidate(self._chunks[i], b"%d" % i, behind, "raw") for i in order]
+        prefix = Candidate(self._prefix, b"prefix", ids_digest([]), "raw" if self._prefix else None)
         plan = build_plan(prefix, candidates, self._question)
-        reference, _ = self._decoder.prefill(plan.ids)
         fused = fuse(self._decoder, plan, selector, MemorySource(self._kv))
-        return _distance(reference, fused.logits)
+        return _distance(self._full(tuple(plan.ids)), fused.logits)
 
-    def shifted(self) -> float:
+    def _full(self, ids: Ids) -> torch.Tensor:
+        if ids not in self._references:
+            self._references[ids], _ = self._decoder.prefill(ids)
+        return self._references[ids]
+
+    def shifted(self, turn: int = 0) -> float:
         """Stored keys moved to positions `SHIFT` later, against a prefill whose position ids are shifted."""
-        decoder, chunk = self._decoder, self._chunks[0]
+        decoder, number = self._decoder, turn % len(self._chunks)
+        chunk = self._chunks[number]
         ids = [*self._prefix, *chunk]
         positions = torch.arange(len(ids))
         cache = decoder.new_cache(len(ids))
@@ -129,7 +161,7 @@ class _Bench:
             moved = _positions(len(ids), SHIFT, decoder)
             decoder.compute(ids, Rows.of(positions, decoder.device), cache, position_ids=moved)
             table = decoder.rotary.table(moved[len(self._prefix) :])
-            stored = self._kv[b"0"].keys
+            stored = self._kv[b"%d" % number].keys
             worst = 0.0
             for layer, buffer in enumerate(cache.buffers):
                 keys = decoder.rotary.rotate(stored[layer][None].to(decoder.device), table, layer)
