@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+import typer.core
 
 from kvtool.core.errors import UsageError
 
@@ -44,7 +47,50 @@ def system_text(path: str | None) -> str | None:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the instruction {path!r} cannot be read: {error}", "--system takes a UTF-8 text file") from error
+        raise UsageError(
+            f"the instruction {path!r} cannot be read: {error}", "--system takes a UTF-8 text file"
+        ) from error
     if not text:
         raise UsageError(f"the instruction {path!r} is empty", "write what the model should do, or leave --system out")
     return text
+
+
+class ManyValues(typer.core.TyperCommand):
+    """A command whose repeatable options take several values at once: `--chunks A B C`.
+
+    Where such a run of words is all that could hold the command's argument, its last word is that.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._spread(list(args)))
+
+    def _spread(self, args: list[str]) -> list[str]:
+        """The arguments with each such option repeated before every value."""
+        options = {flag: option for option in self.params for flag in option.opts if flag.startswith("-")}
+        out: list[str] = []
+        positional, run = False, ""  # the option whose values are being read
+        last = 0  # where the last value after an option's first one stands in `out`
+        at = 0
+        while at < len(args):
+            word, option = args[at], options.get(args[at])
+            at += 1
+            if word == "--":
+                return [*out, word, *args[at:]]
+            if word.startswith("-") and word != "-":
+                out.append(word)
+                run = ""
+                if option is not None and not _is_flag(option):
+                    out += args[at : at + 1]
+                    at += 1
+                    run = word if option.multiple else ""
+            elif run:
+                out += [run, word]
+                last = len(out) - 1
+            else:
+                out.append(word)
+                positional = True
+        return out if positional or not last else [*out[: last - 1], *out[last + 1 :], out[last]]
+
+
+def _is_flag(option: Any) -> bool:
+    return bool(getattr(option, "is_flag", False) or getattr(option, "count", False))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import store_path, system_text
+from kvtool.cli.parsing import ManyValues, store_path, system_text
 from kvtool.core.errors import EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = new_app()
 
 
-@app.command()
+@app.command(cls=ManyValues)
 @takes("query")
 def query(
     run: Run,
