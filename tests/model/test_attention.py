@@ -1,0 +1,99 @@
+"""Attention of scattered rows against the formula, written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.attention import BLOCK, Rows, rows_attention
+
+HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
+MODULE = torch.nn.Identity()
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+KEY, VALUE = random(1, KV_HEADS, KEYS, DIM, seed=1), random(1, KV_HEADS, KEYS, DIM, seed=2)
+
+
+def by_formula(query: torch.Tensor, positions: torch.Tensor, scaling: float, length: int) -> torch.Tensor:
+    """softmax(QKᵀ · scaling, keys at positions ≤ the row's) V, `[batch, rows, heads, head_dim]`."""
+    key, value = (side[:, :, :length].repeat_interleave(HEADS // KV_HEADS, 1) for side in (KEY, VALUE))
+    scores = query @ key.transpose(-1, -2) * scaling
+    hidden = torch.arange(length) > positions[:, None]
+    return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def rows(*positions: int) -> Rows:
+    return Rows.of(torch.tensor(positions), "cpu")
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0],
+        [199],
+        [3, 7, 50, 51, 199],
+        list(range(20)),
+        list(range(0, 200, 2)),
+        list(range(200 - BLOCK, 200)),
+        list(range(199 - BLOCK, 200)),
+        list(range(200)),
+    ],
+    ids=lambda p: f"{len(p)} to {p[-1]}",
+)
+def test_a_row_sees_the_keys_up_to_its_position(positions: list[int]) -> None:
+    query = random(1, HEADS, len(positions), DIM)
+    out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
+    assert weights is None
+    assert out.shape == (1, len(positions), HEADS, DIM)
+    torch.testing.assert_close(out, by_formula(query, torch.tensor(positions), 0.3, KEYS))
+
+
+def test_without_rows_a_prefill_is_causal() -> None:
+    query = random(1, HEADS, 30, DIM)
+    out, _ = rows_attention(MODULE, query, KEY[:, :, :30], VALUE[:, :, :30], None, scaling=0.3)
+    torch.testing.assert_close(out, by_formula(query, torch.arange(30), 0.3, 30))
+
+
+def test_without_rows_a_single_row_sees_everything() -> None:
+    query = random(1, HEADS, 1, DIM)
+    out, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3)
+    torch.testing.assert_close(out, by_formula(query, torch.tensor([KEYS - 1]), 0.3, KEYS))
+
+
+def test_several_rows_over_a_longer_cache_need_positions() -> None:
+    with pytest.raises(ModelError):
+        rows_attention(MODULE, random(1, HEADS, 2, DIM), KEY, VALUE, None)
+
+
+@pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
+def test_what_cannot_be_done_is_refused(feature: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        rows_attention(MODULE, random(1, HEADS, 1, DIM), KEY, VALUE, None, **{feature: 1.0})
+    assert feature in caught.value.message
+
+
+def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
+    """Bit for bit: other rows in its block, or none."""
+    positions = [3, 7, 50, 120, 121, 199]
+    query = random(1, HEADS, len(positions), DIM)
+    whole, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
+    for count in range(1, len(positions)):
+        part, _ = rows_attention(
+            MODULE, query[:, :, :count], KEY, VALUE, None, rows=rows(*positions[:count]), scaling=0.3
+        )
+        torch.testing.assert_close(part, whole[:, :count])
+
+
+def test_rows_know_whether_they_are_dense() -> None:
+    assert rows(0, 1, 2).dense
+    assert not rows(1, 2, 3).dense
+    assert not rows(0, 2).dense
+    assert len(rows(4, 9)) == 2
+    assert rows(4, 9).order == [4, 9]

@@ -1,0 +1,174 @@
+"""Answers: `transformers`' own, streamed, ended and repeatable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.selectors import SELECTORS, Full, Reuse
+from kvtool.core.model.generate import Generated, Sampling, _TextStream, first_token, generate, stop_ids
+from kvtool.core.model.tokens import encode
+from tests.families import tiny_model
+from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_text, tokenizer
+
+GREEDY = Sampling(max_tokens=16)
+
+
+def answer(case_: Case, fused: Fused, sampling: Sampling, on_text: Any = None) -> Generated:
+    first = first_token(fused.logits, sampling)
+    return generate(case_.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
+
+
+def by_hand(case_: Case, fused: Fused, count: int) -> tuple[int, ...]:
+    """Greedy, token by token, over a fused cache; the end token excluded."""
+    ids, logits = [], fused.logits
+    while len(ids) < count and int(logits.argmax()) not in stop_ids(case_.decoder):
+        ids.append(int(logits.argmax()))
+        logits = case_.decoder.extend(ids[-1:], fused.cache)[-1]
+    return tuple(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_full_prefill_it_says_what_transformers_says(name: str) -> None:
+    shared = case(name)
+    plan = shared.plan(lead_in=BOS)
+    found = answer(shared, shared.fuse(plan, Full(), reserve=16), GREEDY)
+    assert found.ids == plain_text(name, "float32", tuple(plan.ids), 16)
+    assert found.text == tokenizer().decode(found.ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("reserve", [0, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_after_reuse_it_continues_the_fused_cache(name: str, reserve: int) -> None:
+    shared = case(name)
+    plan = shared.plan(lead_in=BOS)
+    found = answer(shared, shared.fuse(plan, Reuse(), reserve=reserve), GREEDY)
+    assert found.ids == by_hand(shared, shared.fuse(plan, Reuse()), 16)
+
+
+def test_a_checkpoints_habits_do_not_change_the_answer() -> None:
+    """Qwen2.5 asks for a repetition penalty, Llama for sampling: kvtool decides how tokens are chosen."""
+    model = tiny_model("qwen2")
+    model.generation_config = GenerationConfig(
+        do_sample=True, repetition_penalty=1.9, temperature=0.6, top_k=3, no_repeat_ngram_size=1, eos_token_id=[1, 7]
+    )
+    own = Case("qwen2", "float32", decoder_of(model))
+    plan = own.plan(lead_in=BOS)
+    assert stop_ids(own.decoder) == {1, 7}
+    found = answer(own, own.fuse(plan, Reuse()), GREEDY)
+    assert found.ids == by_hand(own, own.fuse(plan, Reuse()), 16)
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Generation that says the given ids, whatever the model thinks."""
+
+    def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
+        shared = case("llama")
+        fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
+        rest = iter([*ids[1:], *[1] * 100])
+        real = shared.decoder.model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            out = real(*args, **kwargs)
+            out.logits[:] = 0
+            out.logits[..., next(rest)] = 50
+            return out
+
+        monkeypatch.setattr(shared.decoder.model, "forward", forward)
+        pieces: list[str] = []
+        sampling = Sampling(max_tokens=options.pop("max_tokens", len(ids)))
+        found = generate(shared.decoder, fused.plan.ids, fused.cache, ids[0], sampling, pieces.append)
+        monkeypatch.undo()
+        return found, pieces
+
+    return say
+
+
+@pytest.mark.parametrize(
+    "text", ["plain words", "첫 방앗간은 1874년에", "🙂🙃 naïve — 東京", "ends with é", "\n\n two  spaces"]
+)
+def test_pieces_join_to_the_text(scripted: Any, text: str) -> None:
+    ids = encode(tokenizer(), text)
+    found, pieces = scripted(ids)
+    assert found.ids == tuple(ids)
+    assert found.text == text == "".join(pieces)
+    assert all(piece and "\ufffd" not in piece for piece in pieces)
+    if text.isascii():
+        assert len(pieces) == len(ids)
+
+
+def test_a_character_that_is_never_finished_is_shown_at_the_end(scripted: Any) -> None:
+    ids = encode(tokenizer(), "ok 🙂")[:-1]
+    found, pieces = scripted(ids)
+    assert "".join(pieces) == found.text
+    assert found.text.startswith("ok ")
+    assert found.text.endswith("\ufffd")
+
+
+def test_an_end_token_ends_it(scripted: Any) -> None:
+    ids = encode(tokenizer(), "two words")
+    found, pieces = scripted([*ids, 1, *ids], max_tokens=50)
+    assert (found.text, found.ids) == ("two words", tuple(ids))
+    assert "".join(pieces) == "two words"
+
+
+def test_an_end_token_at_once(scripted: Any) -> None:
+    found, pieces = scripted([1, 40, 41])
+    assert (found.text, found.ids, pieces) == ("", (), [])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_no_more_than_max_tokens(scripted: Any, count: int) -> None:
+    ids = encode(tokenizer(), "many many words that go on and on")
+    found, _ = scripted(ids, max_tokens=count)
+    assert found.ids == tuple(ids[:count])
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_seeded_sampling_is_repeatable(name: str) -> None:
+    shared = case("llama")
+    plan = shared.plan(lead_in=BOS)
+
+    def sampled(seed: int) -> tuple[int, ...]:
+        torch.rand(3)  # the global random state is somewhere else each time
+        sampling = Sampling(max_tokens=12, temperature=1.0, seed=seed)
+        return answer(shared, shared.fuse(plan, SELECTORS[name]()), sampling).ids
+
+    with torch.random.fork_rng(devices=[]):
+        first = [sampled(seed) for seed in range(4)]
+        assert first == [sampled(seed) for seed in range(4)]
+        assert len(set(first)) > 1
+
+
+def test_sampling_follows_the_temperature() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    with torch.random.fork_rng(devices=[]):
+        cold = {first_token(logits, Sampling(temperature=0.01, seed=seed)) for seed in range(50)}
+        warm = [first_token(logits, Sampling(temperature=1.0, seed=seed)) for seed in range(2000)]
+    assert cold == {0}
+    shares = torch.bincount(torch.tensor(warm), minlength=3) / len(warm)
+    torch.testing.assert_close(shares, logits.softmax(0), atol=0.05, rtol=0)
+    assert first_token(logits, Sampling()) == 0
+
+
+def test_generation_does_not_reach_the_prompts_rows() -> None:
+    own = new_case("llama")
+    fused = own.fuse(own.plan(lead_in=BOS), Reuse())
+    before = [side.clone() for buffer in fused.cache.buffers for side in buffer.view()]
+    answer(own, fused, GREEDY)
+    for buffer, keys, values in zip(fused.cache.buffers, before[::2], before[1::2], strict=True):
+        assert torch.equal(buffer.keys[:, :, : fused.plan.length], keys)
+        assert torch.equal(buffer.values[:, :, : fused.plan.length], values)
+
+
+def test_the_stream_skips_the_prompt() -> None:
+    stream = _TextStream(tokenizer(), {1}, None)
+    stream.put(torch.tensor([[5, 6, 7]]))
+    stream.put(torch.tensor([40]))
+    stream.end()
+    assert stream.ids == [40]

@@ -1,0 +1,89 @@
+"""Chunks prefilled behind a lead-in, against plain `transformers`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, Ids, case, new_case, plain_model, tokens
+
+
+@pytest.fixture(scope="module")
+def llama() -> Case:
+    return case("llama")
+
+
+def plain_rows(name: str, ids: Ids, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    cache = DynamicCache()
+    with torch.inference_mode():
+        plain_model(name, "float32")(input_ids=torch.tensor([ids]), past_key_values=cache)
+    return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("lead_in", [(), BOS, PREFIX, tokens(100, 40)], ids=["none", "bos", "prefix", "long"])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_those_of_a_plain_prefill(name: str, lead_in: Ids) -> None:
+    decoder = case(name).decoder
+    chunk = CHUNKS[1]
+    (kv,) = prefill_chunks(decoder, LeadIn(decoder, lead_in), [PrefillItem(chunk)])
+    table = decoder.rotary.table(torch.arange(len(lead_in), len(lead_in) + len(chunk)))
+    for layer, (keys, values) in enumerate(plain_rows(name, (*lead_in, *chunk), len(lead_in))):
+        moved = decoder.rotary.rotate(kv.keys[layer][None], table, layer)
+        torch.testing.assert_close(moved, keys, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(kv.values[layer][None], values, atol=2e-4, rtol=1e-4)
+
+
+def test_shapes_and_own_memory(llama: Case) -> None:
+    decoder = llama.decoder
+    kvs = prefill_chunks(decoder, LeadIn(decoder, PREFIX), [PrefillItem(ids) for ids in CHUNKS])
+    for ids, kv in zip(CHUNKS, kvs, strict=True):
+        assert kv.keys.shape == kv.values.shape == (4, decoder.kv_heads, len(ids), decoder.head_dim)
+        assert kv.keys.dtype == decoder.dtype
+        assert kv.keys.is_contiguous()
+        assert kv.keys.untyped_storage().nbytes() == kv.keys.numel() * 4  # does not hold the whole batch
+
+
+def test_the_lead_in_is_computed_once_and_the_lm_head_never(llama: Case) -> None:
+    decoder = llama.decoder
+    lead_in = LeadIn(decoder, PREFIX)
+    widths: list[tuple[int, ...]] = []
+    heads: list[int] = []
+    hooks = [
+        decoder.layers[0].register_forward_pre_hook(lambda module, args: widths.append(tuple(args[0].shape[:2]))),
+        decoder.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: heads.append(1)),
+    ]
+    try:
+        prefill_chunks(decoder, lead_in, [PrefillItem(CHUNKS[1]), PrefillItem(CHUNKS[3])])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert widths == [(2, len(CHUNKS[1]))]
+    assert heads == []
+
+
+def test_the_lead_in_is_left_as_it_is(llama: Case) -> None:
+    lead_in = LeadIn(llama.decoder, PREFIX)
+    before = [side.clone() for layer in lead_in.layers for side in layer]
+    prefill_chunks(llama.decoder, lead_in, [PrefillItem(ids) for ids in CHUNKS])
+    after = [side for layer in lead_in.layers for side in layer]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert len(lead_in) == len(PREFIX)
+
+
+@pytest.mark.parametrize("room", [0, 1, 50])
+def test_extending_a_full_cache(room: int) -> None:
+    """More rows behind a prefill, with room reserved or not: what one prefill of all gives."""
+    decoder = new_case("qwen3").decoder
+    ids = (*PREFIX, *CHUNKS[1])
+    _, cache = decoder.prefill(ids, reserve=room)
+    logits = decoder.extend(QUESTION, cache)
+    whole, _ = decoder.prefill((*ids, *QUESTION))
+    assert logits.shape == (len(QUESTION), 512)
+    torch.testing.assert_close(logits[-1], whole, atol=1e-4, rtol=1e-4)
+
+
+def test_kv_bytes(llama: Case) -> None:
+    (kv,) = prefill_chunks(llama.decoder, LeadIn(llama.decoder, ()), [PrefillItem(CHUNKS[0])])
+    assert llama.decoder.kv_bytes(len(CHUNKS[0])) == 2 * kv.keys.numel() * kv.keys.element_size()
