@@ -41,6 +41,7 @@ COMMANDS = {
     "query": "Ask a question over the ingested documents.",
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
     "store": "Look after the store: statistics, listing, verification.",
+    "bench": "Measure on this machine, beside plain transformers.",
     "config": "Show the settings and where they come from.",
 }
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script

@@ -65,9 +65,7 @@ class StoreIdentity:
         return self._id(self.prefix, ids_digest([]))
 
     def _id(self, ids: Ids, lead_in: bytes) -> bytes:
-        return chunk_id(
-            namespace=self.namespace, model_fingerprint=self.fingerprint, lead_in=lead_in, token_ids=ids
-        )
+        return chunk_id(namespace=self.namespace, model_fingerprint=self.fingerprint, lead_in=lead_in, token_ids=ids)
 
     def settings_digest(self) -> str:
         """Digest of all that decides which chunks a file gives; a file's entry carries it."""
@@ -93,4 +91,3 @@ class StoreIdentity:
             raise StoreFormatError(
                 f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"
             ) from error
-

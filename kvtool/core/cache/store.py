@@ -172,7 +172,7 @@ class Store:
             data = snapshot.get(lmdb_tables.META, keys.MANIFEST_KEY)
         if data is None:
             return {}
-        value: dict[str, Any] = load_json(unseal(keys.MANIFEST_KEY, Kind.MANIFEST, data))
+        value: dict[str, Any] = load_json(_unseal_named(keys.MANIFEST_KEY, Kind.MANIFEST, data, "the manifest"))
         return value
 
     def revision(self) -> int:

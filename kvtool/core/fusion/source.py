@@ -14,7 +14,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.store import KVRead, Store
     from kvtool.core.model.prefill import ChunkKV
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
@@ -70,9 +70,9 @@ class StoreSource:
         stats.decode_s += time.perf_counter() - read
         return out
 
-    def _records(self, segments: Sequence[Segment], layer: int) -> list:
+    def _records(self, segments: Sequence[Segment], layer: int) -> list[KVRead | DamagedError | None]:
         levels = {segment.source.level for segment in segments}
-        found = {}
+        found: dict[int, KVRead | DamagedError | None] = {}
         for level in levels:
             wanted = [s for s in segments if s.source.level == level]
             records = self.store.read_layer([s.source.chunk_id for s in wanted], level or "raw", layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,6 +19,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+QUEUED = 4  # batches and commits that may wait to be written: bounds the memory they hold
 WINDOW_BATCHES = 4  # chunks are sorted by length within so many batches: little padding, documents complete soon
 
 
@@ -38,7 +40,7 @@ class ChunkStorer:
         self._report, self._events = report, events
         self._lead_ins: dict[tuple[int, ...], LeadIn] = {}
         self._pool = ThreadPoolExecutor(1, "kvtool-writer")
-        self._pending: Future[None] | None = None
+        self._pending: deque[Future[None]] = deque()
         self._batch_tokens = BATCH_TOKENS.get(decoder.device.split(":")[0], BATCH_TOKENS["cpu"])
 
     def store_prefix(self) -> None:
@@ -53,21 +55,17 @@ class ChunkStorer:
 
     def store(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
         """Compute the missing chunks and commit each file as soon as all of its chunks are there."""
-        waiting = list(files)
-        done: set[bytes] = set()
+        waiting = _Waiting(files, missing)
+        self._commit(waiting.complete)
         for window in _windows(files, missing, self._batch_tokens * WINDOW_BATCHES):
-            for batch in _batches(window, self._batch_tokens):
+            for batch in batches(window, self._batch_tokens):
                 self._write(batch, self._prefill(batch))
-                done.update(chunk.chunk_id for chunk in batch)
-                waiting = self._commit_complete(waiting, done, missing)
-        self._commit_complete(waiting, done, missing)
+                self._commit(waiting.stored(batch))
         self.finish()
 
     def finish(self) -> None:
         """Wait until everything handed over is written; raise what went wrong there."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+        self._settle(0)
 
     def close(self) -> None:
         """Wait for the writing thread."""
@@ -96,21 +94,56 @@ class ChunkStorer:
 
         self._submit(work)
 
-    def _commit_complete(
-        self, waiting: list[PreparedFile], done: set[bytes], missing: dict[bytes, WantedChunk]
-    ) -> list[PreparedFile]:
-        left = []
-        for file in waiting:
-            if all(chunk.chunk_id in done or chunk.chunk_id not in missing for chunk in file.chunks):
-                self._submit(partial(self._writer.commit_file, file.entry, file.documents))
-                count_file(file, self._report)
-            else:
-                left.append(file)
-        return left
+    def _commit(self, files: Sequence[PreparedFile]) -> None:
+        for file in files:
+            self._submit(partial(self._writer.commit_file, file.entry, file.documents))
+            count_file(file, self._report)
 
     def _submit(self, work: Callable[[], None]) -> None:
-        self.finish()
-        self._pending = self._pool.submit(work)
+        self._settle(QUEUED - 1)
+        self._pending.append(self._pool.submit(work))
+
+    def _settle(self, left: int) -> None:
+        """Wait until at most `left` pieces of work wait to be written. After a failure nothing more is written."""
+        while len(self._pending) > left or (self._pending and self._pending[0].done()):
+            try:
+                self._pending.popleft().result()
+            except BaseException:
+                for future in self._pending:
+                    future.cancel()
+                self._pending.clear()
+                raise
+
+
+class _Waiting:
+    """Files by the chunks they still wait for.
+
+    Attributes
+    ----------
+    complete : files that wait for nothing from the start.
+    """
+
+    def __init__(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
+        self._files: dict[bytes, list[int]] = {}
+        self._left: dict[int, int] = {}
+        self._order = files
+        self.complete: list[PreparedFile] = []
+        for index, file in enumerate(files):
+            needed = {chunk.chunk_id for chunk in file.chunks if chunk.chunk_id in missing}
+            self._left[index] = len(needed)
+            for chunk_id in needed:
+                self._files.setdefault(chunk_id, []).append(index)
+            if not needed:
+                self.complete.append(file)
+
+    def stored(self, batch: Sequence[WantedChunk]) -> list[PreparedFile]:
+        """Files that are complete now that these chunks are stored, in order."""
+        done = []
+        for index in (index for chunk in batch for index in self._files.pop(chunk.chunk_id, [])):
+            self._left[index] -= 1
+            if not self._left[index]:
+                done.append(index)
+        return [self._order[index] for index in sorted(done)]
 
 
 def encode_chunk(chunk_id: bytes, kv: ChunkKV, level: str) -> list[bytes]:
@@ -148,7 +181,7 @@ def _windows(
         yield window
 
 
-def _batches(window: list[WantedChunk], tokens: int) -> Iterator[list[WantedChunk]]:
+def batches(window: Sequence[WantedChunk], tokens: int) -> Iterator[list[WantedChunk]]:
     """Similar lengths together; a batch holds at most `tokens` padded tokens, or one longer chunk."""
     batch: list[WantedChunk] = []
     for chunk in sorted(window, key=lambda chunk: (len(chunk.ids) + len(chunk.before), chunk.chunk_id)):

@@ -134,9 +134,10 @@ def out_of_memory_hint(rows: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise KvtoolError(f"out of memory computing {rows} rows", "use fewer chunks (--top-k) or --device cpu") from error
+        raise KvtoolError(
+            f"out of memory computing {rows} rows", "use fewer chunks (--top-k) or --device cpu"
+        ) from error
     except RuntimeError as error:
         if "can't allocate memory" in str(error):
             raise KvtoolError(f"out of memory computing {rows} rows", "use fewer chunks (--top-k)") from error
         raise
-

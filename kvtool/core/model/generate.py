@@ -98,7 +98,7 @@ def _continue(
         )
 
 
-class _TextStream(BaseStreamer):  # type: ignore[misc, no-untyped-call]
+class _TextStream(BaseStreamer):
     """Turns token ids into text as they come; holds back a character whose bytes are not all there yet."""
 
     def __init__(self, tokenizer: Any, stops: set[int], on_text: OnText | None) -> None:

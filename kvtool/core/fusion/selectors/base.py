@@ -27,8 +27,6 @@ class Selector(ABC):
         """Layers before which the recomputed rows are narrowed by KV deviation, and how many stay."""
         return {}
 
-    def deviation(
-        self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def deviation(self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Deviation by row, float32 `[rows]`, of (keys, values) `[1, kv_heads, rows, head_dim]`."""
         raise NotImplementedError(f"{self.name} does not narrow rows")

@@ -58,9 +58,7 @@ class Blend(Selector):
         left = (last - layer) / (last - check)
         return min(1.0, self.ratio * (1 + (self.gradual - 1) * left))
 
-    def deviation(
-        self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def deviation(self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         if self.metric == "k_l1":
             return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
         sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
