@@ -20,6 +20,8 @@ from kvtool.core.model.load import Loaded
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from tests.families import FAMILIES, VOCAB, tiny_model, tiny_tokenizer
 
+torch.set_num_threads(1)  # tiny matrices are fastest so, and workers of pytest-xdist do not fight for cores
+
 DTYPES = ("float32", "bfloat16")
 NAMES = tuple(FAMILIES)
 MOE = ("mixtral", "qwen3-moe")  # which rows meet in an expert's product depends on all rows of the pass

@@ -115,9 +115,12 @@ def test_thread_count(name: str, dtype: str) -> None:
     plan = case.plan(lead_in=BOS)
     lead_in = LeadIn(case.decoder, PREFIX)
     found = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        found.append((case.fuse(plan, SELECTORS["blend"]()), alone(case, lead_in, CHUNKS[1])))
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append((case.fuse(plan, SELECTORS["blend"]()), alone(case, lead_in, CHUNKS[1])))
+    finally:
+        torch.set_num_threads(1)
     (one, kv_one), (two, kv_two) = found
     assert torch.equal(kv_one.keys, kv_two.keys)
     assert torch.equal(kv_one.values, kv_two.values)

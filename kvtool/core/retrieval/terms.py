@@ -14,7 +14,7 @@ _UNSPACED = re.compile(
 _WORD = re.compile(r"\w+")
 _ENDINGS = ("'s", "ies", "es", "s", "ed", "ing")
 _STOPWORDS = frozenset(
-    (  # one line of words reads better than eighty lines of strings
+    (
         "a an and are as at be been by did do does for from had has have he her him his how i in into is it its not of "
         "on or she that the their them they this to was we were what when where which who whom whose why will with you"
     ).split()
