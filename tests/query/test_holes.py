@@ -1,0 +1,148 @@
+"""A chunk without its records is computed in place, said, and stored for the next time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from tests.cli.working import (
+    CHUNKS,
+    QUESTION,
+    SHORT,
+    Done,
+    chunks_of,
+    damages,
+    drop_records,
+    kvtool,
+    payloads,
+    prefix_chunk,
+    write_corpus,
+)
+
+
+def ask(store: Path, *more: object) -> Done:
+    return kvtool("query", QUESTION, "--store", store, "--documents", "mill2.md", *SHORT, "--json", *more).fine()
+
+
+def statuses(row: dict[str, Any]) -> list[str]:
+    return [chunk["status"] for chunk in row["chunks"]]
+
+
+@pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "prefix"])
+def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
+    before = payloads(store)
+    whole = ask(store, "--fusion", mode).json
+    chunk = chunks_of(store, "mill2.md")[2]
+    drop_records(store, chunk)
+    done = ask(store, "--fusion", mode)
+    row = done.json
+    assert statuses(row) == ["hit", "hit", "miss", *["hit"] * (len(row["chunks"]) - 3)]
+    assert "not stored" in row["chunks"][2]["reason"]
+    assert row["tokens"]["fresh"] == whole["tokens"]["fresh"] + row["chunks"][2]["tokens"]
+    assert row["tokens"]["prompt"] == whole["tokens"]["prompt"]
+    assert f"warning: chunk {chunk[:12]} was computed in place: {row['chunks'][2]['reason']}" in done.err
+    assert payloads(store) == before  # as the ingest had it, bit for bit
+    again = ask(store, "--fusion", mode)
+    assert "warning" not in again.err
+    assert again.json["chunks"] == whole["chunks"]
+    assert again.json["tokens"] == whole["tokens"]
+    assert again.json["answer"] == whole["answer"]
+    assert damages(store) == []
+
+
+def test_full_needs_no_cache_and_fills_none(store: Path) -> None:
+    chunk = chunks_of(store, "mill2.md")[2]
+    whole = ask(store, "--fusion", "full").json
+    drop_records(store, chunk)
+    with Store.open(store) as opened:
+        assert ask(store, "--fusion", "full").json["answer"] == whole["answer"]
+        assert opened.levels(bytes.fromhex(chunk)) == []
+
+
+def test_all_of_it_is_a_hole(store: Path) -> None:
+    """Then every mode is plain prefill."""
+    before = payloads(store)
+    full = ask(store, "--fusion", "full").json
+    drop_records(store, prefix_chunk(store), *chunks_of(store, "mill2.md"))
+    row = ask(store, "--fusion", "reuse").json
+    assert set(statuses(row)) == {"miss"}
+    assert row["answer"] == full["answer"]
+    assert row["bytes_read"] == 0
+    assert row["tokens"]["fresh"] == row["tokens"]["prompt"]
+    assert payloads(store) == before
+
+
+def test_the_beginning_of_the_prompt(store: Path) -> None:
+    before, prefix = payloads(store), prefix_chunk(store)
+    whole = ask(store, "--fusion", "reuse").json
+    drop_records(store, prefix)
+    done = ask(store, "--fusion", "reuse")
+    assert f"chunk {prefix[:12]} was computed in place" in done.err
+    assert done.json["tokens"]["fresh"] > whole["tokens"]["fresh"]
+    assert done.json["answer"] == whole["answer"]  # nothing stands before it: it is what it was
+    assert payloads(store) == before
+    assert ask(store, "--fusion", "reuse").json["tokens"] == whole["tokens"]
+
+
+def test_a_locked_store_is_answered_from_and_not_written(store: Path) -> None:
+    chunk = chunks_of(store, "mill2.md")[0]
+    drop_records(store, chunk)
+    with Store.open(store) as held, held.writer():
+        done = ask(store)
+        assert statuses(done.json)[0] == "miss"
+        assert "could not be stored" in done.err
+        assert held.levels(bytes.fromhex(chunk)) == []
+    assert statuses(ask(store).json)[0] == "miss"  # now it is stored
+    assert statuses(ask(store).json)[0] == "hit"
+
+
+def test_a_full_store_is_answered_from(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drop_records(store, chunks_of(store, "mill2.md")[0])
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    done = ask(store)
+    assert statuses(done.json)[0] == "miss"
+    monkeypatch.delenv("KVTOOL_DISK_RESERVE")
+    ask(store)
+    assert statuses(ask(store).json)[0] == "hit"
+    assert damages(store) == []
+
+
+def test_compare_with_a_hole(store: Path) -> None:
+    """Each mode of a comparison meets the chunk as it is stored then; none fails."""
+    drop_records(store, chunks_of(store, "mill2.md")[1])
+    row = ask(store, "--compare", "reuse,epic,blend").json
+    assert [run["chunks"][1]["status"] for run in row["runs"]] == ["miss", "miss", "hit", "hit"]
+    assert damages(store) == []
+
+
+def test_the_same_hole_twice_in_a_prompt(store: Path) -> None:
+    before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
+    drop_records(store, chunk)
+    args = ("query", QUESTION, "--store", store, "--chunks", chunk, chunk, "--fusion", "reuse", *SHORT, "--json")
+    assert statuses(kvtool(*args).fine().json) == ["miss", "miss"]
+    assert statuses(kvtool(*args).fine().json) == ["hit", "hit"]
+    assert payloads(store) == before
+
+
+def test_a_dry_run_needs_no_lock(store: Path, corpus: Path) -> None:
+    drop_records(store, chunks_of(store, "mill2.md")[1])
+    with Store.open(store) as held, held.writer():
+        report = kvtool("ingest", corpus, "--store", store, "--dry-run", "--json").fine().json
+    assert report["documents"]["changed"] == report["chunks"]["computed"] == 1
+
+
+def test_a_neighbour_store_is_filled_by_ingest(tiny: Path, tmp_path: Path) -> None:
+    """A query does not know the chunk before; the next ingest does, though no file changed."""
+    folder, path = write_corpus(tmp_path / "in", 3), tmp_path / "s"
+    ingest = ("ingest", folder, "--store", path, "--model", tiny, "--json")
+    kvtool(*ingest, *CHUNKS, "--lead-in", "neighbour").fine()
+    before, chunk = payloads(path), chunks_of(path, "mill2.md")[2]
+    drop_records(path, chunk)
+    for _ in range(2):
+        assert statuses(ask(path).json)[2] == "miss"
+    assert kvtool(*ingest).fine().json["chunks"]["computed"] == 1
+    assert payloads(path) == before
+    assert statuses(ask(path).json)[2] == "hit"

@@ -1,0 +1,192 @@
+"""Laws 6, 8 and 10 at the command: moved stores, flipped bytes, threads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.cache import environment as tables
+from kvtool.core.cache import keys
+from kvtool.core.cache.store import Store
+from tests.cli.working import (
+    CHUNKS,
+    QUESTION,
+    SHORT,
+    break_record,
+    chunks_of,
+    damages,
+    kvtool,
+    payloads,
+    prefix_chunk,
+    process,
+)
+
+FIELDS = ("answer", "chunks", "tokens", "bytes_read")
+
+
+def test_copied_and_moved_stores_answer_alike(store: Path, tmp_path: Path) -> None:
+    """Law 6, one of the runs in another process."""
+    args = ("query", QUESTION, *SHORT, "--json", "--store")
+    expected = kvtool(*args, store).fine().json
+    copy = Path(shutil.copytree(store, tmp_path / "deep" / "copy"))
+    there = process(*args, copy).fine().json
+    moved = kvtool(*args, store.rename(tmp_path / "moved")).fine().json
+    for name in FIELDS:
+        assert there[name] == moved[name] == expected[name]
+    assert kvtool("store", "verify", "--store", tmp_path / "moved", "--json").fine().json["damaged"] == []
+
+
+def test_a_copy_without_index_and_gate(store: Path) -> None:
+    args = ("query", QUESTION, "--store", store, *SHORT, "--json")
+    expected = kvtool(*args).fine().json
+    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "gate")
+    row = kvtool(*args).fine().json
+    assert {name: row[name] for name in FIELDS} == {name: expected[name] for name in FIELDS}
+
+
+def test_threads_do_not_matter(store: Path) -> None:
+    args = ("query", QUESTION, "--store", store, "--max-tokens", "8", "--json")
+    one = kvtool(*args).fine().json
+    torch.set_num_threads(2)
+    try:
+        two = kvtool(*args).fine().json
+    finally:
+        torch.set_num_threads(1)
+    assert {name: one[name] for name in FIELDS} == {name: two[name] for name in FIELDS}
+
+
+@pytest.mark.parametrize("mode", ["reuse", "epic", "blend"])
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_flipped_bit_in_a_record(mode: str, layer: int, store: Path, tmp_path: Path) -> None:
+    """Law 8: answered as without that cache, said, and repaired."""
+    args = ("query", QUESTION, "--documents", "mill2.md", "--fusion", mode, *SHORT, "--json", "--store")
+    before, whole = payloads(store), kvtool(*args, store).fine().json
+    without = Path(shutil.copytree(store, tmp_path / "without"))
+    chunk = chunks_of(store, "mill2.md")[1]
+    with Store.open(without) as opened, opened.writer() as writer:
+        writer.drop_level([bytes.fromhex(chunk)], "raw")
+    expected = kvtool(*args, without).fine().json
+    break_record(store, chunk, layer)
+    done = kvtool(*args, store).fine()
+    row = done.json
+    assert row["chunks"][1]["status"] == "miss"
+    assert "damaged" in row["chunks"][1]["reason"]
+    assert "warning: " in done.err
+    assert row["answer"] == expected["answer"]
+    assert row["tokens"] == expected["tokens"]
+    assert row["tokens"]["fresh"] == whole["tokens"]["fresh"] + row["chunks"][1]["tokens"]
+    again = kvtool(*args, store).fine()
+    assert "warning" not in again.err
+    assert again.json["chunks"] == whole["chunks"]
+    assert payloads(store) == before
+    assert damages(store) == []
+
+
+def test_a_flipped_bit_in_the_prefix(store: Path) -> None:
+    args = ("query", QUESTION, "--store", store, "--fusion", "reuse", *SHORT, "--json")
+    before, whole = payloads(store), kvtool(*args).fine().json
+    break_record(store, prefix_chunk(store), 2)
+    done = kvtool(*args).fine()
+    assert "damaged" in done.err
+    assert done.json["answer"] == whole["answer"]
+    assert kvtool(*args).fine().json["tokens"] == whole["tokens"]
+    assert payloads(store) == before
+
+
+def test_a_bit_nobody_reads_is_found_by_verify(store: Path, corpus: Path) -> None:
+    """`verify --repair`, then ingest: as before."""
+    before, chunk = payloads(store), chunks_of(store, "mill5.md")[0]
+    break_record(store, chunk, 0)
+    kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT).fine()
+    assert kvtool("store", "verify", "--store", store).code == 13
+    kvtool("store", "verify", "--repair", "--store", store).fine()
+    report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
+    assert report["chunks"]["computed"] == 1
+    assert payloads(store) == before
+
+
+def overwrite(path: Path, table: bytes, key: bytes) -> None:
+    """Flip a bit in the middle of a small row."""
+    with Store.open(path) as store:
+        with store._read() as snapshot:
+            found = snapshot.get(table, key)
+            assert found is not None
+            data = bytearray(found)
+        data[len(data) // 2] ^= 1
+        store._current().write(lambda transaction: transaction.put(table + key, bytes(data)), 0)
+
+
+@pytest.mark.parametrize("table", ["chunks", "levels"])
+def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
+    """The chunk's ids come from the document's text then."""
+    args = ("query", QUESTION, "--documents", "mill2.md", "--store", store, "--fusion", "reuse", *SHORT, "--json")
+    before, whole = payloads(store), kvtool(*args, "--token-ids").fine().json
+    chunk = bytes.fromhex(chunks_of(store, "mill2.md")[1])
+    if table == "chunks":
+        overwrite(store, tables.CHUNKS, chunk)
+    else:
+        overwrite(store, tables.LEVELS, keys.level_key(chunk, "raw"))
+    done = kvtool(*args, "--token-ids").fine()
+    row = done.json
+    assert row["chunks"][1]["status"] == "miss"
+    assert row["chunks"][1]["reason"] in done.err
+    assert row["segments"] == whole["segments"]
+    assert kvtool(*args).fine().json["chunks"] == whole["chunks"]
+    assert payloads(store) == before
+    assert damages(store) == []
+
+
+def test_a_flipped_bit_in_a_document(store: Path, corpus: Path) -> None:
+    """What it says is unknown then: an error with the way out, not an answer."""
+    before = payloads(store)
+    source = str(corpus / "mill2.md")
+    overwrite(store, tables.DOCUMENTS, keys.name_key(source))
+    kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store).failed(13, "--repair")
+    kvtool("store", "verify", "--repair", "--store", store).fine()
+    kvtool("ingest", corpus, "--store", store).fine()
+    kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT).fine()
+    assert payloads(store) == before
+
+
+def test_a_flipped_bit_in_a_document_is_healed_by_ingest(store: Path, corpus: Path) -> None:
+    before = payloads(store)
+    overwrite(store, tables.DOCUMENTS, keys.name_key(str(corpus / "mill2.md")))
+    report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
+    assert report["documents"]["changed"] == 1
+    assert report["chunks"]["computed"] == 0
+    assert payloads(store) == before
+    assert damages(store) == []
+
+
+def test_a_flipped_bit_in_the_manifest(store: Path, corpus: Path, tiny: Path) -> None:
+    before = payloads(store)
+    overwrite(store, tables.META, keys.MANIFEST_KEY)
+    for args in (("query", QUESTION), ("ingest", corpus), ("inspect",)):
+        kvtool(*args, "--store", store).failed(13, "the manifest of the store is damaged", "--repair")
+    kvtool("store", "verify", "--repair", "--store", store).fine()
+    kvtool("query", QUESTION, "--store", store).failed(10, "ingest")
+    report = kvtool("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS, "--json").fine().json
+    assert report["chunks"]["computed"] == 0  # what it said is said again, and all records are still good
+    assert payloads(store) == before
+
+
+def test_no_chunk_is_answered_with_the_wrong_ids(store: Path) -> None:
+    """Records of another chunk under this one's key: the digest knows."""
+    one, two = (bytes.fromhex(chunk) for chunk in chunks_of(store, "mill2.md")[1:3])
+    with Store.open(store) as opened:
+        with opened._read() as snapshot:
+            other = snapshot.get(tables.RECORDS, keys.record_key(two, "raw", 1))
+            assert other is not None
+            data = bytes(other)
+        key = tables.RECORDS + keys.record_key(one, "raw", 1)
+        opened._current().write(lambda transaction: transaction.put(key, data), 0)
+    args = ("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT, "--json")
+    row = kvtool(*args).fine().json
+    assert [chunk["status"] for chunk in row["chunks"]][:3] == ["hit", "miss", "hit"]
+    assert {chunk["status"] for chunk in kvtool(*args).fine().json["chunks"]} == {"hit"}
+    assert json.dumps(row)
