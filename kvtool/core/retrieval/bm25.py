@@ -86,7 +86,7 @@ class BM25Index:
             passages = [Passage.from_json(row) for row in json.loads((folder / "passages.json").read_text())]
             has_terms = (folder / "params.index.json").exists()
             engine = bm25s.BM25.load(folder, show_progress=False) if has_terms else None
-        except (OSError, ValueError, KeyError):
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
             return None
         return cls(passages, engine)
 

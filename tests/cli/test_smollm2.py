@@ -1,0 +1,50 @@
+"""The installed command on the really pretrained packaged model: what a new user does first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+CORPUS = Path(__file__).parents[2] / "samples" / "corpus"
+QUESTION = "Who founded the Kellhaven Observatory?"
+FILES = ("places/kellhaven-observatory.md", "people/ilse-varnholt.md", "work/ullock-cheese.txt")
+
+
+@pytest.fixture
+def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """kvtool as installed, on a store of its own; the model is converted once for all of a test run's workers."""
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path_factory.getbasetemp().parent / "models"))
+    monkeypatch.setenv("KVTOOL_STORE", str(tmp_path / "store"))
+    command = Path(sys.executable).with_name("kvtool")
+
+    def kvtool(*args: str, code: int = 0) -> str:
+        done = subprocess.run([command, *args], capture_output=True, text=True, encoding="utf-8", cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        return done.stdout
+
+    for name in FILES:
+        shutil.copy(CORPUS / name, tmp_path)
+    return kvtool
+
+
+def test_a_question_is_answered_from_cached_chunks_by_a_real_model(run: Any) -> None:
+    report = json.loads(run("ingest", ".", "--model", "smollm2", "--json"))
+    assert report["documents"]["added"] == len(FILES)
+    assert report["gate"]["passed"], report["gate"]
+    full, *fused = json.loads(run("query", QUESTION, "--compare", "prefix,reuse,epic,blend", "--json"))["runs"]
+    assert "Ilse Varnholt" in full["answer"]
+    assert all(chunk["status"] == "hit" for reply in fused for chunk in reply["chunks"])
+    by_mode = {reply["fusion"]: reply for reply in fused}
+    assert by_mode["prefix"]["kl_first"] < 0.01  # bfloat16 rounding alone
+    assert by_mode["reuse"]["tokens"]["recomputed"] == 0
+    assert by_mode["blend"]["kl_answer"] < by_mode["reuse"]["kl_answer"]
+    answer = run("query", QUESTION, "--fusion", "blend", "--max-tokens", "24")
+    assert "Varnholt" in answer
