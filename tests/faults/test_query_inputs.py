@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,27 +119,6 @@ def test_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None
         kvtool("ingest", "/etc/hostname", "--store", store).failed(1, "read-only")
         assert files_below(store) == before
     kvtool("query", QUESTION, "--store", store, *SHORT).fine()
-
-
-def test_really_read_only(store: Path) -> None:
-    """As a user who may only read."""
-    if os.getuid() != 0:
-        pytest.skip("needs root to become somebody else")
-    program = (
-        "import os, sys; from kvtool.core.cache.store import Store; from kvtool.cli.app import main\n"
-        "os.setgid(65534); os.setuid(65534)\n"
-        "sys.exit(main(['store', 'verify', '--store', sys.argv[1]]) or main(['store', 'ls', '--store', sys.argv[1]]))"
-    )
-    for folder in (store, *store.parents):
-        folder.chmod(folder.stat().st_mode | 0o555)
-    for file in store.rglob("*"):
-        file.chmod(0o755 if file.is_dir() else 0o644)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(store)], capture_output=True, text=True, env=environment()
-    )
-    if "ModuleNotFoundError" in done.stderr or "Permission" in done.stderr:
-        pytest.skip("the environment itself is not readable by others")
-    assert done.returncode == 0, done.stderr
 
 
 def test_no_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
