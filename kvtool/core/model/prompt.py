@@ -10,9 +10,11 @@ from typing import Any
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
+# Measured beside other wordings: the same request in two sentences more gave Qwen2.5-Coder-0.5B an F1 of .32 instead of
+# .40 on HotpotQA (first 40 questions, full recompute).
 DEFAULT_SYSTEM = (
-    "Answer the question with a short answer copied from the passages: a name, a number, a date or a short phrase. "
-    "Do not explain. Answer in the language of the question."
+    "You answer questions from the given passages. Reply with only the answer: a name, a number, a date or a short "
+    "phrase copied from the passages, with no explanation."
 )
 _SEPARATOR = "\n\n"
 _SYSTEM = "kvtoolSystemText"
