@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path, system_text
-from kvtool.core.errors import EXIT_PARTIAL, GateError, KvtoolError, UsageError
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import QueryOptions, Reply, Request
@@ -218,6 +218,8 @@ class _Batch:
             self._run.out.json(head | {"reference": "full", "runs": rows})
         else:
             self._run.out.json((rows[0] if rows else {}) | head)
+        if self._failed == len(requests):
+            return EXIT_FAILED
         return EXIT_PARTIAL if self._failed else None
 
     def _one(self, request: Request) -> None:

@@ -233,6 +233,13 @@ def test_a_batch_goes_on_after_a_question_that_fails(store: Path, tmp_path: Path
     assert (summary["count"], summary["failed"]) == (1, 2)
 
 
+def test_a_batch_in_which_every_question_fails_has_failed(store: Path, tmp_path: Path) -> None:
+    batch = write_batch(tmp_path / "b.jsonl", {"id": "none", "question": "zzyzx"})
+    done = kvtool("query", "--batch", batch, "--store", store, *SHORT)
+    assert done.code == 1
+    assert done.lines[-1]["count"] == 0
+
+
 def test_several_chunks_and_documents_after_one_flag(store: Path) -> None:
     """`--chunks ID…`, `--documents PATH…`, before and after the question; the flag may be repeated, too."""
     one, two = chunks_of(store, "mill4.md")[:2]

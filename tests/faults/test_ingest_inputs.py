@@ -20,7 +20,7 @@ from tests.cli.working import (
     untouched,
     write_corpus,
 )
-from tests.families import save_tiny
+from tests.families import edit_config, save_tiny
 
 TEXT = "The mill stands on the river."
 
@@ -228,6 +228,12 @@ def hostile_gguf(folder: Path) -> Path:
     return folder / "m.gguf"
 
 
+def length_dependent_rope(folder: Path) -> Path:
+    save_tiny("llama", folder)
+    edit_config(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    return folder
+
+
 def no_such_folder(folder: Path) -> Path:
     return folder
 
@@ -236,7 +242,10 @@ def unknown_name(folder: Path) -> Path:
     return Path("nobody/nothing-1b")
 
 
-@pytest.mark.parametrize("make", [without_weights, cut_weights, cut_gguf, hostile_gguf, no_such_folder, unknown_name])
+@pytest.mark.parametrize(
+    "make",
+    [without_weights, cut_weights, cut_gguf, hostile_gguf, length_dependent_rope, no_such_folder, unknown_name],
+)
 def test_models_that_do_not_fit(make: Any, store: Path, corpus: Path, tmp_path: Path) -> None:
     model = make(tmp_path / "model")
     kvtool("ingest", corpus, "--store", tmp_path / "new", "--model", model, "--offline").failed(12)

@@ -126,9 +126,11 @@ class _Job:
 
     def _new_identity(self, split: SplitSettings) -> StoreIdentity:
         from kvtool.core.model.lead_in import lead_in_ids
-        from kvtool.core.model.load import resolve_device, resolve_dtype
+        from kvtool.core.model.load import resolve_device, resolve_dtype, supported_config
         from kvtool.core.model.prompt import DEFAULT_SYSTEM, PromptParts, prompt_parts
 
+        if self.known is None:  # refused before a store is made for it
+            supported_config(self.files)
         mode, system = self._lead_in(self.known)
         dtype = self.known.dtype if self.known else ""
         dtype = dtype or resolve_dtype(self.options.dtype, resolve_device(self.options.device), self.files)

@@ -196,14 +196,30 @@ def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto") 
     )
 
 
+def supported_config(files: ModelFiles) -> Any:
+    """The model's configuration, if its family is supported; reads no weights.
+
+    Raises
+    ------
+    ModelError : it is not, or config.json cannot be understood.
+    """
+    from transformers import AutoConfig
+
+    from kvtool.core.model.support import check_supported
+
+    with quiet(), _explained(files):
+        config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True)
+        check_supported(config)
+    return config
+
+
 def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    from kvtool.core.model.support import check_model, check_supported
+    from kvtool.core.model.support import check_model
 
-    config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True)
-    check_supported(config)
+    config = supported_config(files)
     model, report = AutoModelForCausalLM.from_pretrained(
         str(files.folder),
         config=config,
