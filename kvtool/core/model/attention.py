@@ -26,17 +26,19 @@ class Rows:
     positions : int64 tensor `[rows]` on the model's device.
     order : the same positions as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
+    whole_blocks : fill a short last block up, so that no row's result depends on how many stand behind it (law 10).
     """
 
     positions: torch.Tensor
     order: list[int] = field(repr=False)
     dense: bool
+    whole_blocks: bool = False
 
     @classmethod
-    def of(cls, positions: torch.Tensor, device: torch.device | str) -> Rows:
+    def of(cls, positions: torch.Tensor, device: torch.device | str, whole_blocks: bool = False) -> Rows:
         """Rows at `positions` (int64 `[rows]`, ascending)."""
         order: list[int] = positions.tolist()
-        return cls(positions.to(device), order, order == list(range(len(order))))
+        return cls(positions.to(device), order, order == list(range(len(order))), whole_blocks)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -84,10 +86,10 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling:
 def _block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, rows: Rows, at: int
 ) -> torch.Tensor:
-    """A short last block is filled up with rows and (where there are any) keys that nobody looks at: every row then
-    goes through kernels of one shape, and its result does not depend on how many rows stand behind it (law 10)."""
+    """Whole blocks: a short last one is filled up with rows and (where there are any) keys that nobody looks at, so
+    that every row goes through kernels of one shape."""
     stop = min(at + BLOCK, len(rows))
-    spare = at + BLOCK - stop
+    spare = at + BLOCK - stop if rows.whole_blocks else 0
     keys = min(rows.order[stop - 1] + 1 + spare, key.shape[2])
     visible = torch.arange(keys, device=query.device) <= rows.positions[at:stop, None]
     part = query[:, :, at:stop]

@@ -39,6 +39,7 @@ class Decoder:
         self.model: Any = loaded.model
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
         self.model.generation_config = _own_choice(self.model.generation_config)
+        self.model.get_output_embeddings().register_forward_pre_hook(_compact)
         self.config = self.model.config
         self.base: Any = self.model.get_decoder()
         self.layers: list[torch.nn.Module] = list(self.base.layers)
@@ -114,6 +115,12 @@ class Decoder:
         """Refuse a prompt that the model cannot hold."""
         if tokens > self.context:
             raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
+
+
+def _compact(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The last rows with the strides of a tensor of their own: for those of a slice, `matmul` copies the LM head's
+    whole weight first, which took longer than all layers together (0.8 s of 1.1 for Qwen2.5's 152k tokens)."""
+    return (args[0].flatten().view(args[0].shape), *args[1:])
 
 
 def _own_choice(config: Any) -> Any:

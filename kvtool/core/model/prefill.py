@@ -99,7 +99,7 @@ def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillIte
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)
     positions = torch.arange(len(lead_in), len(lead_in) + width)
-    rows = Rows.of(positions, decoder.device)
+    rows = Rows.of(positions, decoder.device, whole_blocks=True)
     table = decoder.rotary.table(rows.positions)
     shape = (len(items), len(decoder.layers), decoder.kv_heads, width, decoder.head_dim)
     all_keys, all_values = torch.empty(shape, dtype=decoder.dtype), torch.empty(shape, dtype=decoder.dtype)

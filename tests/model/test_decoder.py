@@ -1,0 +1,26 @@
+"""The decoder's own hands on the model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvtool.core.model.decoder import Decoder
+from tests.families import tiny_model
+
+
+def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
+    """With a slice's strides `matmul` takes the batched kernel, which copies the LM head's weight at every call."""
+    model = tiny_model("llama")
+    decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def spy(head: Any, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append((args[0].stride(), torch.empty(args[0].shape).stride()))
+
+    model.get_output_embeddings().register_forward_pre_hook(spy)
+    decoder.prefill([1, 2, 3, 4, 5])
+    assert seen
+    assert all(strides == own for strides, own in seen)
