@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 CORPUS = Path(__file__).parents[2] / "samples" / "corpus"
-QUESTION = "Who founded the Kellhaven Observatory?"
+QUESTION = "What is the larger reflector at the Kellhaven Observatory called by the people who work with it?"
 FILES = ("places/kellhaven-observatory.md", "people/ilse-varnholt.md", "work/ullock-cheese.txt")
 
 
@@ -40,11 +40,11 @@ def test_a_question_is_answered_from_cached_chunks_by_a_real_model(run: Any) -> 
     assert report["documents"]["added"] == len(FILES)
     assert report["gate"]["passed"], report["gate"]
     full, *fused = json.loads(run("query", QUESTION, "--compare", "prefix,reuse,epic,blend", "--json"))["runs"]
-    assert "Ilse Varnholt" in full["answer"]
+    assert "Bucket" in full["answer"]
     assert all(chunk["status"] == "hit" for reply in fused for chunk in reply["chunks"])
     by_mode = {reply["fusion"]: reply for reply in fused}
     assert by_mode["prefix"]["kl_first"] < 0.01  # bfloat16 rounding alone
     assert by_mode["reuse"]["tokens"]["recomputed"] == 0
     assert by_mode["blend"]["kl_answer"] < by_mode["reuse"]["kl_answer"]
     answer = run("query", QUESTION, "--fusion", "blend", "--max-tokens", "24")
-    assert "Varnholt" in answer
+    assert "Bucket" in answer
