@@ -41,7 +41,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--questions", type=int, default=20, help="how many of samples/questions.jsonl (default 20)")
+    parser.add_argument("--questions", type=int, default=16, help="how many of samples/questions.jsonl (default 16)")
     parser.add_argument("--lang", default="en", help="their language; the packaged model reads English (default en)")
     parser.add_argument("--model", default="smollm2", help="default: the packaged model")
     parser.add_argument("--folder", type=Path, default=HERE.parent / ".demo", help="where the store goes")
