@@ -67,8 +67,8 @@ def run(command: Sequence[str], capture: bool = False) -> str:
 
 def show_answers(out: Out, row: dict[str, Any]) -> None:
     answers = [(reply["fusion"], reply["answer"]) for reply in row["runs"]]
-    out.print()
-    out.table(("mode", "answer"), answers, title=row["question"])
+    out.print(f"\n{row['question']}\n")
+    out.table(("mode", "answer"), answers)
     out.print()
 
 
