@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.fusion import loader
-from kvtool.core.model import attention
+from kvtool.core.model import attention, side_by_side
 from kvtool.core.model.rotary import Rotary, Table
 
 
@@ -59,11 +59,20 @@ def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
     """Scattered rows attend to all keys of the prompt."""
 
-    def all_visible(query: Any, key: Any, value: Any, scaling: Any, rows: attention.Rows, at: int) -> torch.Tensor:
+    def all_visible(rows: attention.Rows, query: Any, key: Any, value: Any, scaling: Any, at: int) -> torch.Tensor:
         stop = min(at + attention.BLOCK, len(rows))
         return attention._sdpa(query[:, :, at:stop], key, value, None, scaling, causal=False)
 
-    patch.setattr(attention, "_block", all_visible)
+    patch.setattr(attention.Rows, "_block", all_visible)
+
+
+def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
+    """A chunk's rows attend to all of its tokens at ingest."""
+
+    def all_visible(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
+        return attention._sdpa(query, key, value, None, scale, causal=False)
+
+    patch.setattr(side_by_side, "_plain_products", all_visible)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from kvtool.core.model.attention import BLOCK, Rows, rows_attention
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 MODULE = torch.nn.Identity()
+MODULE.layer_idx = 0
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -80,7 +81,7 @@ def test_what_cannot_be_done_is_refused(feature: str) -> None:
 
 
 def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
-    """Bit for bit: other rows in its block, or none."""
+    """Other rows in its block, or none."""
     positions = [3, 7, 50, 120, 121, 199]
     query = random(1, HEADS, len(positions), DIM)
     whole, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))

@@ -16,7 +16,7 @@ import torch
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.identity import StoreIdentity
-from kvtool.core.ingest.compute import BATCH_TOKENS, ChunkStorer, batches
+from kvtool.core.ingest.compute import BATCH_TOKENS, ChunkStorer
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
 from kvtool.core.ingest.report import Events, IngestReport
 from kvtool.core.model import attention
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class IngestBench:
     """Tokens a second, medians over `repeat` rounds that alternate between the two.
 
-    `plain`: `transformers`' own forward over the same chunks in the same batches, without lead-in, LM head and disk.
+    `plain`: `transformers`' own forward over the same chunks, padded in batches of similar length and of as many
+    tokens, without lead-in, LM head and disk.
     `ingest`: prefill behind the lead-in, un-rotation, records, digests and durable commits into a new store.
     `ratio`: median of the rounds' own ratios.
     """
@@ -93,7 +94,7 @@ def _seconds(work: Callable[[], None]) -> float:
 @torch.inference_mode()
 def _plain(decoder: Decoder, wanted: Sequence[WantedChunk]) -> None:
     with _own_attention(decoder):
-        for batch in batches(wanted, BATCH_TOKENS.get(decoder.device.split(":")[0], 1024)):
+        for batch in _of_similar_length(wanted, BATCH_TOKENS.get(decoder.device.split(":")[0], 2048)):
             width = max(len(chunk.ids) for chunk in batch)
             ids = torch.zeros((len(batch), width), dtype=torch.long)
             mask = torch.zeros_like(ids)
@@ -103,6 +104,18 @@ def _plain(decoder: Decoder, wanted: Sequence[WantedChunk]) -> None:
             decoder.base(input_ids=ids.to(decoder.device), attention_mask=mask.to(decoder.device), use_cache=True)
     if decoder.device.startswith("cuda"):
         torch.cuda.synchronize()
+
+
+def _of_similar_length(wanted: Sequence[WantedChunk], tokens: int) -> Iterator[list[WantedChunk]]:
+    """Batches with little padding; one holds at most `tokens` padded tokens, or one longer chunk."""
+    batch: list[WantedChunk] = []
+    for chunk in sorted(wanted, key=lambda chunk: len(chunk.ids)):
+        if batch and len(chunk.ids) * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -23,6 +24,6 @@ class Codec(Protocol):
     level: str
     lossless: bool
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[bytes]: ...
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Payload]: ...
 
     def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]: ...

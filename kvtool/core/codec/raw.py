@@ -16,9 +16,9 @@ class Raw:
     level = "raw"
     lossless = True
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[bytes]:
-        """Bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
-        return [side.contiguous().view(torch.uint8).numpy().tobytes() for side in (keys, values)]
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[memoryview]:
+        """Bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`; they may be views."""
+        return [side.contiguous().view(torch.uint8).numpy().reshape(-1).data for side in (keys, values)]
 
     def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer; they share `payload`'s memory and must not be written to."""

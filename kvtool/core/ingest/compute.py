@@ -1,4 +1,4 @@
-"""Prefill what is missing in batches of similar length, and hand it to the store while the next batch computes."""
+"""Prefill what is missing in batches, and hand it to the store."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from kvtool.core.ingest.report import Events, IngestReport
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 
-BATCH_TOKENS = {"cpu": 1024, "cuda": 16384}
+BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 QUEUED = 4  # batches and commits that may wait to be written: bounds the memory they hold
-WINDOW_BATCHES = 4  # chunks are sorted by length within so many batches: little padding, documents complete soon
 
 
 class ChunkStorer:
-    """Computes chunks and writes them. Writes run in one thread beside the compute, in order."""
+    """Computes chunks and writes them, in order.
+
+    Beside a GPU's compute one thread writes. On the CPU writes take turns with the compute: a thread that holds one of
+    the cores lets all others wait for their share of every matrix product, four times its own work (measured, 2 cores).
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class ChunkStorer:
         self._codec = CODECS[level]
         self._report, self._events = report, events
         self._lead_ins: dict[tuple[int, ...], LeadIn] = {}
-        self._pool = ThreadPoolExecutor(1, "kvtool-writer")
+        self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
         self._batch_tokens = BATCH_TOKENS.get(decoder.device.split(":")[0], BATCH_TOKENS["cpu"])
 
@@ -57,10 +60,9 @@ class ChunkStorer:
         """Compute the missing chunks and commit each file as soon as all of its chunks are there."""
         waiting = _Waiting(files, missing)
         self._commit(waiting.complete)
-        for window in _windows(files, missing, self._batch_tokens * WINDOW_BATCHES):
-            for batch in batches(window, self._batch_tokens):
-                self._write(batch, self._prefill(batch))
-                self._commit(waiting.stored(batch))
+        for batch in _batches(files, missing, self._batch_tokens):
+            self._write(batch, self._prefill(batch))
+            self._commit(waiting.stored(batch))
         self.finish()
 
     def finish(self) -> None:
@@ -69,7 +71,8 @@ class ChunkStorer:
 
     def close(self) -> None:
         """Wait for the writing thread."""
-        self._pool.shutdown(wait=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
 
     def _prefill(self, batch: Sequence[WantedChunk]) -> list[ChunkKV]:
         started = time.perf_counter()
@@ -95,11 +98,16 @@ class ChunkStorer:
         self._submit(work)
 
     def _commit(self, files: Sequence[PreparedFile]) -> None:
+        """Files that became complete together, in one transaction: a commit waits for the disk twice."""
+        if files:
+            self._submit(partial(self._writer.commit_files, [(file.entry, file.documents) for file in files]))
         for file in files:
-            self._submit(partial(self._writer.commit_file, file.entry, file.documents))
             count_file(file, self._report)
 
     def _submit(self, work: Callable[[], None]) -> None:
+        if self._pool is None:
+            work()
+            return
         self._settle(QUEUED - 1)
         self._pending.append(self._pool.submit(work))
 
@@ -162,33 +170,22 @@ def encode_chunk(chunk_id: bytes, kv: ChunkKV, level: str) -> list[bytes]:
     ]
 
 
-def _windows(
+def _batches(
     files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk], tokens: int
 ) -> Iterator[list[WantedChunk]]:
-    """The missing chunks once each, in document order, about `tokens` at a time."""
-    window: list[WantedChunk] = []
+    """The missing chunks once each, in document order; a batch holds at most `tokens` tokens, or one longer chunk."""
+    batch: list[WantedChunk] = []
     seen: set[bytes] = set()
     size = 0
     for chunk in (chunk for file in files for chunk in file.chunks):
-        if chunk.chunk_id in missing and chunk.chunk_id not in seen:
-            seen.add(chunk.chunk_id)
-            window.append(chunk)
-            size += len(chunk.ids) + len(chunk.before)
-            if size >= tokens:
-                yield window
-                window, size = [], 0
-    if window:
-        yield window
-
-
-def batches(window: Sequence[WantedChunk], tokens: int) -> Iterator[list[WantedChunk]]:
-    """Similar lengths together; a batch holds at most `tokens` padded tokens, or one longer chunk."""
-    batch: list[WantedChunk] = []
-    for chunk in sorted(window, key=lambda chunk: (len(chunk.ids) + len(chunk.before), chunk.chunk_id)):
+        if chunk.chunk_id not in missing or chunk.chunk_id in seen:
+            continue
+        seen.add(chunk.chunk_id)
         length = len(chunk.ids) + len(chunk.before)
-        if batch and length * (len(batch) + 1) > tokens:
+        if batch and size + length > tokens:
             yield batch
-            batch = []
+            batch, size = [], 0
         batch.append(chunk)
+        size += length
     if batch:
         yield batch

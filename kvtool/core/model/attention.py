@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,41 +26,65 @@ class Rows:
     positions : int64 tensor `[rows]` on the model's device.
     order : the same positions as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
-    whole_blocks : fill a short last block up, so that no row's result depends on how many stand behind it (law 10).
     """
 
     positions: torch.Tensor
     order: list[int] = field(repr=False)
     dense: bool
-    whole_blocks: bool = False
 
     @classmethod
-    def of(cls, positions: torch.Tensor, device: torch.device | str, whole_blocks: bool = False) -> Rows:
+    def of(cls, positions: torch.Tensor, device: torch.device | str) -> Rows:
         """Rows at `positions` (int64 `[rows]`, ascending)."""
         order: list[int] = positions.tolist()
-        return cls(positions.to(device), order, order == list(range(len(order))), whole_blocks)
+        return cls(positions.to(device), order, order == list(range(len(order))))
 
     def __len__(self) -> int:
         return len(self.order)
 
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Row i sees the keys at positions ≤ `positions[i]`; key j stands at prompt position j."""
+        if self.dense and key.shape[2] == len(self):
+            return _dense(query, key, value, scaling)
+        blocks = [self._block(query, key, value, scaling, at) for at in range(0, len(self), BLOCK)]
+        return torch.cat(blocks, dim=2)
+
+    def _block(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, at: int
+    ) -> torch.Tensor:
+        stop = min(at + BLOCK, len(self))
+        keys = min(self.order[stop - 1] + 1, key.shape[2])
+        visible = torch.arange(keys, device=query.device) <= self.positions[at:stop, None]
+        return _sdpa(query[:, :, at:stop], key[:, :, :keys], value[:, :, :keys], visible, scaling, causal=False)
+
+
+class Attends(Protocol):
+    """Rows that know which keys they see."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
+
 
 def rows_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    rows: Rows | None = None,
+    rows: Attends | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for `transformers`' attention interface: row i sees the keys at positions ≤ `rows.positions[i]`.
+    """Attention for `transformers`' attention interface: `rows` decide what is seen.
 
     Parameters
     ----------
     query : `[batch, heads, rows, head_dim]`.
-    key, value : `[batch, kv_heads, keys, head_dim]`; key j stands at prompt position j.
-    rows : positions of the query rows. None: one decoding row that sees everything, or a plain causal prefill.
+    key, value : `[batch, kv_heads, keys, head_dim]`.
+    rows : the query rows. None: one decoding row that sees everything, or a plain causal prefill.
 
     Returns
     -------
@@ -69,10 +93,10 @@ def rows_attention(
     for feature in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(feature) is not None:
             raise ModelError(f"attention with {feature} is not supported", "use a model with plain rotary attention")
-    if rows is None or (rows.dense and key.shape[2] == len(rows)):
+    if rows is None:
         out = _dense(query, key, value, scaling)
     else:
-        out = torch.cat([_block(query, key, value, scaling, rows, at) for at in range(0, len(rows), BLOCK)], dim=2)
+        out = rows.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -81,23 +105,6 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling:
     if count > 1 and key.shape[2] != count:
         raise ModelError("several rows over a longer cache need their positions", "this is a bug in kvtool")
     return _sdpa(query, key, value, None, scaling, causal=count > 1)
-
-
-def _block(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, rows: Rows, at: int
-) -> torch.Tensor:
-    """Whole blocks: a short last one is filled up with rows and (where there are any) keys that nobody looks at, so
-    that every row goes through kernels of one shape."""
-    stop = min(at + BLOCK, len(rows))
-    spare = at + BLOCK - stop if rows.whole_blocks else 0
-    keys = min(rows.order[stop - 1] + 1 + spare, key.shape[2])
-    visible = torch.arange(keys, device=query.device) <= rows.positions[at:stop, None]
-    part = query[:, :, at:stop]
-    if spare:
-        part = F.pad(part, (0, 0, 0, spare))
-        visible = torch.cat([visible, visible[-1:].expand(spare, -1)])
-    out = _sdpa(part, key[:, :, :keys], value[:, :, :keys], visible, scaling, causal=False)
-    return out[:, :, : stop - at]
 
 
 def _sdpa(

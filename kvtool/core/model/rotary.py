@@ -63,10 +63,6 @@ class Rotary:
         wide = keys.float()
         return self._apply(wide[:, :0], wide, table.cos, table.sin)[1].to(keys.dtype)
 
-    def unrotate(self, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
-        """Take the positions of `table` off; computed in float32, rounded once to the dtype of `keys`."""
-        return self.rotate(keys, table.inverse(), layer)
-
 
 def _model_function(attention: torch.nn.Module) -> Apply:
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
