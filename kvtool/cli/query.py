@@ -10,6 +10,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path, system_text
+from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def query(
     """Answer a question from the store's documents."""
     modes = _modes(run, compare)
     requests = _requests(question, chunks, documents, batch)
-    if run.settings.level not in ("auto", "raw"):
-        raise UsageError(f"there is no level {run.settings.level!r} yet", "known: raw, auto")
+    if run.settings.level != "auto":
+        check_level(run.settings.level)
     options = _options(run, token_ids, force)
     from kvtool.core.cache.store import Store
 
@@ -65,15 +66,15 @@ def query(
 
 def _modes(run: Run, compare: str | None) -> list[str]:
     """The mode of `--fusion`, or those of `--compare`; checked before anything is loaded."""
-    from kvtool.core.query.reply import MODES
+    from kvtool.core.settings import FUSIONS
 
     if compare is None:
-        return [run.resolved.choose("fusion", MODES)]
+        return [run.resolved.choose("fusion", FUSIONS)]
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
-    unknown = [mode for mode in modes if mode not in MODES]
+    unknown = [mode for mode in modes if mode not in FUSIONS]
     if unknown or not modes:
         raise UsageError(
-            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}", f"known: {', '.join(MODES)}"
+            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}", f"known: {', '.join(FUSIONS)}"
         )
     return modes
 

@@ -116,7 +116,7 @@ def _key(
     return field(default=default, metadata=known)
 
 
-FUSIONS = ("full", "prefix", "reuse", "epic", "blend")  # for help and completion; the registry decides
+FUSIONS = ("full", "prefix", "reuse", "epic", "blend")  # the registry needs torch, its names must not
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 

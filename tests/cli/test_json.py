@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvtool as package
+from kvtool.core.settings import FUSIONS
 from tests.cli.working import (
     CHUNKS,
     LAYERS,
@@ -29,14 +30,13 @@ from tests.cli.working import (
 CHUNK = {"id": str, "source": str, "start": int, "end": int, "tokens": int, "status": str}
 TIMES = {"retrieve", "read", "decode", "upload", "rotate", "select", "recompute", "ttft", "generate", "model_load"}
 TOKENS = {"prompt", "reused", "recomputed", "fresh", "generated"}
-MODES = ("full", "prefix", "reuse", "epic", "blend")
 
 
 def check_reply(row: dict[str, Any], retrieved: bool = True) -> None:
     """One answer, as in `query --json`."""
     assert isinstance(row["question"], str)
     assert isinstance(row["answer"], str)
-    assert row["fusion"] in MODES
+    assert row["fusion"] in FUSIONS
     assert row["chunks"]
     for chunk in row["chunks"]:
         assert {name: type(chunk[name]) for name in CHUNK} == CHUNK
@@ -79,7 +79,7 @@ def test_chunks_join_to_their_document(store: Path, corpus: Path) -> None:
         assert document["characters"] == len(text)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FUSIONS)
 def test_query(mode: str, store: Path) -> None:
     row = kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT, "--json").fine().json
     check_reply(row)

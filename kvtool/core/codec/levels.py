@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtool.core.errors import UsageError
 
-LEVELS = ("raw",)
+LEVELS = ("raw", "lossless")
 
 
 def check_level(level: str) -> str:

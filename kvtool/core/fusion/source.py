@@ -64,7 +64,10 @@ class StoreSource:
             shape = (header.kv_heads, header.tokens, header.head_dim_k)
             if shape != (self.shape[0], len(segment.ids), self.shape[1]):
                 raise RecordMissing(segment, f"stored shape {shape} does not fit")
-            out.append(CODECS[header.level].decode(payload, shape, header.dtype))
+            try:
+                out.append(CODECS[header.level].decode(payload, shape, header.dtype))
+            except DamagedError as error:
+                raise RecordMissing(segment, f"damaged: {error.message}") from error
             stats.bytes_read += len(payload)
         stats.read_s += read - started
         stats.decode_s += time.perf_counter() - read

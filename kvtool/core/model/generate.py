@@ -128,6 +128,8 @@ class _TextStream(BaseStreamer):
             self._show()
 
     def end(self) -> None:
+        """The last tokens may be the first bytes of a character that never came."""
+        self.text = self.text.rstrip("\ufffd")
         self._show()
 
     def _show(self) -> None:

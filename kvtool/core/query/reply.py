@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
 
-MODES = ("full", "prefix", "reuse", "epic", "blend")
-
 
 @dataclass(frozen=True, slots=True)
 class QueryOptions:

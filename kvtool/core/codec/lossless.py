@@ -1,0 +1,95 @@
+"""Level `lossless`: bit for bit, about two thirds of `raw`."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+from kvtool.core.codec.base import Payload, Shape
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.errors import DamagedError
+
+_LENGTHS = struct.Struct("<2I")
+_WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_ZSTD_LEVEL = 1  # the exponents of neighbours are no text: all of the gain is Huffman's, and level 19 finds 1 % more
+
+
+class Lossless:
+    """Exponents are few and compress well, signs and mantissas are noise and do not (CODEC.md, "Modelling").
+
+    Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and two bits more)
+    and the sign stands last among the mantissa's bits. Layout, little-endian:
+
+    =============  =====================================================================
+    u32, u32       length of the next two parts
+    zstd frame     first bytes of K, `[kv_heads, tokens, head_dim]` in C order
+    zstd frame     first bytes of V
+    bytes          the other bytes of K, number by number, low byte first; then those of V
+    =============  =====================================================================
+    """
+
+    level = "lossless"
+    lossless = True
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[Payload]:
+        """One layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
+        compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+        sides = [_rotated(side) for side in (keys, values)]
+        first = [compressor.compress(np.ascontiguousarray(side[:, -1]).data) for side in sides]
+        rest = [np.ascontiguousarray(side[:, :-1]).reshape(-1).data for side in sides]
+        return [_LENGTHS.pack(*map(len, first)), *first, *rest]
+
+    def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer.
+
+        Raises
+        ------
+        DamagedError : lengths that do not fit the shape, or a part that cannot be decompressed.
+        """
+        view = memoryview(payload)
+        width, count = DTYPES[dtype].itemsize, math.prod(shape)
+        if len(view) < _LENGTHS.size:
+            raise DamagedError("a lossless payload without its lengths")
+        lengths = _LENGTHS.unpack_from(view)
+        if len(view) != _LENGTHS.size + sum(lengths) + 2 * count * (width - 1):
+            raise DamagedError("a lossless payload whose parts do not fit its shape")
+        sides = []
+        at, rest = _LENGTHS.size, _LENGTHS.size + sum(lengths)
+        for length in lengths:
+            numbers = np.empty((count, width), np.uint8)
+            numbers[:, -1] = _decompressed(view[at : at + length], count)
+            numbers[:, :-1] = np.frombuffer(view, np.uint8, count * (width - 1), rest).reshape(count, width - 1)
+            sides.append(_rotated_back(numbers, dtype).view(*shape))
+            at, rest = at + length, rest + count * (width - 1)
+        keys, values = sides
+        return keys, values
+
+
+def _rotated(side: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Bytes of the rotated numbers, `[numbers, bytes]`, low byte first."""
+    width = side.element_size()
+    words = side.contiguous().view(torch.uint8).numpy().reshape(-1).view(_WORDS[width])
+    return ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
+
+
+def _rotated_back(numbers: npt.NDArray[np.uint8], dtype: str) -> torch.Tensor:
+    width = numbers.shape[1]
+    words = numbers.reshape(-1).view(_WORDS[width])
+    return torch.from_numpy(((words >> 1) | (words << (8 * width - 1))).view(np.uint8)).view(DTYPES[dtype])
+
+
+def _decompressed(frame: memoryview, size: int) -> npt.NDArray[np.uint8]:
+    """The frame's bytes, of which there must be `size`: no more memory is taken, whatever the frame claims."""
+    try:
+        if zstandard.frame_content_size(frame) != size:
+            raise DamagedError("a lossless payload whose exponents do not fit its shape")
+        data = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"a lossless payload that cannot be decompressed: {error}") from error
+    return np.frombuffer(data, np.uint8)

@@ -1,0 +1,115 @@
+"""Level `lossless`: every bit comes back, in fewer bytes; damage is found before memory is taken."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import torch
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.core.codec.lossless import Lossless
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.errors import DamagedError
+
+CODEC = Lossless()
+GOLDEN = bytes.fromhex(
+    # [1, 2, 3] bfloat16: keys 0, -0, 1, -2.5, inf, 3 and values 1e-30 … 3e38; written by format version 1
+    "0f0000000f00000028b52ffd200631000000007f80ff8028b52ffd20063100001b757b81a0fe00010041008044079ac02bc4"
+)
+GOLDEN_SIDES = (
+    torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), 3.0]).bfloat16().view(1, 2, 3),
+    torch.tensor([1e-30, -1e-3, 0.1, 7.0, -1e10, 3e38]).bfloat16().view(1, 2, 3),
+)
+
+
+def bits(side: torch.Tensor) -> bytes:
+    return side.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def encoded(*sides: torch.Tensor) -> bytes:
+    return b"".join(CODEC.encode(*sides))
+
+
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 4)),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    data=st.data(),
+)
+def test_every_bit_pattern_comes_back(shape: tuple[int, int, int], dtype: str, data: st.DataObject) -> None:
+    size = shape[0] * shape[1] * shape[2] * DTYPES[dtype].itemsize
+    sides = [
+        torch.frombuffer(bytearray(data.draw(st.binary(min_size=size, max_size=size))), dtype=DTYPES[dtype]).view(shape)
+        if size
+        else torch.empty(shape, dtype=DTYPES[dtype])
+        for _ in "kv"
+    ]
+    decoded = CODEC.decode(encoded(*sides), shape, dtype)
+    assert [bits(side) for side in decoded] == [bits(side) for side in sides]
+    assert all(side.shape == shape and side.dtype == DTYPES[dtype] for side in decoded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_smaller_than_raw(dtype: torch.dtype) -> None:
+    """Not by luck: the exponents of normal numbers hold 2 to 3 bits."""
+    keys, values = torch.randn(2, 2, 256, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    size = len(encoded(keys, values))
+    assert size < (keys.nbytes + values.nbytes) / {2: 1.15 if dtype == torch.float16 else 1.4, 4: 1.17}[dtype.itemsize]
+
+
+def test_a_view_into_a_batch() -> None:
+    batch = torch.randn(2, 9, 4).bfloat16()
+    side = batch[:, 3:7]
+    assert encoded(side, side) == encoded(side.contiguous(), side.contiguous())
+
+
+def test_golden_bytes() -> None:
+    """What was written once is read for ever."""
+    decoded = CODEC.decode(GOLDEN, (1, 2, 3), "bfloat16")
+    assert [bits(side) for side in decoded] == [bits(side) for side in GOLDEN_SIDES]
+
+
+def test_the_layout() -> None:
+    first, second = struct.unpack_from("<2I", GOLDEN)
+    assert len(GOLDEN) == 8 + first + second + 12
+    assert zstandard.ZstdDecompressor().decompress(GOLDEN[8 : 8 + first]) == bytes([0, 0, 127, 128, 255, 128])
+    assert GOLDEN[8 + first + second :][:6] == bytes([0, 1, 0, 65, 0, 128])
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 20])
+def test_truncated(size: int) -> None:
+    with pytest.raises(DamagedError):
+        CODEC.decode(GOLDEN[:size], (1, 2, 3), "bfloat16")
+
+
+def test_of_another_shape() -> None:
+    for shape in ((1, 2, 2), (1, 2, 4), (2**16, 2**16, 2**16)):
+        with pytest.raises(DamagedError):
+            CODEC.decode(GOLDEN, shape, "bfloat16")
+
+
+def test_a_frame_that_claims_a_gigabyte() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(2**30))
+    payload = struct.pack("<2I", len(bomb), len(bomb)) + bomb + bomb + bytes(12)
+    with pytest.raises(DamagedError, match="do not fit"):
+        CODEC.decode(payload, (1, 2, 3), "bfloat16")
+
+
+def test_mutated_payloads_give_an_error_or_a_tensor() -> None:
+    chance = random.Random(5)
+    keys, values = torch.randn(2, 2, 40, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    sound = encoded(keys, values)
+    for _ in range(3000):
+        data = bytearray(sound)
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        if chance.random() < 0.2:
+            del data[chance.randrange(len(data)) :]
+        try:
+            decoded = CODEC.decode(data, (2, 40, 8), "bfloat16")
+        except DamagedError:
+            continue
+        assert all(side.shape == (2, 40, 8) and side.dtype == torch.bfloat16 for side in decoded)
