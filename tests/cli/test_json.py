@@ -142,7 +142,7 @@ def test_token_ids(more: tuple[str, ...], store: Path, tiny: Path) -> None:
     from transformers import AutoTokenizer
 
     said = AutoTokenizer.from_pretrained(tiny).decode(out[0, len(ids) :], skip_special_tokens=True)
-    assert row["answer"] == said.strip()
+    assert row["answer"] == said.rstrip("\ufffd").strip()  # half a character at the end is left out
 
 
 def test_compare(store: Path) -> None:

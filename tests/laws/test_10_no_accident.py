@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.model import prefill
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.model.side_by_side import SideBySide
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -68,13 +68,15 @@ def test_a_neighbour_before_it_is_not_part_of_a_chunk() -> None:
 
 
 def test_a_batch_that_leaks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without whole attention blocks and a least width, sums round differently from batch to batch."""
-    joined = prefill._BatchCache._joined
+    """Keys with a trace of what else stands in the packed row."""
+    attend = SideBySide.attend
 
-    def leaking(lead: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        return joined(lead, new + new.mean(0, keepdim=True) * 1e-3)
+    def leaking(
+        self: SideBySide, layer: int, query: torch.Tensor, key: torch.Tensor, *rest: torch.Tensor
+    ) -> torch.Tensor:
+        return attend(self, layer, query, key + key.mean(2, keepdim=True) * 1e-3, *rest)
 
-    monkeypatch.setattr(prefill._BatchCache, "_joined", staticmethod(leaking))
+    monkeypatch.setattr(SideBySide, "attend", leaking)
     with pytest.raises(AssertionError):
         holds(new_case("llama"), ALIKE)
 

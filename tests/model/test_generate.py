@@ -38,7 +38,7 @@ def test_after_full_prefill_it_says_what_transformers_says(name: str) -> None:
     plan = shared.plan(lead_in=BOS)
     found = answer(shared, shared.fuse(plan, Full(), reserve=16), GREEDY)
     assert found.ids == plain_text(name, "float32", tuple(plan.ids), 16)
-    assert found.text == tokenizer().decode(found.ids, skip_special_tokens=True)
+    assert found.text == tokenizer().decode(found.ids, skip_special_tokens=True).rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("reserve", [0, 16])
