@@ -20,7 +20,7 @@ def store_path(store: str) -> Path:
     ------
     UsageError : a URL; remote stores are not built yet.
     """
-    from kvtool.core.settings import data_dir
+    from kvtool.core.places import data_dir
 
     if "://" in store:
         raise UsageError(f"remote stores are not supported: {store}", "give a local folder")

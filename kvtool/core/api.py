@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
+from kvtool.core.places import data_dir
 from kvtool.core.query.reply import QueryOptions, Reply, Request
-from kvtool.core.settings import data_dir
 
 if TYPE_CHECKING:
     from kvtool.core.query.session import Session

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core import settings
+from kvtool.core import places, settings
 from kvtool.core.errors import UsageError
-from kvtool.core.settings import Resolved, Settings, keys, resolve
+from kvtool.core.resolve import Resolved, resolve
+from kvtool.core.settings import Settings, keys
 
 LAYERS = ("user", "project", "environment", "flag")  # lowest first
 VALUES = dict(zip(LAYERS, (0.1, 0.2, 0.3, 0.4), strict=True))
@@ -213,12 +214,12 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_variable_moves_all_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settings.data_dir() == home / "data"
-    assert settings.cache_dir() == home / "cache"
-    assert settings.config_file() == home / "config.toml"
+    assert places.data_dir() == home / "data"
+    assert places.cache_dir() == home / "cache"
+    assert places.config_file() == home / "config.toml"
     assert resolve().settings.store == str(home / "data" / "store")
     monkeypatch.setenv("KVTOOL_CACHE", "/elsewhere")
-    assert settings.cache_dir() == Path("/elsewhere")
+    assert places.cache_dir() == Path("/elsewhere")
 
 
 def test_without_a_home_only_the_default_store_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvtool.core.model import digests
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.settings import cache_dir
+from kvtool.core.places import cache_dir
 from tests.families import edit_config, save_tiny
 
 

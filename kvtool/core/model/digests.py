@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvtool.core.errors import KvtoolError
-from kvtool.core.settings import cache_dir
+from kvtool.core.places import cache_dir
 
 _REMEMBERED = 4096  # entries kept, the newest
 _RACY_SECONDS = 2.0  # a file younger than this may change again under the same mtime
