@@ -211,26 +211,6 @@ def test_a_file_that_gives_fewer_documents(tmp_path: Path) -> None:
         assert store.document("f#1") is None
 
 
-def test_files_that_are_stored_together(tmp_path: Path) -> None:
-    """One transaction for all of them, or none; a document may move from one of them to another."""
-    with Store.create_or_open(tmp_path / "store") as store, store.writer() as writer:
-        ref = put(writer, "a")
-        documents = {name: DocumentEntry(name, "jsonl", "t", (ref,)) for name in ("x", "y", "z")}
-
-        def file(path: str, *names: str) -> tuple[FileEntry, list[DocumentEntry]]:
-            return FileEntry(path, 1, 2, "d", "s", names), [documents[name] for name in names]
-
-        writer.commit_files([file("f", "x", "y"), file("g", "z")])
-        assert store.sources() == ["x", "y", "z"]
-        assert store.revision() == 1
-        writer.commit_files([file("f", "y"), file("g", "x")])
-        assert store.sources() == ["x", "y"]
-        stranger = DocumentEntry("w", "text", "", (ChunkRef(id_of("nobody"), 0, 1, 1),))
-        with pytest.raises(ValueError, match="never put"):
-            writer.commit_files([file("h", "z"), (FileEntry("i", 1, 2, "d", "s", ("w",)), [stranger])])
-        assert store.sources() == ["x", "y"]
-
-
 def test_collect_spares_what_waits_for_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "BATCH_BYTES", 1)
     with Store.create_or_open(tmp_path / "store") as store, store.writer() as pen:

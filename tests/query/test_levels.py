@@ -11,7 +11,19 @@ from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.raw import Raw
-from tests.cli.working import CHUNKS, LAYERS, PREFIX, QUESTION, SHORT, chunks_of, damages, kvtool, write_corpus
+from kvtool.core.query import fill
+from tests.cli.working import (
+    CHUNKS,
+    LAYERS,
+    PREFIX,
+    QUESTION,
+    SHORT,
+    chunks_of,
+    damages,
+    files_below,
+    kvtool,
+    write_corpus,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +64,19 @@ def test_what_was_stored_is_what_raw_holds(both: tuple[Path, Path]) -> None:
                 assert b"".join(Raw().encode(*sides)) == bytes(data)
 
 
-def test_a_level_that_is_not_stored_is_computed_and_said(store: Path) -> None:
-    row = kvtool("query", QUESTION, "--store", store, "--level", "lossless", *SHORT, "--json").fine().json
-    assert {chunk["status"] for chunk in row["chunks"]} == {"miss"}
-    assert {chunk["reason"] for chunk in row["chunks"]} == {"not stored at level lossless"}
+@pytest.mark.parametrize(("asked", "stored"), [("lossless", "raw"), ("raw", "lossless")])
+def test_a_level_that_is_not_stored_is_computed_and_said(
+    asked: str, stored: str, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is stored stays as it is; nothing is prefilled for the store."""
+    monkeypatch.setattr(fill, "prefill_chunks", None)
+    path = both[stored == "lossless"]
+    before = files_below(path)
+    done = kvtool("query", QUESTION, "--store", path, "--level", asked, *SHORT, "--json").fine()
+    assert "was computed in place" in done.err
+    assert {chunk["status"] for chunk in done.json["chunks"]} == {"miss"}
+    assert {chunk["reason"] for chunk in done.json["chunks"]} == {f"not stored at level {asked}"}
+    assert files_below(path) == before
 
 
 def test_a_level_that_there_is_not(store: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.identity import StoreIdentity
-from kvtool.core.ingest.compute import BATCH_TOKENS, ChunkStorer
+from kvtool.core.ingest.compute import ChunkStorer, batch_tokens
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
 from kvtool.core.ingest.report import Events, IngestReport
 from kvtool.core.model import attention
@@ -94,7 +94,7 @@ def _seconds(work: Callable[[], None]) -> float:
 @torch.inference_mode()
 def _plain(decoder: Decoder, wanted: Sequence[WantedChunk]) -> None:
     with _own_attention(decoder):
-        for batch in _of_similar_length(wanted, BATCH_TOKENS.get(decoder.device.split(":")[0], 2048)):
+        for batch in _of_similar_length(wanted, batch_tokens(decoder.device)):
             width = max(len(chunk.ids) for chunk in batch)
             ids = torch.zeros((len(batch), width), dtype=torch.long)
             mask = torch.zeros_like(ids)

@@ -98,29 +98,22 @@ class Writer:
             self._forget_pending()
 
     def commit_file(self, entry: FileEntry, documents: Sequence[DocumentEntry]) -> None:
-        """Store one file; see :meth:`commit_files`."""
-        self.commit_files([(entry, documents)])
+        """Store a file with its documents, in one transaction with what is left of their chunks; durable on return.
 
-    def commit_files(self, files: Sequence[tuple[FileEntry, Sequence[DocumentEntry]]]) -> None:
-        """Store files with their documents, in one transaction with what is left of their chunks; durable on return.
-
-        Documents that a file had before and has no more are removed; their chunks stay until :meth:`collect`.
+        Documents that the file had before and has no more are removed; their chunks stay until :meth:`collect`.
 
         Raises
         ------
-        ValueError : a document names a chunk that was never put, or an entry names other documents.
-        NoSpaceError : no file was stored, and chunks still buffered for them are forgotten.
+        ValueError : a document names a chunk that was never put, or the entry names other documents.
+        NoSpaceError : the file was not stored, and chunks still buffered for it are forgotten.
         """
         self._check_open()
-        documents = [document for _, own in files for document in own]
-        for entry, own in files:
-            if sorted(entry.documents) != sorted(document.source for document in own):
-                raise ValueError("a file entry must name exactly its documents")
+        if sorted(entry.documents) != sorted(document.source for document in documents):
+            raise ValueError("a file entry must name exactly its documents")
         self._check_references(documents)
-        stale = [row for entry, _ in files for row in self._stale_documents(entry.path, set(entry.documents))]
         try:
-            rows = [*self._pending_rows(), *map(_document_row, documents), *(_file_row(entry) for entry, _ in files)]
-            self._commit([*rows, self._revision_row()], stale)
+            rows = self._pending_rows() + [_document_row(document) for document in documents] + [_file_row(entry)]
+            self._commit([*rows, self._revision_row()], self._stale_documents(entry.path, set(entry.documents)))
         finally:
             self._forget_pending()
         self._fresh.clear()

@@ -17,13 +17,13 @@ from kvtool.core.errors import DamagedError
 
 _LENGTHS = struct.Struct("<2I")
 _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-_ZSTD_LEVEL = 1  # the exponents of neighbours are no text: all of the gain is Huffman's, and level 19 finds 1 % more
+_ZSTD_LEVEL = 1  # level 19 takes 2 % off the whole record (smollm2) and far longer
 
 
 class Lossless:
     """Exponents are few and compress well, signs and mantissas are noise and do not (CODEC.md, "Modelling").
 
-    Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and two bits more)
+    Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and three bits more)
     and the sign stands last among the mantissa's bits. Layout, little-endian:
 
     =============  =====================================================================

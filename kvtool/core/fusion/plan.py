@@ -20,7 +20,8 @@ class Candidate:
     Attributes
     ----------
     lead_in : digest of the token ids behind which the stored rows were prefilled.
-    level : codec level to read, or None when nothing is stored; `reason` then says why.
+    level : codec level to read, or None when nothing is stored there; `reason` then says why.
+    elsewhere : it is stored at another level than the one asked for.
     """
 
     ids: tuple[int, ...]
@@ -28,6 +29,7 @@ class Candidate:
     lead_in: bytes = b""
     level: str | None = None
     reason: str = ""
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

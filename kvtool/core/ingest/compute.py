@@ -22,6 +22,11 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 QUEUED = 4  # batches and commits that may wait to be written: bounds the memory they hold
 
 
+def batch_tokens(device: str) -> int:
+    """How many tokens are prefilled at once."""
+    return BATCH_TOKENS.get(device.split(":")[0], BATCH_TOKENS["cpu"])
+
+
 class ChunkStorer:
     """Computes chunks and writes them, in order.
 
@@ -44,7 +49,7 @@ class ChunkStorer:
         self._lead_ins: dict[tuple[int, ...], LeadIn] = {}
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
-        self._batch_tokens = BATCH_TOKENS.get(decoder.device.split(":")[0], BATCH_TOKENS["cpu"])
+        self._batch_tokens = batch_tokens(decoder.device)
 
     def store_prefix(self) -> None:
         """Compute and keep the prompt's own beginning."""
@@ -98,10 +103,8 @@ class ChunkStorer:
         self._submit(work)
 
     def _commit(self, files: Sequence[PreparedFile]) -> None:
-        """Files that became complete together, in one transaction: a commit waits for the disk twice."""
-        if files:
-            self._submit(partial(self._writer.commit_files, [(file.entry, file.documents) for file in files]))
         for file in files:
+            self._submit(partial(self._writer.commit_file, file.entry, file.documents))
             count_file(file, self._report)
 
     def _submit(self, work: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
-# Scores of so many rows at a time: a long chunk needs no tokens × tokens matrix. The size changes no speed.
+# Scores of so many rows at a time: a long chunk needs no tokens × tokens matrix. One of 256 tokens goes in one piece.
 _SCORE_BYTES = 8 * 2**20
 _LEAST_ROWS = 16
 

@@ -213,7 +213,7 @@ class Session:
         levels = self.store.levels(chunk_id)
         found = ("raw" if "raw" in levels else next(iter(levels), None)) if level == "auto" else level
         if found is None or found not in levels:
-            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}")
+            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", elsewhere=bool(levels))
         return Candidate(ids, chunk_id, lead_in, found)
 
     def _info(self, chunk_id: bytes) -> Any:
