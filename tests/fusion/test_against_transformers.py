@@ -46,7 +46,7 @@ def reused(model: Any, plan: Plan, lead_in: Ids) -> DynamicCache:
 
 
 def independent(name: str, plan: Plan, lead_in: Ids, links: int) -> torch.Tensor:
-    """Logits of the last question token when the first `links` tokens of every chunk that is not exact are recomputed."""
+    """Logits of the last question token, the first `links` tokens of every chunk that is not exact recomputed."""
     model, question = plain_model(name, "float32"), plan.segments[-1]
     linked = [row for s in plan.chunks if s.status == "hit" for row in range(s.start, min(s.start + links, s.stop))]
     kept = [row for row in range(question.start) if row not in set(linked)]
