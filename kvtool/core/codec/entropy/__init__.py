@@ -1,0 +1,1 @@
+"""Symbols ⇄ words: interleaved rANS over shared tables of frequencies."""
