@@ -1,0 +1,243 @@
+"""The Triton kernel against the reference: in triton's interpreter, and compiled for the GPUs it is meant for.
+
+Triton settles at its import whether it interprets, and any other test may have imported it: so both run in processes of
+their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvtool.core.codec.entropy import triton_decode
+from kvtool.core.codec.entropy.reference import Stream, decode, encode
+from kvtool.core.codec.entropy.tables import TableSet, quantised
+from kvtool.core.codec.entropy.triton_decode import CudaDecoding, Form, decode_batch_cuda, refine_batch_cuda
+from kvtool.core.errors import DamagedError, KvtoolError
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
+)
+GAP = -77
+CPU = torch.device("cpu")
+
+
+def _process(folder: Path, interpret: str) -> ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    settings = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return ProcessPoolExecutor(1, spawn, initializer=_begin, initargs=(settings,))
+
+
+def _begin(settings: dict[str, str]) -> None:
+    assert "triton" not in sys.modules
+    os.environ.update(settings)
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with _process(tmp_path_factory.mktemp("triton"), "1") as process:
+        yield process
+
+
+def decoded(jobs: list[CudaDecoding], refine: bool) -> list[torch.Tensor]:
+    """What the jobs leave in their outputs; runs in the interpreter's process."""
+    (refine_batch_cuda if refine else decode_batch_cuda)(jobs, CPU)
+    return [job.out for job in jobs]
+
+
+def compiled(capability: int, form: Form, refine: bool, ballot: bool) -> tuple[str, str, int]:
+    """TTGIR, PTX and size of the machine code for a GPU that need not be here; runs in a process that compiles."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = triton_decode._kernel()
+    constants = triton_decode.constants(form, refine, ballot)
+    signature = {"descriptors": "*i64", "ends": "*i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): at for name, at in constants.items()})
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return built.asm["ttgir"], built.asm["ptx"], len(built.asm["cubin"])
+
+
+def _tables(rng: np.random.Generator, count: int, symbols: range) -> TableSet:
+    rows = np.zeros((count, 256))
+    rows[:, symbols.start : symbols.stop] = rng.random((count, len(symbols))) ** 2 + 0.01
+    return TableSet(np.stack([quantised(row) for row in rows]))
+
+
+def _job(
+    rng: np.random.Generator, rows: int, columns: int, form: Form = "int16", refine: bool = False
+) -> tuple[CudaDecoding, torch.Tensor]:
+    """A job with gaps in its output, and what the reference makes of it."""
+    tables = _tables(rng, 9, range(127, 130) if refine else range(40, 230))
+    ids = rng.integers(0, 7, columns).astype(np.uint16)
+    coarse = rng.integers(-4, 5, (rows, columns))
+    contexts = np.minimum(np.abs(coarse), 2).astype(np.uint8) if refine else None
+    which = ids[None, :] + (0 if contexts is None else contexts)
+    weights = np.cumsum(tables.frequencies[which].astype(np.float64), -1) / 2048
+    symbols = np.asarray((rng.random((rows, columns, 1)) >= weights).sum(-1), np.uint8)
+    stream = encode(symbols, ids, tables, contexts)
+    numbers = decode(stream, rows, ids, tables, contexts).astype(np.int64) - 128
+    scale = rng.normal(size=columns).astype(np.float32)
+    offset = rng.normal(size=columns).astype(np.float32)
+    dtype = {"int16": torch.int16, "bfloat16": torch.bfloat16, "float16": torch.float16}[form]
+    groups = columns // 32
+    places = (rng.permutation(groups + 2)[:groups] * 40 + 3).astype(np.int32)
+    at = (places[:, None] + np.arange(32)).reshape(-1)
+    out = torch.full((rows, (groups + 2) * 40 + 8), GAP, dtype=dtype)
+    expected = out.clone()
+    if refine:
+        out[:, at] = torch.from_numpy(coarse).to(dtype)
+        numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
+    values = numbers if form == "int16" else numbers.astype(np.float32) * scale + offset
+    expected[:, at] = torch.from_numpy(values).to(dtype)
+    return CudaDecoding(stream, ids, tables, rows, places, out, form, scale, offset), expected
+
+
+def _ulps(one: torch.Tensor, other: torch.Tensor) -> int:
+    """The most that bits, taken as whole numbers, differ: 1 is one unit in the last place (signs are the same)."""
+    return int((one.view(torch.int16).int() - other.view(torch.int16).int()).abs().max())
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "columns"), [(5, 64), (3, 128), (1, 192)])
+@pytest.mark.parametrize(("form", "ulps"), [("int16", 0), ("float16", 0), ("bfloat16", 1)])
+def test_what_the_reference_decodes(
+    interpreter: ProcessPoolExecutor, rows: int, columns: int, form: Form, ulps: int
+) -> None:
+    job, expected = _job(np.random.default_rng(rows), rows, columns, form)
+    (out,) = interpreter.submit(decoded, [job], False).result()
+    assert _ulps(out, expected) <= ulps  # the interpreter truncates to bfloat16
+
+
+@needs_triton
+@pytest.mark.parametrize("refine", [False, True])
+def test_a_batch_of_streams_of_different_sizes(interpreter: ProcessPoolExecutor, refine: bool) -> None:
+    rng = np.random.default_rng(1)
+    shapes = [(10, 128), (18, 64), (0, 64), (1, 0), (2, 64)]
+    jobs, expected = zip(*[_job(rng, *shape, refine=refine) for shape in shapes], strict=True)
+    assert min(len(job.stream.words) for job in jobs[:2]) > 3  # a lane's state alone holds its first 16 bits
+    outs = interpreter.submit(decoded, list(jobs), refine).result()
+    for out, right in zip(outs, expected, strict=True):
+        assert torch.equal(out, right)
+
+
+@needs_triton
+def test_forms_and_table_sets_may_be_mixed_and_an_output_shared(interpreter: ProcessPoolExecutor) -> None:
+    rng = np.random.default_rng(2)
+    (whole, whole_expected), (half, half_expected) = _job(rng, 3, 64), _job(rng, 3, 64, "float16")
+    other = dataclasses.replace(whole, out=torch.empty(0))  # decoded beside the first, into the same matrix
+    width = whole.out.shape[1]
+    shared = torch.full((3, 2 * width), GAP, dtype=torch.int16)
+    whole = dataclasses.replace(whole, out=shared[:, :width])
+    other = dataclasses.replace(other, out=shared, places=whole.places + np.int32(width))
+    outs = interpreter.submit(decoded, [whole, half, other], False).result()
+    assert torch.equal(outs[0], whole_expected)
+    assert torch.equal(outs[2][:, width:], whole_expected)
+    assert torch.equal(outs[1], half_expected)
+
+
+def _hostile(stream: Stream, how: str) -> Stream:
+    words, states = stream.words.copy(), stream.states.copy()
+    if how == "no words":
+        words = words[:0]
+    elif how == "a word short":
+        words = words[:-1]
+    elif how == "a word too many":
+        words = np.append(words, np.uint16(7))
+    elif how == "a flipped state":
+        states[63] ^= np.uint32(1 << 20)
+    elif how == "states of nothing":
+        states[:] = 0
+    else:
+        words[len(words) // 2] ^= np.uint16(1)
+    return Stream(words, states)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("how", "refine"),
+    [
+        ("no words", False),
+        ("a word short", False),
+        ("a word too many", False),
+        ("a flipped state", False),
+        ("states of nothing", False),
+        ("a flipped word", False),
+        ("a word short", True),
+        ("a flipped state", True),
+    ],
+)
+def test_a_hostile_stream_is_refused(interpreter: ProcessPoolExecutor, how: str, refine: bool) -> None:
+    rng = np.random.default_rng(3)
+    (good, _), (bad, _) = _job(rng, 1, 64, refine=refine), _job(rng, 20 if refine else 4, 64, refine=refine)
+    assert len(bad.stream.words) > 3
+    bad = dataclasses.replace(bad, stream=_hostile(bad.stream, how))
+    with pytest.raises(DamagedError):
+        interpreter.submit(decoded, [good, bad], refine).result()
+
+
+def test_a_job_that_does_not_fit_is_refused_before_anything_runs() -> None:
+    job, _ = _job(np.random.default_rng(4), 2, 64)
+    unknown = dataclasses.replace(job, ids=np.full(64, 9, np.uint16))
+    with pytest.raises(DamagedError):
+        decode_batch_cuda([unknown], CPU)
+    with pytest.raises(DamagedError):  # the contexts' tables do not exist
+        refine_batch_cuda([dataclasses.replace(job, ids=np.full(64, 7, np.uint16))], CPU)
+    misfits: list[CudaDecoding] = [
+        dataclasses.replace(job, out=job.out.float()),
+        dataclasses.replace(job, out=job.out[:1]),
+        dataclasses.replace(job, out=job.out.T.contiguous().T),
+        dataclasses.replace(job, places=job.places + np.int32(140)),
+        dataclasses.replace(job, places=job.places - np.int32(140)),
+        dataclasses.replace(job, places=job.places[:1]),
+        dataclasses.replace(job, stream=Stream(job.stream.words, job.stream.states[:63])),
+        dataclasses.replace(job, out=job.out.half(), form="float16", scale=None),
+    ]
+    for misfit in misfits:
+        with pytest.raises(ValueError):
+            decode_batch_cuda([misfit], CPU)
+    with pytest.raises(ValueError):
+        refine_batch_cuda([dataclasses.replace(job, out=job.out.half(), form="float16")], CPU)
+
+
+def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    triton_decode._kernel.cache_clear()
+    job, _ = _job(np.random.default_rng(5), 1, 64)
+    with pytest.raises(KvtoolError, match="triton") as error:
+        decode_batch_cuda([job], CPU)
+    assert "install" in error.value.hint
+
+
+@needs_triton
+def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        pytest.skip("this triton has no PTX backend")
+    kinds: list[tuple[Form, bool, bool]] = [
+        ("bfloat16", False, True),
+        ("int16", True, True),
+        ("int16", False, False),
+    ]
+    with _process(tmp_path, "0") as process:
+        for capability in (80, 90):
+            for form, refine, ballot in kinds:
+                ttgir, ptx, size = process.submit(compiled, capability, form, refine, ballot).result()
+                assert f".target sm_{capability}" in ptx
+                assert size > 0
+                assert ("vote.sync.ballot" in ptx) == ballot
+                # A lane a thread: what the ballots count on.
+                layouts = set(re.findall(r"#ttg\.blocked<\{(.*?)\}>", ttgir))
+                assert layouts == {"sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]"}
