@@ -1,0 +1,100 @@
+"""What a decoder's kernel writes: numbers as they are, scaled and rounded, or merged into a coarser level."""
+
+from __future__ import annotations
+
+from kvtool.core.codec.entropy.ir import Body, splat, vector
+from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, ZERO
+
+MOST_CONTEXT = 2  # a coarser number's size, capped
+BLOCK = 32  # columns that stay together
+
+
+def numbers(body: Body, width: int, entries: str) -> str:
+    """Symbols of slot entries as numbers, i32."""
+    ints = vector(width, "i32")
+    symbols = body(f"and {ints} {entries}, {splat(255)}")
+    return body(f"sub {ints} {symbols}, {splat(ZERO)}")
+
+
+def coarser(body: Body, width: int, out: str, column: int) -> str:
+    """The coarser level's numbers, i32, as `out` holds them."""
+    shorts = vector(width, "i16")
+    return body(f"sext {shorts} {body.load(shorts, out, column)} to {vector(width, 'i32')}")
+
+
+def with_context(body: Body, width: int, bases: str, coarse: str) -> str:
+    """First slots of the tables that coarser numbers choose: min(|q|, 2) tables on."""
+    ints = vector(width, "i32")
+    negative = body(f"icmp slt {ints} {coarse}, zeroinitializer")
+    minus = body(f"sub {ints} zeroinitializer, {coarse}")
+    size = body(f"select <{width} x i1> {negative}, {ints} {minus}, {ints} {coarse}")
+    large = body(f"icmp ugt {ints} {size}, {splat(MOST_CONTEXT)}")
+    context = body(f"select <{width} x i1> {large}, {ints} {splat(MOST_CONTEXT)}, {ints} {size}")
+    return body(f"add {ints} {bases}, {body(f'shl {ints} {context}, {splat(PROBABILITY_BITS)}')}")
+
+
+def refined(body: Body, width: int, coarse: str, found: str) -> str:
+    """3q + r away from zero, i32; all arithmetic wraps, so no number in `out` can be a wrong one."""
+    ints = vector(width, "i32")
+    negative = body(f"icmp slt {ints} {coarse}, zeroinitializer")
+    minus = body(f"sub {ints} zeroinitializer, {found}")
+    step = body(f"select <{width} x i1> {negative}, {ints} {minus}, {ints} {found}")
+    return body(f"add {ints} {body(f'mul {ints} {coarse}, {splat(3)}')}, {step}")
+
+
+def scaled(body: Body, width: int, found: str, scale: str, offset: str) -> str:
+    """number * scale + offset in float32, rounded twice as numpy does."""
+    floats = vector(width, "float")
+    exact = body(f"sitofp {vector(width, 'i32')} {found} to {floats}")
+    return body(f"fadd {floats} {body(f'fmul {floats} {exact}, {scale}')}, {offset}")
+
+
+def rounded(body: Body, width: int, form: str, values: str, *, by_cpu: bool) -> str:
+    """Bits of a form, in i32; `by_cpu` where the CPU has an instruction for float16."""
+    if form == "bfloat16":
+        return _bfloat16(body, width, values)
+    return _float16_by_cpu(body, width, values) if by_cpu else _float16(body, width, values)
+
+
+def _bfloat16(body: Body, width: int, values: str) -> str:
+    """Bits of the nearest bfloat16, ties to even, in i32; values are never NaN (scales and offsets are finite)."""
+    ints = vector(width, "i32")
+    bits = body(f"bitcast {vector(width, 'float')} {values} to {ints}")
+    odd = body(f"and {ints} {body(f'lshr {ints} {bits}, {splat(16)}')}, {splat(1)}")
+    up = body(f"add {ints} {bits}, {body(f'add {ints} {odd}, {splat(0x7FFF)}')}")
+    return body(f"lshr {ints} {up}, {splat(16)}")
+
+
+def _float16(body: Body, width: int, values: str) -> str:
+    """Bits of the nearest float16, ties to even, in i32, by integers: for CPUs whose float16 LLVM calls a library for.
+
+    Below 2^-14 the sum with 0.5 rounds to the spacing of the subnormal numbers, 2^-24.
+    """
+    ints, floats, mask = vector(width, "i32"), vector(width, "float"), f"<{width} x i1>"
+    bits = body(f"bitcast {floats} {values} to {ints}")
+    size = body(f"and {ints} {bits}, {splat(0x7FFFFFFF)}")
+    half = body(f"bitcast {ints} {splat(0x3F000000)} to {floats}")
+    sum_ = body(f"fadd {floats} {body(f'bitcast {ints} {size} to {floats}')}, {half}")
+    small = body(f"sub {ints} {body(f'bitcast {floats} {sum_} to {ints}')}, {splat(0x3F000000)}")
+    odd = body(f"and {ints} {body(f'lshr {ints} {size}, {splat(13)}')}, {splat(1)}")
+    moved = body(f"add {ints} {body(f'sub {ints} {size}, {splat(112 << 23)}')}, {splat(0xFFF)}")
+    normal = body(f"lshr {ints} {body(f'add {ints} {moved}, {odd}')}, {splat(13)}")
+    is_small = body(f"icmp ult {ints} {size}, {splat(113 << 23)}")
+    is_large = body(f"icmp uge {ints} {size}, {splat(143 << 23)}")
+    finite = body(f"select {mask} {is_small}, {ints} {small}, {ints} {normal}")
+    whole = body(f"select {mask} {is_large}, {ints} {splat(0x7C00)}, {ints} {finite}")
+    sign = body(f"and {ints} {body(f'lshr {ints} {bits}, {splat(16)}')}, {splat(0x8000)}")
+    return body(f"or {ints} {whole}, {sign}")
+
+
+def _float16_by_cpu(body: Body, width: int, values: str) -> str:
+    """The same where the CPU converts."""
+    halves = body(f"fptrunc {vector(width, 'float')} {values} to {vector(width, 'half')}")
+    shorts = body(f"bitcast {vector(width, 'half')} {halves} to {vector(width, 'i16')}")
+    return body(f"zext {vector(width, 'i16')} {shorts} to {vector(width, 'i32')}")
+
+
+def write(body: Body, width: int, values: str, out: str, column: int) -> None:
+    """Store the low 16 bits of every lane."""
+    shorts = vector(width, "i16")
+    body.store(shorts, body(f"trunc {vector(width, 'i32')} {values} to {shorts}"), out, column)

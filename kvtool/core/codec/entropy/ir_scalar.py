@@ -1,0 +1,67 @@
+"""Decoders as LLVM IR for any CPU: states in memory, one symbol after another, 32 columns at a time."""
+
+from __future__ import annotations
+
+from kvtool.core.codec.entropy.ir import SCALAR, Body, Loop, fields, module, vector
+from kvtool.core.codec.entropy.ir_decode import FIELDS, REFINE, first_slots, moved, parameters, place, words_at, write
+from kvtool.core.codec.entropy.ir_output import BLOCK
+from kvtool.core.codec.entropy.reference import LEAST_STATE
+from kvtool.core.codec.entropy.tables import SLOTS
+
+_UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
+
+
+def decode_module(form: str) -> str:
+    """The kernel for a form of output, or for `refine`; as ir_decode.decode_module for the rest."""
+    body, width = Body(), SCALAR.width
+    found, chosen = (body(f"alloca [{BLOCK} x i32], align 64") for _ in range(2))
+    jobs = Loop(body, "%number")
+    job = fields(body, jobs.index, FIELDS)
+    rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0")])
+    row, position = rows.values
+    blocks = Loop(body, body(f"shl i64 {job['groups']}, 1"), [("i64", position)])
+    (position,) = blocks.values
+
+    column = body(f"mul i64 {blocks.index}, {BLOCK}")
+    out = place(body, job, row, blocks.index)
+    lanes = [(out, lane) for lane in range(0, BLOCK, width)]
+    tables = body.at("i32", job["bases"], column)
+    coarse = [""] * len(lanes)
+    if form == REFINE:
+        firsts, coarse = first_slots(body, width, form, tables, lanes)
+        for lane, first in zip(range(0, BLOCK, width), firsts, strict=True):
+            body.store(vector(width, "i32"), first, chosen, lane)
+        tables = chosen
+    half = body(f"and i64 {column}, {BLOCK}")
+    position = _block(body, job, tables, body.at("i32", job["states"], half), position, found)
+    entries = [body.load(vector(width, "i32"), found, lane) for _, lane in lanes]
+    write(body, SCALAR, form, parameters(body, job, column), list(zip(entries, coarse, lanes, strict=True)))
+
+    (position,) = blocks.close([position])
+    row, position = rows.close([body.at("i8", row, job["stride"]), position])
+    body.store("i64", position, job["read"])
+    jobs.close()
+    return module(body)
+
+
+def _block(body: Body, job: dict[str, str], tables: str, states: str, position: str, found: str) -> str:
+    """Advance 32 states and leave their slot entries in `found`; returns the next position."""
+    begin = words_at(body, job, position)
+    loop = Loop(body, BLOCK // _UNROLLED, [("ptr", begin)])
+    (words,) = loop.values
+    first = body(f"mul i64 {loop.index}, {_UNROLLED}")
+    for unrolled in range(_UNROLLED):
+        lane = body(f"add i64 {first}, {unrolled}")
+        state = body.load("i32", states, lane)
+        slot = body(f"add i32 {body.load('i32', tables, lane)}, {body(f'and i32 {state}, {SLOTS - 1}')}")
+        entry = body.load("i32", job["slots"], body(f"zext i32 {slot} to i64"))
+        body.store("i32", entry, found, lane)
+        state = moved(body, "i32", entry, state)
+        empty = body(f"icmp ult i32 {state}, {LEAST_STATE}")
+        word = body(f"zext i16 {body.load('i16', words)} to i32")
+        filled = body(f"or i32 {body(f'shl i32 {state}, 16')}, {word}")
+        body.store("i32", body(f"select i1 {empty}, i32 {filled}, i32 {state}"), states, lane)
+        words = body.at("i16", words, body(f"zext i1 {empty} to i64"))
+    (words,) = loop.close([words])
+    taken = body(f"sub i64 {body(f'ptrtoint ptr {words} to i64')}, {body(f'ptrtoint ptr {begin} to i64')}")
+    return body(f"add i64 {position}, {body(f'lshr i64 {taken}, 1')}")
