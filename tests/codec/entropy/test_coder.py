@@ -1,0 +1,289 @@
+"""Every back-end gives the reference's bytes and numbers, in the place and the form that were asked for."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtool.core.codec.entropy import native, reference
+from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode, refine_batch
+from kvtool.core.codec.entropy.reference import Stream
+from kvtool.core.codec.entropy.tables import TableSet
+from tests.codec.entropy.streams import (
+    TABLES,
+    TERNARY,
+    bfloat16_bits,
+    in_order,
+    int16_job,
+    sample,
+    stream_of,
+    symbols_for,
+    table_set,
+)
+
+# Of `golden_sample`, by format version 1.
+GOLDEN_WORDS = "80006007480630051804f802e001c800b00790067805"
+GOLDEN_STATES = (
+    "004004010000010000000100600001000303010000080800e02603010000010000000100600001000303010000080800c80d020100000100"
+    "00000100600001000303010000080800b0f4000100000100000001006000010003030100000c080098db0701000001000000010060000100"
+    "030301000014080078ba0601000001000000010060000100030301000014080060a105010000010000000100600001000303010000140800"
+    "4888040100000100000001006000010003030100000808003077030100000100000001006000010003030100000808001056020100000100"
+    "00000100600001000303010000080800f83c0101000001000000010060000100"
+)
+SIZES = [(rows, columns) for rows in (0, 1, 2, 17, 256) for columns in (64, 128, 320)]
+
+
+def same(ours: Stream, theirs: Stream) -> bool:
+    return np.array_equal(ours.words, theirs.words) and np.array_equal(ours.states, theirs.states)
+
+
+def test_machine_code_is_what_is_tested() -> None:
+    assert native.available()[-2:] == ("scalar", "numpy")
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_bytes_and_symbols_of_the_reference(back_end: str, rows: int, columns: int) -> None:
+    symbols, ids = sample(rows, columns, seed=rows + columns)
+    stream = encode(symbols, ids, TABLES)
+    assert same(stream, stream_of(symbols, ids))
+    assert stream.words.dtype == np.uint16
+    assert stream.states.dtype == np.uint32
+    job = int16_job(stream, ids, rows)
+    decode_batch([job])
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+@pytest.mark.parametrize("table", range(len(TABLES)))
+def test_one_table_for_all_columns(back_end: str, table: int) -> None:
+    random = np.random.default_rng(table)
+    ids = np.full(64, table, np.uint16)
+    symbols = symbols_for(TABLES, np.full((40, 64), table), random)
+    stream = encode(symbols, ids, TABLES)
+    assert same(stream, stream_of(symbols, ids))
+    job = int16_job(stream, ids, 40)
+    decode_batch([job])
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+def golden_sample() -> tuple[Any, Any]:
+    """3 rows of 64 columns, without a random number or a logarithm."""
+    ids = np.arange(64, dtype=np.uint16) % 6
+    slots = (np.arange(3 * 64) * 977 % 2048).reshape(3, 64)
+    return (TABLES.slots[ids.astype(np.int64) * 2048 + slots] & 255).astype(np.uint8), ids
+
+
+def test_golden(back_end: str) -> None:
+    """The format does not change: neither what is written nor how it is read."""
+    symbols, ids = golden_sample()
+    golden = Stream(
+        np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
+    )
+    assert same(encode(symbols, ids, TABLES), golden)
+    job = int16_job(golden, ids, 3)
+    decode_batch([job])
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(0, 9),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    contexts=st.booleans(),
+)
+def test_encoding_any_symbols(back_end: str, rows: int, groups: int, seed: int, contexts: bool) -> None:
+    random, tables = np.random.default_rng(seed), table_set(seed)
+    ids = random.integers(0, len(tables) - 2, 64 * groups).astype(np.uint16)
+    above = random.integers(0, 3, (rows, len(ids))).astype(np.uint8)
+    symbols = symbols_for(tables, ids.astype(np.int64) + above * contexts, random)
+    chosen = above if contexts else None
+    stream = encode(symbols, ids, tables, chosen)
+    assert same(stream, reference.encode(symbols, ids, tables, chosen))
+    assert np.array_equal(reference.decode(stream, rows, ids, tables, chosen), symbols)
+
+
+def float_job(form: Any, scale: Any, offset: Any, rows: int = 9, seed: int = 0) -> tuple[Decoding, Any]:
+    """A job of flat symbols, so of all numbers, and the values before they are rounded to the form."""
+    scale, offset = np.asarray(scale, np.float32), np.asarray(offset, np.float32)
+    symbols = np.random.default_rng(seed).integers(0, 256, (rows, len(scale)), np.uint8)
+    symbols[0] = 128  # the number 0: the offset itself
+    ids = np.zeros(len(scale), np.uint16)
+    out = np.full(symbols.shape, 7, np.float16 if form == "float16" else np.uint16)
+    job = Decoding(stream_of(symbols, ids), ids, TABLES, rows, in_order(len(ids)), out, form, scale, offset)
+    with np.errstate(over="ignore"):
+        return job, (symbols.astype(np.float32) - 128) * scale + offset
+
+
+def wanted_bits(form: str, values: Any) -> Any:
+    with np.errstate(over="ignore"):
+        return bfloat16_bits(values) if form == "bfloat16" else values.astype(np.float16).view(np.uint16)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
+def test_ties_zeros_and_ends_of_the_range(back_end: str, form: str) -> None:
+    last = 2.0**-8 if form == "bfloat16" else 2.0**-11
+    edges = [1 + last, 1 + 3 * last, 2 - last, 1 + last + 2**-23, 1 + last - 2**-23, 2.0**-25, 3 * 2.0**-25, 2.0**-14]
+    edges += [2.0**-14 - 2.0**-25, 2.0**-24, 1e-30, 1e-40, 65503.9, 65504, 65519.99, 65520, 65536, 1e9, 3.4e38, 0.0]
+    edges += [2.0**-25 + 2.0**-40, 2.0**-15, 0.1]
+    offsets = np.resize(np.array([*edges, *(-edge for edge in edges)]), 64)
+    for scale in (0.0, -0.0, 1.0, -1.0, last, 1e-45, 3e36):
+        job, values = float_job(form, np.full(64, scale), offsets)
+        decode_batch([job])
+        assert np.array_equal(job.out.view(np.uint16), wanted_bits(form, values))
+
+
+def test_negative_zero_only_where_numpy_has_one(back_end: str) -> None:
+    job, _ = float_job("bfloat16", np.resize([1.0, -1.0], 64), np.resize([0.0, 0.0, -0.0, -0.0], 64), rows=1)
+    decode_batch([job])
+    assert job.out[0, :4].tolist() == [0, 0, 0, 0x8000]
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
+def test_values_of_every_size(back_end: str, form: str) -> None:
+    random = np.random.default_rng(3)
+    bits = random.integers(0, 2**32, (24, 2, 320), np.uint32)
+    parts = np.where(np.isfinite(bits.view(np.float32)), bits, 0).view(np.float32)
+    parts[::2] = random.standard_normal(parts[::2].shape) * 10.0 ** random.integers(-8, 6, (12, 1, 1))
+    jobs = [float_job(form, *part, seed=index) for index, part in enumerate(parts)]
+    decode_batch([job for job, _ in jobs])
+    for job, values in jobs:
+        assert np.array_equal(job.out.view(np.uint16), wanted_bits(form, values))
+
+
+@pytest.mark.parametrize("form", ["int16", "bfloat16", "float16"])
+def test_blocks_go_to_their_places(back_end: str, form: Any) -> None:
+    """In any order, at any column, into rows of a larger array; what lies between keeps its content."""
+    symbols, ids = sample(17, 128, seed=5)
+    places = np.array([101, 3, 133, 50], np.int32)
+    dtype = {"int16": np.int16, "bfloat16": np.uint16, "float16": np.float16}[form]
+    whole = np.full((3, 17, 2, 170), 77, dtype)
+    out = whole[1, :, 1]
+    scaling = {} if form == "int16" else {"scale": np.ones(128, np.float32), "offset": np.zeros(128, np.float32)}
+    decode_batch([Decoding(stream_of(symbols, ids), ids, TABLES, 17, places, out, form, **scaling)])
+    numbers = symbols.astype(np.int16) - 128
+    values = {"int16": numbers, "float16": numbers.astype(np.float16), "bfloat16": bfloat16_bits(np.float32(numbers))}
+    expected = np.full_like(whole, 77)
+    for block, place in enumerate(places):
+        expected[1, :, 1, place : place + 32] = values[form][:, block * 32 : block * 32 + 32]
+    assert np.array_equal(whole, expected)
+
+
+def test_a_batch_of_all_kinds(back_end: str) -> None:
+    """Streams of many sizes, table sets and forms, more than one call takes, from one read-only buffer."""
+    parts, jobs, expected = bytearray(), [], []
+    for index in range(150):
+        rows, columns, tables = index % 5, 64 * (index % 3), (TABLES, TERNARY)[index % 2]
+        symbols, ids = sample(rows, columns, index, tables)
+        stream = stream_of(symbols, ids, tables)
+        expected.append((len(parts), len(stream.words), rows, ids, tables, symbols))
+        parts += stream.words.tobytes() + stream.states.tobytes()
+    payload = bytes(parts)
+    for index, (at, count, rows, ids, tables, _) in enumerate(expected):
+        states = np.frombuffer(payload[at + 2 * count : at + 2 * count + 256], np.uint32)
+        job = int16_job(Stream(np.frombuffer(payload, np.uint16, count, at), states), ids, rows, tables)
+        if index % 4 == 3:
+            ones, zeros = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
+            out = job.out.astype(np.float16)
+            job = Decoding(job.stream, ids, tables, rows, job.places, out, "float16", ones, zeros)
+        jobs.append(job)
+    decode_batch(jobs)
+    for job, (*_, symbols) in zip(jobs, expected, strict=True):
+        assert np.array_equal(job.out.astype(np.int16), symbols.astype(np.int16) - 128)
+
+
+def test_nothing_to_do(back_end: str) -> None:
+    decode_batch([])
+    refine_batch([])
+
+
+@pytest.mark.parametrize("columns", [64, 320])
+def test_refining(back_end: str, columns: int) -> None:
+    """Contexts come from what is there, and so does the sign; numbers of hostile streams wrap."""
+    random = np.random.default_rng(columns)
+    coarse = random.integers(-4, 5, (17, columns)).astype(np.int16)
+    coarse[3] = np.resize([32767, -32768, 10923, -10923, 10922, -10922, 0], columns)
+    ids = random.integers(0, len(TERNARY) - 2, columns).astype(np.uint16)
+    contexts = np.minimum(np.abs(coarse.astype(np.int32)), 2).astype(np.uint8)
+    symbols = symbols_for(TERNARY, ids.astype(np.int64) + contexts, random)
+    stream = encode(symbols, ids, TERNARY, contexts)
+    assert same(stream, reference.encode(symbols, ids, TERNARY, contexts))
+    places = (in_order(columns)[::-1] + 5).astype(np.int32)
+    out = np.full((17, columns + 20), -5, np.int16)
+    order = (places[:, None] + np.arange(32)).reshape(-1)
+    out[:, order] = coarse
+    refine_batch([Decoding(stream, ids, TERNARY, 17, places, out)])
+    change = np.where(coarse < 0, 128 - symbols.astype(np.int32), symbols.astype(np.int32) - 128)
+    expected = np.full_like(out, -5)
+    expected[:, order] = (3 * coarse.astype(np.int32) + change).astype(np.int16)
+    assert np.array_equal(out, expected)
+
+
+def test_refining_by_any_number(back_end: str) -> None:
+    """Tables that hold more than -1, 0 and 1 are nobody's, but must not do harm."""
+    random = np.random.default_rng(2)
+    ids = random.integers(0, len(TABLES) - 2, 64).astype(np.uint16)
+    symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
+    job = int16_job(stream_of(symbols, ids), ids, 5)
+    job.out[:] = 0
+    refine_batch([job])
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+def test_two_threads(back_end: str) -> None:
+    """Each with its own batch, from the first compilation on."""
+    native._kernel.cache_clear()
+    wrong: list[int] = []
+    start = threading.Barrier(2)
+
+    def work(seed: int) -> None:
+        symbols, ids = sample(64, 128, seed)
+        stream = stream_of(symbols, ids)
+        start.wait()
+        for _ in range(3 if back_end == "numpy" else 30):
+            jobs = [int16_job(stream, ids, 64) for _ in range(4)]
+            decode_batch(jobs)
+            again = encode(symbols, ids, TABLES)
+            if not same(again, stream) or any((job.out != symbols.astype(np.int16) - 128).any() for job in jobs):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_symbols_without_frequency_are_refused(back_end: str) -> None:
+    symbols, ids = sample(4, 64, seed=1)
+    for row, column in ((0, 0), (3, 63), (2, 17)):
+        wrong = symbols.copy()
+        ids_ = ids.copy()
+        ids_[column], wrong[:, column], wrong[row, column] = 1, 128, 129  # table 1 has symbol 128 only
+        with pytest.raises(ValueError, match="does not have"):
+            encode(wrong, ids_, TABLES)
+
+
+def test_an_encoder_refuses_wrong_arrays(back_end: str) -> None:
+    symbols, ids = sample(4, 64)
+    contexts = np.zeros((4, 64), np.uint8)
+    bad: list[tuple[Any, Any, Any, TableSet]] = [
+        (symbols[:, :32], ids[:32], None, TABLES),
+        (symbols.astype(np.int16), ids, None, TABLES),
+        (np.asfortranarray(symbols), ids, None, TABLES),
+        (symbols.reshape(-1), ids, None, TABLES),
+        (symbols, ids[:32], None, TABLES),
+        (symbols, ids.astype(np.int64), None, TABLES),
+        (symbols, np.full(64, len(TABLES), np.uint16), None, TABLES),
+        (symbols, ids, contexts[:3], TABLES),
+        (symbols, ids, contexts.astype(np.int8), TABLES),
+        (symbols, np.full(64, len(TABLES) - 1, np.uint16), contexts + np.uint8(1), TABLES),
+    ]
+    for wrong, columns, above, tables in bad:
+        with pytest.raises(ValueError):
+            encode(wrong, columns, tables, above)

@@ -1,0 +1,188 @@
+"""Damaged streams: refused or read as the reference reads them, and never beyond the arrays that were given."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtool.core.codec.entropy import coder, native, reference
+from kvtool.core.codec.entropy.coder import Decoding, decode_batch, refine_batch
+from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.errors import DamagedError
+from tests.codec.entropy.streams import TABLES, TERNARY, in_order, int16_job, sample, stream_of
+
+MUTATIONS = 3000
+MARGIN, CANARY = 96, 4321
+
+
+def mutated(stream: Stream, dice: random.Random) -> Stream:
+    """One to three changes of words, states, or length."""
+    words, states = stream.words.copy(), stream.states.copy()
+    for _ in range(dice.randint(1, 3)):
+        match dice.randrange(6):
+            case 0 if len(words):
+                words[dice.randrange(len(words))] ^= 1 << dice.randrange(16)
+            case 1 if len(words):
+                words[dice.randrange(len(words))] = dice.randrange(1 << 16)
+            case 2:
+                states[dice.randrange(LANES)] ^= np.uint32(1 << dice.randrange(32))
+            case 3:
+                states[dice.randrange(LANES)] = dice.choice([0, 1, 2047, 65535, 65536, 2**32 - 1])
+            case 4:
+                words = words[: dice.randrange(len(words) + 1)]
+            case _:
+                more = np.array([dice.randrange(1 << 16) for _ in range(dice.randint(1, 80))], np.uint16)
+                words = np.concatenate([words, more])
+    return Stream(words, states)
+
+
+def test_mutations(back_end: str) -> None:
+    dice = random.Random(1)
+    samples = [(rows, *sample(rows, columns, rows)) for rows, columns in ((1, 64), (3, 64), (2, 128))]
+    streams = [(rows, ids, stream_of(symbols, ids)) for rows, symbols, ids in samples]
+    refused = 0
+    for _ in range(MUTATIONS):
+        rows, ids, whole = dice.choice(streams)
+        stream = mutated(whole, dice)
+        canvas = np.full((rows + 2, len(ids) + 2 * MARGIN), CANARY, np.int16)
+        out = canvas[1:-1, MARGIN:-MARGIN]
+        try:
+            expected = reference.decode(stream, rows, ids, TABLES)
+        except DamagedError:
+            refused += 1
+            with pytest.raises(DamagedError):
+                decode_batch([Decoding(stream, ids, TABLES, rows, in_order(len(ids)), out)])
+        else:
+            decode_batch([Decoding(stream, ids, TABLES, rows, in_order(len(ids)), out)])
+            assert np.array_equal(out, expected.astype(np.int16) - 128)
+        out[:] = CANARY
+        assert (canvas == CANARY).all()
+    assert 0.9 * MUTATIONS < refused < MUTATIONS  # a few mutations undo one another
+
+
+def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
+    """What a truncated stream lacks lies right behind it, where a kernel may read."""
+    symbols, ids = sample(8, 64, seed=3)
+    stream = stream_of(symbols, ids)
+    for cut in (1, 2, 40):
+        short = Stream(stream.words[:-cut], stream.states)
+        behind = Stream(stream.words[len(stream.words) - cut :], stream.states)
+        with pytest.raises(DamagedError):
+            decode_batch([int16_job(short, ids, 8), int16_job(behind, ids, 8)])
+
+
+def test_one_bad_stream_among_many(back_end: str) -> None:
+    symbols, ids = sample(8, 64, seed=4)
+    stream = stream_of(symbols, ids)
+    for bad in (
+        Stream(stream.words[:-1], stream.states),
+        Stream(np.append(stream.words, np.uint16(0)), stream.states),
+        Stream(stream.words, stream.states[::-1]),
+    ):
+        for place in range(3):
+            jobs = [int16_job(bad if index == place else stream, ids, 8) for index in range(3)]
+            with pytest.raises(DamagedError):
+                decode_batch(jobs)
+
+
+def test_a_stream_without_rows(back_end: str) -> None:
+    ids = np.zeros(64, np.uint16)
+    nothing, states = np.empty(0, np.uint16), np.full(LANES, 1 << 16, np.uint32)
+    decode_batch([int16_job(Stream(nothing, states), ids, 0)])
+    off = states.copy()
+    off[63] += 1
+    for bad in (Stream(np.zeros(1, np.uint16), states), Stream(nothing, off)):
+        with pytest.raises(DamagedError):
+            decode_batch([int16_job(bad, ids, 0)])
+
+
+def test_wrong_sizes_and_ids(back_end: str) -> None:
+    symbols, ids = sample(2, 64)
+    stream = stream_of(symbols, ids)
+    good = int16_job(stream, ids, 2)
+    wide = np.full(64, len(TABLES), np.uint16)
+    bad: list[dict[str, Any]] = [
+        {"ids": wide},
+        {"ids": ids[:32], "places": good.places[:1]},
+        {"stream": Stream(stream.words, stream.states[:63])},
+        {"stream": Stream(stream.words, np.append(stream.states, np.uint32(1)))},
+    ]
+    for change in bad:
+        with pytest.raises(DamagedError):
+            decode_batch([good, dataclasses.replace(good, **change)])
+    with pytest.raises(DamagedError):
+        refine_batch([dataclasses.replace(good, ids=wide - np.uint16(2))])
+    ones = np.ones(64, np.float32)
+    floats = Decoding(stream, ids, TABLES, 2, good.places, np.zeros((2, 64), np.float16), "float16", ones, ones)
+    for number in (np.nan, np.inf, -np.inf):
+        for name in ("scale", "offset"):
+            wrong = ones.copy()
+            wrong[33] = number
+            with pytest.raises(DamagedError):
+                decode_batch([dataclasses.replace(floats, **{name: wrong})])
+
+
+def test_a_callers_mistakes(back_end: str) -> None:
+    symbols, ids = sample(2, 64)
+    good = int16_job(stream_of(symbols, ids), ids, 2)
+    fixed = good.out.copy()
+    fixed.flags.writeable = False
+    ones = np.ones(64, np.float32)
+    bad: list[dict[str, Any]] = [
+        {"places": np.array([0, 33], np.int32)},
+        {"places": np.array([-1, 32], np.int32)},
+        {"places": np.array([0, 2**31 - 1], np.int32)},
+        {"places": np.array([0], np.int32)},
+        {"places": np.array([0, 32], np.int64)},
+        {"places": np.array([[0], [32]], np.int32)},
+        {"ids": ids.astype(np.int32)},
+        {"ids": ids[:, None]},
+        {"rows": 3},
+        {"out": good.out.astype(np.int32)},
+        {"out": good.out.view(np.uint16)},
+        {"out": np.zeros((2, 20), np.int16)},
+        {"out": np.zeros((64, 2), np.int16).T},
+        {"out": np.zeros(128, np.int16)},
+        {"out": fixed},
+        {"scale": ones, "offset": ones},
+        {"form": "bfloat16", "out": good.out.view(np.uint16)},
+        {"form": "bfloat16", "out": good.out.view(np.uint16), "scale": ones},
+        {"form": "bfloat16", "out": good.out.view(np.uint16), "scale": ones, "offset": ones[:32]},
+        {"form": "bfloat16", "out": good.out.view(np.uint16), "scale": ones, "offset": ones.astype(np.float64)},
+        {"form": "float32", "out": np.zeros((2, 64), np.float32), "scale": ones, "offset": ones},
+        {"stream": Stream(good.stream.words.astype(np.int64), good.stream.states)},
+        {"stream": Stream(good.stream.words, good.stream.states.astype(np.int64))},
+    ]
+    for change in bad:
+        with pytest.raises(ValueError):
+            decode_batch([good, dataclasses.replace(good, **change)])
+    with pytest.raises(ValueError):
+        refine_batch([dataclasses.replace(good, form="bfloat16", out=good.out.view(np.uint16))])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
+@pytest.mark.parametrize("kind", ["int16", "refine"])
+@pytest.mark.parametrize("name", [name for name in native.available() if name != native.NUMPY])
+def test_a_kernel_reads_128_bytes_behind_the_words_at_most(name: str, kind: str) -> None:
+    """Behind those lies a page that ends the process when it is read. All lanes ask for words in the same steps."""
+    kernel = native._kernel(name, kind)
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 0) == 0
+    ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
+    for count in (0, 1, 7, 40, 64, 200):
+        words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
+        stream = Stream(words, np.full(LANES, 2**32 - 1, np.uint32))
+        job = int16_job(stream, ids, 300, tables)
+        joined = dataclasses.replace(coder._Joined.of(kind, [job]), words=words)
+        assert coder._run(kernel, [job], joined)[0] > count + 64
+    libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 3)

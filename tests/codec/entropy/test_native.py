@@ -1,0 +1,155 @@
+"""Which back-end is chosen, what happens where there is none, and the encoder's division."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtool.core.codec.entropy import ir, ir_encode, native
+from kvtool.core.codec.entropy.coder import decode_batch, encode
+from kvtool.core.errors import UsageError
+from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """What is found out once in a process is found out anew, here and after."""
+    caches = native.available, native._kernel, native._llvm, native._warn_slow
+    yield
+    for found in caches:
+        found.cache_clear()
+
+
+def round_trip() -> None:
+    symbols, ids = sample(3, 64)
+    stream = encode(symbols, ids, TABLES)
+    assert np.array_equal(stream.words, stream_of(symbols, ids).words)
+    job = int16_job(stream, ids, 3)
+    decode_batch([job])
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+def test_the_variable_decides(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    compile_it = native._kernel
+    monkeypatch.setattr(native, "_kernel", lambda name, kind: used.append(name) or compile_it(name, kind))
+    round_trip()
+    assert set(used) == (set() if back_end == "numpy" else {back_end})
+
+
+def test_the_best_is_chosen() -> None:
+    assert native.chosen() == native.available()[0]
+    assert list(native.available()) == [name for name in (*native.ISAS, "numpy") if name in native.available()]
+
+
+@pytest.mark.parametrize("name", ["sse9", "AVX2", " scalar"])
+def test_unknown_names_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.VARIABLE, name)
+    with pytest.raises(UsageError) as error:
+        round_trip()
+    assert "numpy" in error.value.hint
+
+
+def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        @staticmethod
+        def get_host_cpu_features() -> dict[str, bool]:
+            return {name: name != "avx512vbmi2" and name != "bmi2" for name in native.ISAS["avx512"].features}
+
+    native.available.cache_clear()
+    monkeypatch.setattr(native, "_llvm", Old)
+    assert native.available() == ("scalar", "numpy")
+    monkeypatch.setenv(native.VARIABLE, "avx2")
+    with pytest.raises(UsageError):
+        native.chosen()
+
+
+def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise ImportError(name)
+
+    native.available.cache_clear()
+    native._llvm.cache_clear()
+    native._warn_slow.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", nothing)
+
+
+def test_numpy_where_llvmlite_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_llvmlite(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="numpy"):
+        round_trip()
+    round_trip()  # another warning would be an error
+    assert native.available() == ("numpy",)
+
+
+def test_a_missing_llvmlite_is_an_error_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_llvmlite(monkeypatch)
+    monkeypatch.setenv(native.VARIABLE, "scalar")
+    with pytest.warns(RuntimeWarning), pytest.raises(UsageError):
+        round_trip()
+
+
+def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    native._kernel.cache_clear()
+    native._warn_slow.cache_clear()
+    monkeypatch.setattr(native, "_text", lambda *_: "no LLVM IR")
+    with pytest.warns(RuntimeWarning, match="numpy"):
+        round_trip()
+    monkeypatch.setenv(native.VARIABLE, "scalar")
+    with pytest.raises(UsageError):
+        round_trip()
+
+
+def test_other_threads_run_while_a_kernel_does() -> None:
+    kernel: Any = native._kernel("scalar", "int16")
+    holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
+    assert not type(kernel)._flags_ & holds_the_lock
+
+
+def next_states(isa: ir.Isa) -> Any:
+    """The encoder's division over arrays: states, frequencies, cumulatives and results, each u32."""
+    body, kind = ir.Body(), ir.vector(isa.width, "i32")
+    steps = ir.Loop(body, "%number")
+    at = body(f"mul i64 {steps.index}, {isa.width}")
+    parts = [body.load("ptr", "%jobs", index) for index in range(4)]
+    loaded = [body.load(kind, part, at) for part in parts[:3]]
+    body.store(kind, ir_encode.next_state(body, isa.width, *loaded), parts[3], at)
+    steps.close()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(native.compiled(ir.module(body), isa))
+
+    def run(states: Any, frequencies: Any, cumulative: Any) -> Any:
+        results = np.empty_like(states)
+        arrays = (states, frequencies, cumulative, results)
+        function(np.array([array.ctypes.data for array in arrays]).ctypes.data, len(states) // isa.width)
+        return results
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in native.available() if name not in ("scalar", "numpy")])
+def test_the_division_is_exact(name: str) -> None:
+    """For every frequency: multiples of it, their neighbours and both ends, over all the states an encoder meets."""
+    run, random = next_states(native.ISAS[name]), np.random.default_rng(0)
+    for frequency in range(1, 2049):
+        quotients = np.concatenate(
+            [
+                np.arange(32, 48),
+                np.arange(2**21 - 48, 2**21),
+                *(2**bit + np.arange(-2, 3) for bit in range(6, 21)),
+                random.integers(32, 2**21, 165),
+            ]
+        )
+        near = quotients[:, None] * frequency + np.array([-1, 0, 1, frequency // 2, frequency - 1])
+        states = near.reshape(-1)
+        states = states[(states >= 32 * frequency) & (states < frequency << 21)]
+        states = states[: len(states) // 16 * 16]
+        cumulative = random.integers(0, 2049 - frequency, len(states))
+        expected = (states // frequency << 11) + states % frequency + cumulative
+        frequencies = np.full(len(states), frequency, np.uint32)
+        found = run(states.astype(np.uint32), frequencies, cumulative.astype(np.uint32))
+        assert np.array_equal(found, expected.astype(np.uint32))
