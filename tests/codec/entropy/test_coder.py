@@ -177,7 +177,7 @@ def test_a_batch_of_all_kinds(back_end: str) -> None:
     """Streams of many sizes, table sets and forms, more than one call takes, from one read-only buffer."""
     parts, jobs, expected = bytearray(), [], []
     for index in range(150):
-        rows, columns, tables = index % 5, 64 * (index % 3), (TABLES, TERNARY)[index % 2]
+        rows, columns, tables = index % 5, 64 * ((index + 1) % 3), (TABLES, TERNARY)[index % 2]
         symbols, ids = sample(rows, columns, index, tables)
         stream = stream_of(symbols, ids, tables)
         expected.append((len(parts), len(stream.words), rows, ids, tables, symbols))
