@@ -2,35 +2,91 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import store_path
+from kvtool.cli.parsing import ManyValues, store_path
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
 
-WHATS = ("gate",)
+WHATS = ("gate", "codec")
 
 
-@app.command()
-@takes()
+@app.command(cls=ManyValues)
+@takes("top_k")
 def inspect(
     run: Run,
-    what: Annotated[str, typer.Argument(metavar="[gate]", help="`gate`: the laws checked on this model.")] = "",
+    what: Annotated[
+        str,
+        typer.Argument(metavar="[gate|codec]", help="`gate`: the laws on this model. `codec`: what its levels lose."),
+    ] = "",
+    batch: Annotated[
+        Path | None, typer.Option("--batch", metavar="FILE.jsonl", help="codec: the questions.", show_default=False)
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="codec: only the first N questions.", show_default=False)
+    ] = None,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option("--scheme", metavar="NAME", help="codec: 1, mean-1, anchor-1, int8 …", show_default=False),
+    ] = None,
 ) -> int | None:
-    """The store at a glance, or the gate's verdict on its model."""
+    """The store at a glance, or one thing about it in depth."""
     if what and what not in WHATS:
         raise UsageError(f"inspect: there is no {what!r}", f"known: {', '.join(WHATS)}")
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
-        if what:
+        if what == "gate":
             return _gate(run, store)
+        if what == "codec":
+            _codec(run, store, batch, limit, scheme or [])
+            return None
         _glance(run, store)
         return None
+
+
+def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: list[str]) -> None:
+    from kvtool.core.levels import ProfileShelf
+    from kvtool.core.query.reply import QueryOptions, read_batch
+    from kvtool.core.query.session import Session
+    from kvtool.core.report.codec import chosen_schemes, codec_report
+
+    if batch is None:
+        raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")
+    requests = read_batch(batch)[:limit]
+    settings = run.settings
+    session = Session.open(
+        store, model=settings.model, device=settings.device, dtype=settings.dtype, offline=settings.offline
+    )
+    wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
+    options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=0.0)
+    with run.out.progress("questions", total=len(requests), unit="questions") as bar:
+        value = codec_report(session, requests, options, wanted, bar.advance)
+
+    def show() -> None:
+        head = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
+        rows = [
+            (
+                row["scheme"],
+                f"{row['bits_per_element']:.3f}",
+                f"{row['ratio_vs_16bit']:.2f}x",
+                f"{row['kl_answer']:.4f}",
+                f"{row['kl_first']:.4f}",
+                f"{row['top1_agrees']:.1%}",
+                f"{row['f1']:.3f}" if "f1" in row else "-",
+            )
+            for row in value["schemes"]
+        ]
+        run.out.table(head, rows)
+        if "f1" in value["exact"]:
+            run.out.print(f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions")
+
+    run.out.result(value, human=show)
 
 
 def _glance(run: Run, store: Any) -> None:

@@ -89,7 +89,8 @@ class ManyValues(typer.core.TyperCommand):
             else:
                 out.append(word)
                 positional = True
-        return out if positional or not last else [*out[: last - 1], *out[last + 1 :], out[last]]
+        takes_one = any(option.param_type_name == "argument" for option in self.params)
+        return out if positional or not last or not takes_one else [*out[: last - 1], *out[last + 1 :], out[last]]
 
 
 def _is_flag(option: Any) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from kvtool.core.codec.levels import LEVELS, MAX_LOSS
 from kvtool.core.errors import UsageError
 
 ENV_PREFIX = "KVTOOL_"
@@ -133,7 +134,7 @@ class Settings:
         "ingest",
         flag="--level",
         metavar="raw|lossless|1..N",
-        suggest=("raw", "lossless", "1"),
+        suggest=LEVELS,
         pattern=_LEVEL,
         number_too=True,
     )
@@ -156,9 +157,12 @@ class Settings:
         "Codec level to read.",
         "query",
         metavar="raw|lossless|1..N|auto",
-        suggest=("raw", "lossless", "1", "auto"),
+        suggest=("auto", *LEVELS),
         pattern=_LEVEL + "|auto",
         number_too=True,
+    )
+    max_loss: float = _key(
+        MAX_LOSS, "What the level `auto` may lose, in nats a token of the answer.", "query", metavar="X", lowest=0
     )
     retriever: str = _key("bm25", "How chunks are found.", "query", choices=("bm25",))
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)

@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from kvtool.core.identity import StoreIdentity
 from kvtool.core.ingest.compute import ChunkStorer, batch_tokens
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
 from kvtool.core.ingest.report import Events, IngestReport
-from kvtool.core.model import attention
 from kvtool.core.model.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 @torch.inference_mode()
 def _plain(decoder: Decoder, wanted: Sequence[WantedChunk]) -> None:
-    with _own_attention(decoder):
+    with decoder.plain_attention():
         for batch in _of_similar_length(wanted, batch_tokens(decoder.device)):
             width = max(len(chunk.ids) for chunk in batch)
             ids = torch.zeros((len(batch), width), dtype=torch.long)
@@ -116,16 +114,6 @@ def _of_similar_length(wanted: Sequence[WantedChunk], tokens: int) -> Iterator[l
         batch.append(chunk)
     if batch:
         yield batch
-
-
-@contextmanager
-def _own_attention(decoder: Decoder) -> Iterator[None]:
-    """`transformers`' default attention for a while."""
-    decoder.model.set_attn_implementation("sdpa")
-    try:
-        yield
-    finally:
-        decoder.model.set_attn_implementation(attention.IMPLEMENTATION)
 
 
 def _ingest(

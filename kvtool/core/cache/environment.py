@@ -24,8 +24,11 @@ T = TypeVar("T")
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 # One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
-META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED = TABLES = (b"m", b"f", b"d", b"c", b"l", b"r", b"u")
-TABLE_NAMES = dict(zip(TABLES, ("meta", "files", "documents", "chunks", "levels", "records", "used"), strict=True))
+META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES = TABLES = tuple(
+    bytes([letter]) for letter in b"mfdclrup"
+)
+_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles")
+TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
 PAGE_BYTES = 4096
 _PAD_SECONDS = 0.02
 _MAX_READERS = 1024  # killed readers keep their slots until the next reader_check

@@ -10,7 +10,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Bytes, Kind, check_level, seal, unseal
 from kvtool.core.errors import DamagedError
 
-STORE_KEY, MANIFEST_KEY, REVISION_KEY = b"store", b"manifest", b"revision"
+STORE_KEY, MANIFEST_KEY, REVISION_KEY, CODEC_KEY = b"store", b"manifest", b"revision", b"codec"
 _NUMBER = struct.Struct("<Q")
 _LEVEL_ROW = struct.Struct("<IIQ")
 

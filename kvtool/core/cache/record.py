@@ -63,6 +63,7 @@ class Kind(enum.IntEnum):
     LEVEL = 6
     NUMBER = 7
     STORE = 8
+    PROFILE = 9
 
 
 @dataclass(frozen=True, slots=True)

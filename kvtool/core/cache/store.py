@@ -168,12 +168,25 @@ class Store:
 
     def manifest(self) -> dict[str, Any]:
         """What the core keeps about the store; empty when new. Raises DamagedError."""
+        return self._json(keys.MANIFEST_KEY, "the manifest")
+
+    def codec_state(self) -> dict[str, Any]:
+        """Which codec profile is in use and what was measured of each level; empty before the first `compress`."""
+        return self._json(keys.CODEC_KEY, "what is known of the codec levels")
+
+    def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self._read() as snapshot:
-            data = snapshot.get(lmdb_tables.META, keys.MANIFEST_KEY)
+            data = snapshot.get(lmdb_tables.META, key)
         if data is None:
             return {}
-        value: dict[str, Any] = load_json(_unseal_named(keys.MANIFEST_KEY, Kind.MANIFEST, data, "the manifest"))
+        value: dict[str, Any] = load_json(_unseal_named(key, Kind.MANIFEST, data, what))
         return value
+
+    def profile(self, digest: bytes) -> memoryview | None:
+        """Bytes of a codec profile by its digest. Raises DamagedError."""
+        with self._read() as snapshot:
+            data = snapshot.get(lmdb_tables.PROFILES, digest)
+        return None if data is None else _unseal_named(digest, Kind.PROFILE, data, "a codec profile")
 
     def revision(self) -> int:
         """Grows with every committed change of documents; the retrieval index is keyed by it."""
@@ -196,8 +209,8 @@ class Store:
         Returns
         -------
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
-        ``levels {level: {chunks, records, tokens, bytes}}``, ``file_bytes, live_bytes, free_bytes`` (of the data file),
-        ``disk_free``.
+        ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
+        ``file_bytes, live_bytes, free_bytes`` (of the data file), ``disk_free``.
         """
         revision = self.revision()
         levels: dict[str, dict[str, int]] = {}
@@ -213,6 +226,7 @@ class Store:
                 "documents": sum(1 for _ in snapshot.keys(lmdb_tables.DOCUMENTS)),
                 "chunks": sum(1 for _ in snapshot.keys(lmdb_tables.CHUNKS)),
             }
+            profiles = [len(data) for _, data in snapshot.items(lmdb_tables.PROFILES)]
             live = snapshot.live_bytes()
         environment = self._current()
         return {
@@ -224,6 +238,7 @@ class Store:
             "records": sum(level["records"] for level in levels.values()),
             "bytes": sum(level["bytes"] for level in levels.values()),
             "levels": dict(sorted(levels.items())),
+            "profiles": {"count": len(profiles), "bytes": sum(profiles)},
             "file_bytes": environment.file_bytes(),
             "live_bytes": live,
             "free_bytes": max(0, environment.allocated_bytes() - live),

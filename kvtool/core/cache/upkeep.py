@@ -159,6 +159,7 @@ _CHECKS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
     tables.LEVELS: keys.LevelRow.unseal,
     tables.USED: keys.unseal_number,
     tables.RECORDS: _check_record,
+    tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),
 }
 
 

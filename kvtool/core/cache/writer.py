@@ -63,6 +63,14 @@ class Writer:
         data = seal(keys.MANIFEST_KEY, Kind.MANIFEST, dump_json(manifest))
         self._commit([(tables.META, keys.MANIFEST_KEY, data)])
 
+    def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
+        """Keep a codec profile and what is known of the codec levels, in one transaction."""
+        self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _codec_row(state)])
+
+    def set_codec_state(self, state: dict[str, Any]) -> None:
+        """Replace what is known of the codec levels."""
+        self._commit([_codec_row(state)])
+
     def put_chunk(self, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
         """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
 
@@ -318,6 +326,10 @@ def _check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence
 def _file_row(entry: FileEntry) -> Row:
     key = keys.name_key(entry.path)
     return tables.FILES, key, seal(key, Kind.FILE, entry.to_bytes())
+
+
+def _codec_row(state: dict[str, Any]) -> Row:
+    return tables.META, keys.CODEC_KEY, seal(keys.CODEC_KEY, Kind.MANIFEST, dump_json(state))
 
 
 def _document_row(document: DocumentEntry) -> Row:

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from kvtool.core.codec.profile import Profile
+
 Payload = bytes | bytearray | memoryview
 Shape = tuple[int, int, int]
+Profiles = Callable[[bytes], "Profile"]  # by digest; raises DamagedError where there is none
+
+
+def no_profiles(digest: bytes) -> Profile:
+    """The lookup of one who has no profiles."""
+    from kvtool.core.errors import DamagedError
+
+    raise DamagedError(f"the codec profile {digest.hex()} is not there")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One layer of one chunk as stored.
+
+    Attributes
+    ----------
+    shape : of K and of V, `[kv_heads, tokens, head_dim]`.
+    dtype : of the tensors before encoding.
+    base : the coarser level that this one refines.
+    """
+
+    payload: Payload
+    shape: Shape
+    dtype: str
+    base: Encoded | None = None
 
 
 class Codec(Protocol):
@@ -24,6 +52,34 @@ class Codec(Protocol):
     level: str
     lossless: bool
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Payload]: ...
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
+    ) -> Sequence[Payload]: ...
 
-    def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def decode(
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of several chunks at one layer. Raises DamagedError."""
+        ...
+
+    def base_of(self, payload: Payload) -> str | None:
+        """The level whose record is needed too. Raises DamagedError."""
+        ...
+
+
+class SelfContained:
+    """A codec whose records stand alone and are decoded one by one."""
+
+    def decode(
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of several chunks at one layer. Raises DamagedError."""
+        return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
+
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer of one chunk."""
+        raise NotImplementedError
+
+    def base_of(self, payload: Payload) -> str | None:
+        """No other record is needed."""
+        return None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from kvtool.core.errors import UsageError
 
-LEVELS = ("raw", "lossless")
+LOSSY = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
+LEVELS = ("raw", "lossless", *LOSSY)
+DEFAULT_LOSSY = "1"
+MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 
 def check_level(level: str) -> str:
@@ -17,3 +20,9 @@ def check_level(level: str) -> str:
     if level not in LEVELS:
         raise UsageError(f"there is no level {level!r}", f"known: {', '.join(LEVELS)}")
     return level
+
+
+def coarser(level: str) -> str | None:
+    """The lossy level next to this one with wider steps, which it may refine; None for the coarsest."""
+    at = LOSSY.index(level) + 1
+    return LOSSY[at] if at < len(LOSSY) else None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from kvtool.core.codec.base import Payload, Shape
+from kvtool.core.codec.base import Payload, SelfContained, Shape
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
@@ -20,7 +20,7 @@ _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _ZSTD_LEVEL = 1  # level 19 takes 2 % off the whole record (smollm2) and far longer
 
 
-class Lossless:
+class Lossless(SelfContained):
     """Exponents are few and compress well, signs and mantissas are noise and do not (CODEC.md, "Modelling").
 
     Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and three bits more)
@@ -37,7 +37,7 @@ class Lossless:
     level = "lossless"
     lossless = True
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[Payload]:
+    def encode(self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None) -> list[Payload]:
         """One layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
         sides = [_rotated(side) for side in (keys, values)]
@@ -45,7 +45,7 @@ class Lossless:
         rest = [np.ascontiguousarray(side[:, :-1]).reshape(-1).data for side in sides]
         return [_LENGTHS.pack(*map(len, first)), *first, *rest]
 
-    def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer.
 
         Raises

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from kvtool.core.codec.base import Payload, Shape
+from kvtool.core.codec.base import Payload, SelfContained, Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Raw:
+class Raw(SelfContained):
     """K then V, each `[kv_heads, tokens, head_dim]` in C order, little-endian (law 7: bit for bit)."""
 
     level = "raw"
     lossless = True
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[memoryview]:
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None
+    ) -> list[memoryview]:
         """Bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`; they may be views."""
         return [side.contiguous().view(torch.uint8).numpy().reshape(-1).data for side in (keys, values)]
 
-    def decode(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer; they share `payload`'s memory and must not be written to."""
         flat = torch.frombuffer(payload, dtype=DTYPES[dtype])
         keys, values = flat.view(2, *shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,17 @@ def fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, res
             return _fuse(decoder, plan, selector, source, reserve)
         except RecordMissing as missing:
             plan = plan.without(missing.segment, missing.reason)
+
+
+def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:
+    """Logits before each token of `script`, float32 `[len(script), vocabulary]`, over a fused cache.
+
+    An answer may have grown the cache; the rows up to the prompt's end are still those of the fusion.
+    """
+    fused.cache.set_length(fused.plan.length)
+    if len(script) < 2:
+        return fused.logits[None]
+    return torch.cat([fused.logits[None], decoder.extend(script[:-1], fused.cache)])
 
 
 def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int) -> Fused:

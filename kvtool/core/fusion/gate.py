@@ -10,6 +10,7 @@ import torch
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.engine import fuse
@@ -174,7 +175,8 @@ class _Bench:
         layer, kv_heads, tokens, head_dim = 0, *kv.keys.shape[1:]
         for codec in (codec for codec in CODECS.values() if codec.lossless):
             data = b"".join(codec.encode(kv.keys[layer], kv.values[layer]))
-            sides = codec.decode(bytearray(data), (kv_heads, tokens, head_dim), NAMES[kv.keys.dtype])
+            item = Encoded(bytearray(data), (kv_heads, tokens, head_dim), NAMES[kv.keys.dtype])
+            sides = codec.decode([item])[0]
             if not all(torch.equal(a, b) for a, b in zip(sides, (kv.keys[layer], kv.values[layer]), strict=True)):
                 return 1.0
         return 0.0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, Profiles, no_profiles
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import KVRead, Store
+    from kvtool.core.cache.store import Store
     from kvtool.core.model.prefill import ChunkKV
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
@@ -51,13 +52,37 @@ class StoreSource:
 
     store: Store
     shape: tuple[int, int]  # kv_heads, head_dim
+    profiles: Profiles = no_profiles
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        found: dict[int, LayerKV] = {}
+        for level in sorted({segment.source.level or "raw" for segment in segments}):
+            some = [s for s in segments if (s.source.level or "raw") == level]
+            items = self._encoded(some, level, layer, stats)
+            started = time.perf_counter()
+            found.update(zip((s.start for s in some), self._decoded(some, items, level, layer), strict=True))
+            stats.decode_s += time.perf_counter() - started
+        return [found[segment.start] for segment in segments]
+
+    def _decoded(self, segments: Sequence[Segment], items: list[Encoded], level: str, layer: int) -> list[LayerKV]:
+        codec = CODECS[level]
+        try:
+            return codec.decode(items, layer, self.profiles)
+        except DamagedError as together:  # which one is it?
+            for segment, item in zip(segments, items, strict=True):
+                try:
+                    codec.decode([item], layer, self.profiles)
+                except DamagedError as error:
+                    raise RecordMissing(segment, f"damaged: {error.message}") from error
+            raise RecordMissing(segments[0], f"damaged: {together.message}") from together
+
+    def _encoded(self, segments: Sequence[Segment], level: str, layer: int, stats: ReadStats) -> list[Encoded]:
+        """One level's records, each with the coarser one that it refines."""
         started = time.perf_counter()
-        found = self._records(segments, layer)
-        read = time.perf_counter()
-        out = []
-        for segment, record in zip(segments, found, strict=True):
+        records = self.store.read_layer([segment.source.chunk_id for segment in segments], level, layer)
+        stats.read_s += time.perf_counter() - started
+        items, bases = [], []
+        for segment, record in zip(segments, records, strict=True):
             if record is None or isinstance(record, DamagedError):
                 raise RecordMissing(segment, "not stored" if record is None else f"damaged: {record.message}")
             header, payload = record
@@ -65,22 +90,17 @@ class StoreSource:
             if shape != (self.shape[0], len(segment.ids), self.shape[1]):
                 raise RecordMissing(segment, f"stored shape {shape} does not fit")
             try:
-                out.append(CODECS[header.level].decode(payload, shape, header.dtype))
+                bases.append(CODECS[level].base_of(payload))
             except DamagedError as error:
                 raise RecordMissing(segment, f"damaged: {error.message}") from error
+            items.append(Encoded(payload, shape, header.dtype))
             stats.bytes_read += len(payload)
-        stats.read_s += read - started
-        stats.decode_s += time.perf_counter() - read
-        return out
-
-    def _records(self, segments: Sequence[Segment], layer: int) -> list[KVRead | DamagedError | None]:
-        levels = {segment.source.level for segment in segments}
-        found: dict[int, KVRead | DamagedError | None] = {}
-        for level in levels:
-            wanted = [s for s in segments if s.source.level == level]
-            records = self.store.read_layer([s.source.chunk_id for s in wanted], level or "raw", layer)
-            found.update({s.start: record for s, record in zip(wanted, records, strict=True)})
-        return [found[segment.start] for segment in segments]
+        for base in {base for base in bases if base is not None}:
+            refined = [number for number, own in enumerate(bases) if own == base]
+            found = self._encoded([segments[number] for number in refined], base, layer, stats)
+            for number, item in zip(refined, found, strict=True):
+                items[number] = replace(items[number], base=item)
+        return items
 
 
 @dataclass(frozen=True, slots=True)

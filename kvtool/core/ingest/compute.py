@@ -11,6 +11,7 @@ from functools import partial
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.profile import Profile
 from kvtool.core.identity import StoreIdentity
 from kvtool.core.ingest.commit import count_file
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
@@ -42,9 +43,11 @@ class ChunkStorer:
         level: str,
         report: IngestReport,
         events: Events,
+        profile: Profile | None = None,
     ) -> None:
         self._decoder, self._identity, self._writer = decoder, identity, writer
         self._codec = CODECS[level]
+        self._profile = profile
         self._report, self._events = report, events
         self._lead_ins: dict[tuple[int, ...], LeadIn] = {}
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
@@ -96,7 +99,7 @@ class ChunkStorer:
     def _write(self, batch: Sequence[WantedChunk], kvs: Sequence[ChunkKV]) -> None:
         def work() -> None:
             for chunk, kv in zip(batch, kvs, strict=True):
-                layers = encode_chunk(chunk.chunk_id, kv, self._codec.level)
+                layers = encode_chunk(chunk.chunk_id, kv, self._codec.level, self._profile)
                 self._report.kv_bytes += sum(map(len, layers))
                 self._writer.put_chunk(chunk.chunk_id, chunk.info(len(layers)), self._codec.level, layers)
 
@@ -157,7 +160,7 @@ class _Waiting:
         return [self._order[index] for index in sorted(done)]
 
 
-def encode_chunk(chunk_id: bytes, kv: ChunkKV, level: str) -> list[bytes]:
+def encode_chunk(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
     """A chunk's records, one a layer."""
     from kvtool.core.codec.raw import NAMES
 
@@ -167,7 +170,7 @@ def encode_chunk(chunk_id: bytes, kv: ChunkKV, level: str) -> list[bytes]:
         encode_record(
             chunk_id,
             KVHeader(NAMES[kv.keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer),
-            codec.encode(kv.keys[layer], kv.values[layer]),
+            codec.encode(kv.keys[layer], kv.values[layer], layer, profile),
         )
         for layer in range(layers)
     ]

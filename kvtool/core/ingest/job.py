@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import check_level
+from kvtool.core.codec.levels import LOSSY, check_level
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import find_files
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
@@ -19,6 +19,7 @@ from kvtool.core.identity import LeadInIds, StoreIdentity
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.ingest.survey import Survey, survey
+from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.settings import DEFAULT_MODEL, is_lead_in_file
@@ -263,7 +264,9 @@ class _Job:
         from kvtool.core.ingest.compute import ChunkStorer
 
         self.events.total(sum(len(chunk.ids) for chunk in missing.values()))
-        storer = ChunkStorer(decoder, self.identity, writer, self.options.level, self.report, self.events)
+        assert self.store is not None
+        profile = ProfileShelf(self.store).current() if self.options.level in LOSSY else None
+        storer = ChunkStorer(decoder, self.identity, writer, self.options.level, self.report, self.events, profile)
         try:
             if self._needs_prefix:
                 storer.store_prefix()

@@ -111,6 +111,19 @@ class Decoder:
         rows = Rows.of(torch.arange(start, start + len(ids)), self.device)
         return self.compute(ids, rows, cache, keep=len(ids))
 
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """`transformers`' default attention for a while: for a plain call of the model, and for gradients."""
+        asked = [(one, one.requires_grad) for one in self.model.parameters()]
+        self.model.set_attn_implementation("sdpa")
+        self.model.requires_grad_(False)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(attention.IMPLEMENTATION)
+            for one, wanted in asked:
+                one.requires_grad_(wanted)
+
     def check_length(self, tokens: int, hint: str) -> None:
         """Refuse a prompt that the model cannot hold."""
         if tokens > self.context:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtool.core.model.decoder import Decoder
+from kvtool.core.fusion.engine import forced_logits
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.query.session import Session
 from kvtool.core.scoring import kl
@@ -22,11 +22,11 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
     """
     reference = session.answer(session.lay_out(request, options), options, REFERENCE)
     script = [*reference.generated.ids, *([] if reference.generated.end is None else [reference.generated.end])]
-    expected = forced_logits(session.decoder, reference, script)
+    expected = forced_logits(session.decoder, reference.fused, script)
     replies = [reference]
     for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
         reply = session.answer(session.lay_out(request, options), options, mode)
-        reply.comparison = _distance(expected, forced_logits(session.decoder, reply, script), reference, reply)
+        reply.comparison = _distance(expected, forced_logits(session.decoder, reply.fused, script), reference, reply)
         replies.append(reply)
     reference.comparison = _distance(expected, expected, reference, reference)
     return replies
@@ -39,15 +39,3 @@ def _distance(expected: torch.Tensor, logits: torch.Tensor, reference: Reply, re
         "top1_agrees": bool(expected[0].argmax() == logits[0].argmax()),
         "answer_equal": reference.generated.ids == reply.generated.ids,
     }
-
-
-def forced_logits(decoder: Decoder, reply: Reply, script: Sequence[int]) -> torch.Tensor:
-    """Logits before each token of `script`, float32 `[len(script), vocabulary]`, over a reply's fused cache.
-
-    Its answer has grown the cache; the rows up to the prompt's end are still those of the fusion.
-    """
-    cache, first = reply.fused.cache, reply.fused.logits[None]
-    cache.set_length(reply.fused.plan.length)
-    if len(script) < 2:
-        return first
-    return torch.cat([first, decoder.extend(script[:-1], cache)])

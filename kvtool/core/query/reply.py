@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.codec.levels import MAX_LOSS
+
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
@@ -19,6 +21,7 @@ class QueryOptions:
     ----------
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     force : answer although the gate refuses.
+    max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 
     fusion: str = "blend"
@@ -27,6 +30,7 @@ class QueryOptions:
     link_tokens: int = 16
     link: str = "initial"
     level: str = "auto"
+    max_loss: float = MAX_LOSS
     retriever: str = "bm25"
     max_tokens: int = 128
     temperature: float = 0.0

@@ -15,6 +15,7 @@ from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS, Selector
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.identity import Ids, StoreIdentity
+from kvtool.core.levels import ProfileShelf, recorded_losses, smallest_allowed
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.load import load_model
@@ -83,7 +84,8 @@ class Session:
         self._lock_wait = lock_wait
         self._chooser = Chooser(store)
         self._tokenizer = decoder.loaded.tokenizer
-        self._source = StoreSource(store, (decoder.kv_heads, decoder.head_dim))
+        self._source = StoreSource(store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(store))
+        self._losses = recorded_losses(store)
 
     @classmethod
     def open(
@@ -110,6 +112,16 @@ class Session:
         check_same_model(files, identity, dtype)
         return cls(store, Decoder(load_model(files, device=device, dtype=identity.dtype)), identity, warn)
 
+    @property
+    def parts(self) -> PromptParts:
+        """The store's own beginning and answer header."""
+        return PromptParts(self.identity.prefix, self.identity.answer_header)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's."""
+        return self._tokenizer
+
     # ---- one question ----
 
     def ask(self, request: Request, options: QueryOptions, on_text: OnText | None = None) -> Reply:
@@ -123,7 +135,7 @@ class Session:
         hits = self._chooser.choose(request, options.top_k)
         parts = self._parts(options)
         question = question_tokens(self._tokenizer, request.question, parts)
-        plan = build_plan(self._prefix(parts), [self._candidate(hit, options.level) for hit in hits], question)
+        plan = build_plan(self._prefix(parts), [self._candidate(hit, options) for hit in hits], question)
         self.decoder.check_length(
             plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
         )
@@ -179,7 +191,7 @@ class Session:
     def _parts(self, options: QueryOptions) -> PromptParts:
         """The store's own beginning and answer header, unless another instruction is asked for."""
         if options.system is None or options.system == self.identity.system:
-            return PromptParts(self.identity.prefix, self.identity.answer_header)
+            return self.parts
         return prompt_parts(self._tokenizer, options.system)
 
     def _prefix(self, parts: PromptParts) -> Candidate:
@@ -187,9 +199,9 @@ class Session:
             return Candidate((), lead_in=ids_digest([]), reason="empty")
         if parts.prefix != self.identity.prefix:
             return Candidate(parts.prefix, reason="another instruction than the store's")
-        return self._stored(parts.prefix, self.identity.prefix_id, ids_digest([]), "auto")
+        return self._stored(parts.prefix, self.identity.prefix_id, ids_digest([]), "auto", 0.0)
 
-    def _candidate(self, hit: Hit, level: str) -> Candidate:
+    def _candidate(self, hit: Hit, options: QueryOptions) -> Candidate:
         """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them."""
         info = self._info(hit.passage.chunk_id)
         if info is None:
@@ -200,9 +212,9 @@ class Session:
                 hit.passage.chunk_id,
                 reason="its description is lost or damaged",
             )
-        return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, level)
+        return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, options.level, options.max_loss)
 
-    def _stored(self, ids: Ids, chunk_id: bytes, lead_in: bytes, level: str) -> Candidate:
+    def _stored(self, ids: Ids, chunk_id: bytes, lead_in: bytes, level: str, max_loss: float) -> Candidate:
         info = self._info(chunk_id)
         if info is None:
             return Candidate(ids, chunk_id, lead_in, reason="not stored")
@@ -211,7 +223,7 @@ class Session:
         if info.layers != len(self.decoder.layers):
             return Candidate(ids, chunk_id, lead_in, reason="stored with another number of layers")
         levels = self.store.levels(chunk_id)
-        found = ("raw" if "raw" in levels else next(iter(levels), None)) if level == "auto" else level
+        found = smallest_allowed(levels, self._losses, max_loss) if level == "auto" else level
         if found is None or found not in levels:
             return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", elsewhere=bool(levels))
         return Candidate(ids, chunk_id, lead_in, found)

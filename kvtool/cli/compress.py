@@ -1,0 +1,119 @@
+"""`kvtool compress`: encode stored records with the CacheGen codec."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
+
+app = new_app()
+PREDICTORS = ("auto", "mean", "anchor")
+
+
+@app.command(cls=ManyValues)
+@takes()
+def compress(
+    run: Run,
+    level: Annotated[
+        list[str] | None,
+        typer.Option("--level", metavar="1..4|auto|lossless", help="What to store; 1 is the finest.", show_default="1"),
+    ] = None,
+    keep_raw: Annotated[
+        bool, typer.Option("--keep-raw/--drop-raw", help="Whether exact records stay once the others were read back.")
+    ] = True,
+    fit: Annotated[bool, typer.Option("--fit", help="Learn the codec's profile from this store first.")] = False,
+    max_loss: Annotated[
+        float | None,
+        typer.Option("--max-loss", metavar="X", min=0, help="What `auto` may lose (nats a token).", show_default=False),
+    ] = None,
+    chunks: Annotated[
+        list[str] | None, typer.Option("--chunks", metavar="ID", help="Only these chunks.", show_default=False)
+    ] = None,
+    predictor: Annotated[
+        str, typer.Option("--predictor", metavar="|".join(PREDICTORS), help="`anchor` is the paper's scheme.")
+    ] = "auto",
+    questions: Annotated[
+        int, typer.Option("--questions", min=0, help="How many prompts the loss is measured on; 0: it is not.")
+    ] = 8,
+) -> None:
+    """Encode stored records: small, fast to read, with a loss that is measured and shown."""
+    from kvtool.core.compress.job import compress as run_compress
+    from kvtool.core.errors import UsageError
+
+    if predictor not in PREDICTORS:
+        raise UsageError(f"there is no predictor {predictor!r}", f"known: {', '.join(PREDICTORS)}")
+    settings = run.settings
+    options = CompressOptions(
+        levels=tuple(level or ()),
+        chunks=tuple(chunks or ()),
+        keep_raw=keep_raw,
+        fit=fit,
+        max_loss=max_loss,
+        predictor=predictor,
+        questions=questions,
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        offline=settings.offline,
+        lock_wait=settings.lock_wait,
+    )
+    with _Watch(run) as watch:
+        report = run_compress(store_path(settings.store), options, watch.events)
+    run.out.result(report.to_json(), human=lambda: _show(run, report))
+
+
+class _Watch:
+    """Shows one bar after another."""
+
+    def __init__(self, run: Run) -> None:
+        self._out = run.out
+        self._progress: Any = None
+        self._bar: Any = None
+        self.events = CompressEvents(
+            step=self._step, advance=self._advance, status=self._out.detail, warn=self._out.warning
+        )
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close()
+
+    def _step(self, label: str, total: int, unit: str) -> None:
+        self._close()
+        self._progress = self._out.progress(label, total=total, unit=unit)
+        self._bar = self._progress.__enter__()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+
+    def _advance(self, count: int) -> None:
+        if self._progress is not None:
+            self._bar.advance(count)
+
+
+def _show(run: Run, report: CompressReport) -> None:
+    if run.out.verbosity < 0:  # a report, not data
+        return
+    rows = []
+    for level in report.levels:
+        row = level.to_json()
+        lost = "-" if "kl_answer" not in row else f"{row['kl_answer']:.4f}"
+        agrees = "-" if "top1_agrees" not in row else f"{row['top1_agrees']:.1%}"
+        error = f"{row['relative_error']:.4f}"
+        ratios = [f"{row[name]:.2f}x" if row[name] else "-" for name in ("ratio_vs_16bit", "ratio_vs_8bit")]
+        megabytes = f"{row['bytes'] / 1e6:,.1f}"
+        rows.append((row["level"], row["chunks"], megabytes, row["bits_per_element"], *ratios, error, lost, agrees))
+    head = ("level", "chunks", "MB", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers", "same tokens")
+    run.out.table(head, rows)
+    run.out.print(
+        f"store: {report.bytes_before / 1e6:,.1f} MB before, {report.bytes_after / 1e6:,.1f} MB after; "
+        f"{report.encoded} chunks encoded, {report.kept} unchanged, {report.skipped} without an exact record, "
+        f"{report.seconds:.1f} s"
+    )

@@ -1,0 +1,170 @@
+"""Levels `1` to `4`: small records with a stated loss (CacheGen, and what was measured to do better; CODEC.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvtool.core.codec import plain, transform
+from kvtool.core.codec.base import Encoded, Payload, Profiles, no_profiles
+from kvtool.core.codec.integers import coarsened
+from kvtool.core.codec.levels import LOSSY, coarser
+from kvtool.core.codec.payload import Coded, Predictor
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.errors import DamagedError
+
+PREDICTORS = {"mean": Predictor.MEAN, "anchor": Predictor.ANCHOR}
+_PLAIN = tuple(PREDICTORS.values())
+_LAYERS = 3  # of a model whose layers nobody knows: only the paper's thirds need them
+
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+
+
+class CacheGen:
+    """One lossy level. With a profile its transform serves; without one the cheaper of the plain predictors."""
+
+    lossless = False
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
+    ) -> list[Payload]:
+        """One layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
+        return encode_levels(keys, values, layer, [self.level], profile)[self.level]
+
+    def decode(self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles) -> list[LayerKV]:
+        """Keys and values of several chunks at one layer: views `[kv_heads, tokens, head_dim]`.
+
+        Raises
+        ------
+        DamagedError : a record that does not fit its shape, its profile or its base.
+        """
+        parsed = [(self._parsed(item), item) for item in items]
+        together: dict[tuple[bytes, str], list[int]] = {}
+        for number, (coded, item) in enumerate(parsed):
+            together.setdefault((coded.profile, item.dtype), []).append(number)
+        out: dict[int, LayerKV] = {}
+        for (digest, _), numbers in together.items():
+            some = [parsed[number] for number in numbers]
+            sides = (
+                self._transformed(profiles(digest), layer, some)
+                if some[0][0].predictors[0] is Predictor.TRANSFORM
+                else [_plain_sides(coded, item) for coded, item in some]
+            )
+            for number, side, (_, item) in zip(numbers, sides, some, strict=True):
+                out[number] = _heads(side, item.shape)
+        return [out[number] for number in range(len(items))]
+
+    def base_of(self, payload: Payload) -> str | None:
+        """The level whose record is needed too."""
+        base = Coded.parse(payload).base
+        return LOSSY[base - 1] if base else None
+
+    def _parsed(self, item: Encoded) -> Coded:
+        coded = Coded.parse(item.payload)
+        if (coded.level, coded.tokens) != (LOSSY.index(self.level) + 1, item.shape[1]):
+            raise DamagedError("a compressed record of another level or length")
+        return coded
+
+    def _transformed(self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]]) -> list[torch.Tensor]:
+        kv_heads, _, head_dim = items[0][1].shape
+        if not 0 <= layer < profile.layers or profile.layout.channels != kv_heads * head_dim:
+            raise DamagedError("a codec profile of another model")
+        return transform.decode(profile, layer, self.level, items)
+
+
+def encode_levels(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    levels: Sequence[str],
+    profile: Profile | None = None,
+    *,
+    bases: Sequence[str] = (),
+    predictor: str = "auto",
+    layers: int = _LAYERS,
+) -> dict[str, list[Payload]]:
+    """Encode one layer at several levels.
+
+    With a profile a level refines the next coarser one where that is among `levels` or `bases`, so that both together
+    take hardly more than the finer alone.
+
+    Parameters
+    ----------
+    keys, values : `[kv_heads, tokens, head_dim]`.
+    bases : coarser levels of this layer that are stored already, made with this profile.
+    predictor : `auto`, `mean` or `anchor`: without a profile; `auto` takes the cheaper one for each side.
+    layers : of the model.
+
+    Returns
+    -------
+    The parts of a record for each level.
+    """
+    sides = torch.stack([_flat(keys), _flat(values)])
+    if profile is not None and predictor == "auto":
+        finest = transform.finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
+        there = {*levels, *bases}
+        return {
+            level: _transformed(profile, layer, level, finest, coarser(level) in there, sides, keys.dtype).pack()
+            for level in levels
+        }
+    return {level: _plain(level, layer, layers, sides, predictor, keys.dtype).pack() for level in levels}
+
+
+def _transformed(
+    profile: Profile,
+    layer: int,
+    level: str,
+    finest: transform.I16,
+    refine: bool,
+    sides: torch.Tensor,
+    dtype: torch.dtype,
+) -> Coded:
+    coded = transform.pack(profile, layer, level, finest, refine)
+    made = transform.sides_of(profile, layer, level, coarsened(finest, LOSSY.index(level)), [coded], dtype)
+    return replace(coded, errors=_errors(sides, made.float()))
+
+
+def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: str, dtype: torch.dtype) -> Coded:
+    wanted = _PLAIN if predictor == "auto" else (PREDICTORS[predictor],)
+    number = LOSSY.index(level) + 1
+    chosen = []
+    for side in sides.numpy():
+        spread = float(np.sqrt(np.square(side - side.mean(0)).mean())) if side.size else 0.0
+        # At one step their errors are alike, so the bits decide.
+        step = plain.step_of(wanted[0], number, layer, layers, spread)
+        made = [plain.quantise(one, side, step) for one in wanted]
+        chosen.append(min(made, key=plain.bits) if len(made) > 1 else made[0])
+    restored = torch.stack([torch.from_numpy(one.values) for one in chosen]).to(dtype).float()
+    return plain.pack((chosen[0], chosen[1]), number, sides.shape[1], _errors(sides, restored))
+
+
+def _plain_sides(coded: Coded, item: Encoded) -> torch.Tensor:
+    kv_heads, _, head_dim = item.shape
+    sides = plain.unpack(coded, kv_heads * head_dim)
+    return torch.stack([torch.from_numpy(side) for side in sides]).to(DTYPES[item.dtype])
+
+
+def _flat(side: torch.Tensor) -> torch.Tensor:
+    """float32 `[tokens, C]`."""
+    return side.transpose(0, 1).reshape(side.shape[1], -1).float()
+
+
+def _heads(sides: torch.Tensor, shape: tuple[int, int, int]) -> LayerKV:
+    kv_heads, tokens, head_dim = shape
+    keys, values = sides.reshape(2, tokens, kv_heads, head_dim).transpose(1, 2)
+    return keys, values
+
+
+def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
+    """RMS of the difference over RMS, of K and of V, rounded up to float32."""
+    wrong = (made - sides).square().mean((1, 2)).sqrt()
+    size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
+    key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
+    return float(key), float(value)

@@ -1,0 +1,138 @@
+"""A profile from a sample of KV and from how much errors in it matter.
+
+Directions are weighted by the sensitivity, so that a unit of error costs the same everywhere, in every layer; a KLT of
+what comes out packs it into few coefficients; one step for all does the allocation of bits by itself (reverse
+water-filling: what stays below the step costs next to nothing). CODEC.md, "Rate and loss".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtool.core.codec.clusters import fine_tables, shared_tables
+from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
+from kvtool.core.codec.integers import coarsened
+from kvtool.core.codec.layout import BLOCK, SIDES, Layout
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.transform import finest_numbers
+
+# Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token (README).
+FINEST_STEP = 3e-5
+WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
+_FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
+_FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
+_LEAST_USED = 5e-4  # a column with fewer numbers other than 0 is not coded; they are escapes then
+
+LayerSides = Callable[[int], torch.Tensor]  # layer → float32 [2, tokens, C]
+
+
+def default_groups(kv_heads: int, head_dim: int) -> int:
+    """1: one transform for all heads of a layer. A basis has C * C numbers, so wide layers take one a head."""
+    return 1 if kv_heads * head_dim <= WHOLE_LAYER else kv_heads
+
+
+def fit_profile(
+    sample: LayerSides,
+    sensitivity: torch.Tensor,
+    groups: int,
+    about: dict[str, Any],
+    step: float = FINEST_STEP,
+    advance: Callable[[int], None] = lambda layers: None,
+) -> Profile:
+    """Fit means, transforms and tables.
+
+    Parameters
+    ----------
+    sample : un-rotated keys and values of some chunks at a layer.
+    sensitivity : float32 `[2, layers, C, C]`: the loss, in nats, of an error e in one token is e @ this @ e / 2.
+    groups : of channels that are transformed together.
+    advance : told after each layer.
+    """
+    layers, channels = sensitivity.shape[1:3]
+    layout = Layout(groups, channels // groups)
+    means = torch.empty((layers, SIDES, channels))
+    basis = torch.empty((layers, SIDES, groups, layout.size, layout.size), dtype=torch.bfloat16)
+    counts = _Counts(layers, layout)
+    for layer in range(layers):
+        sides = sample(layer)
+        means[layer] = sides.mean(1)
+        for side in range(SIDES):
+            centred = sides[side] - means[layer, side]
+            basis[layer, side] = _basis(centred, sensitivity[side, layer], layout, step)
+        forward = torch.linalg.inv(basis[layer].float())
+        counts.add(layer, finest_numbers(layout, means[layer], forward, sides))
+        advance(1)
+    ids, fine_ids, tables = counts.tables()
+    return Profile(means, basis, counts.active(), ids, fine_ids, tables, about | {"step": step})
+
+
+def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, step: float) -> torch.Tensor:
+    """Rows of one step of a coefficient each, `[groups, size, size]`, the coefficient of the widest spread first."""
+    out = torch.empty((layout.groups, layout.size, layout.size))
+    for group in range(layout.groups):
+        own = slice(group * layout.size, (group + 1) * layout.size)
+        root, inverse = _roots(sensitivity[own, own])
+        weighted = centred[:, own] @ root
+        spread = weighted.T @ weighted / max(1, len(weighted))
+        directions = torch.linalg.eigh(spread.double())[1].flip(1).float()
+        out[group] = step * (directions.T @ inverse)
+    return out
+
+
+def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Square root of a sensitivity matrix and its inverse, regularised."""
+    wide = sensitivity.double()
+    mixed = _FULL * wide + (1 - _FULL) * torch.diag(wide.diagonal())
+    values, vectors = torch.linalg.eigh(mixed)
+    values = values.clamp_min(0)
+    values = values + max(_FLOOR * float(values.mean()), 1e-20)
+    root, inverse = (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
+    return root.float(), inverse.float()
+
+
+class _Counts:
+    """How often each number occurs in each column, alone and given the coarser level's number."""
+
+    def __init__(self, layers: int, layout: Layout) -> None:
+        self._layout = layout
+        self._alone = np.zeros((len(LOSSY), layers, layout.stride, ALPHABET), np.int32)
+        self._fine = np.zeros((len(LOSSY) - 1, layers, layout.stride, 3, 3), np.int32)
+
+    def add(self, layer: int, finest: npt.NDArray[np.int16]) -> None:
+        columns = np.arange(self._layout.stride)
+        for level in range(len(LOSSY)):
+            numbers = coarsened(finest, level)
+            symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO
+            flat = (symbols + columns * ALPHABET).reshape(-1)
+            self._alone[level, layer] += np.bincount(flat, minlength=columns.size * ALPHABET).reshape(-1, ALPHABET)
+            if level < len(LOSSY) - 1:
+                coarse = coarsened(numbers).astype(np.int32)
+                rest = numbers - 3 * coarse
+                cell = np.minimum(np.abs(coarse), 2) * 3 + np.where(coarse < 0, -rest, rest) + 1
+                flat = (cell + columns * 9).reshape(-1)
+                self._fine[level, layer] += np.bincount(flat, minlength=columns.size * 9).reshape(-1, 3, 3)
+
+    def active(self) -> npt.NDArray[np.uint8]:
+        """Blocks of each group up to the last with a column worth coding; never fewer than coarser levels have."""
+        tokens = np.maximum(self._alone[0, 0, 0].sum(), 1)
+        used = 1 - self._alone[..., ZERO] / tokens >= _LEAST_USED
+        blocks = used.reshape(*used.shape[:2], SIDES * self._layout.groups, -1, BLOCK).any(-1)
+        last = np.where(blocks.any(-1), blocks.shape[-1] - blocks[..., ::-1].argmax(-1), 0)
+        return np.maximum.accumulate(last[::-1], 0)[::-1].astype(np.uint8)
+
+    def tables(self) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16], TableSet]:
+        """Tables, and each column's."""
+        shape, fine_shape = self._alone.shape[:3], self._fine.shape[:3]
+        tables, ids = shared_tables(self._alone.reshape(-1, ALPHABET))
+        more, fine_ids = fine_tables(self._fine.reshape(-1, 3, 3))
+        return (
+            ids.reshape(shape),
+            (fine_ids + len(tables)).astype(np.uint16).reshape(fine_shape),
+            TableSet(np.concatenate([tables, more])),
+        )

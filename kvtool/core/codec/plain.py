@@ -1,0 +1,249 @@
+"""Prediction without a profile: from the chunk alone, with the tables that come with kvtool.
+
+MEAN subtracts each channel's mean over the chunk. ANCHOR is the paper's (CacheGen, section 5.1): tokens in groups of
+ten, the first of each kept in 8 bits, the others as differences to it. Either way one step a layer and side.
+
+Side information: for each side, in this order: MEAN: bfloat16[C], the means. ANCHOR: float32[C], the anchors' steps.
+Then u8 table ids of every stream's columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtool.core.codec import integers as whole
+from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode
+from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
+from kvtool.core.codec.parametric import shipped
+from kvtool.core.codec.payload import Coded, Predictor, streams_of
+from kvtool.core.errors import DamagedError
+
+GROUP = 10
+STEPS = {
+    Predictor.MEAN: (1 / 6, 1 / 2, 3 / 2, 9 / 2),
+    Predictor.ANCHOR: (1 / 4, 1 / 2, 1.0, 2.0),
+}  # × the spread
+_THIRDS = (0.5, 1.0, 1.5)  # the paper's bins for the first, middle and last third of the layers
+_ANCHOR_STEPS = 127
+
+F32 = npt.NDArray[np.float32]
+I16 = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a layer, quantised.
+
+    Attributes
+    ----------
+    rows : numbers `[rows, columns]`, columns padded to a multiple of 64; for ANCHOR without the anchors' rows.
+    anchors : numbers of the anchors, `[groups, columns]`, or None.
+    about : side information without table ids.
+    """
+
+    predictor: Predictor
+    step: float
+    rows: I16
+    anchors: I16 | None
+    about: bytes
+    values: F32  # what a decoder makes of it, [tokens, C]
+
+
+def padded(channels: int) -> int:
+    """Columns of a side's streams."""
+    return -(-channels // LANES) * LANES
+
+
+def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
+    """Which tokens are anchors, bool `[tokens]`."""
+    return np.asarray(np.arange(tokens) % GROUP == 0)
+
+
+def step_of(predictor: Predictor, level: int, layer: int, layers: int, spread: float) -> float:
+    """One step for a side of a layer, as a float32 number; `spread` is its RMS around the channel means."""
+    factor = STEPS[predictor][level - 1]
+    if predictor is Predictor.ANCHOR:
+        factor *= _THIRDS[min(2, 3 * layer // max(1, layers))]
+    return float(np.float32(max(spread * factor, 1e-12)))
+
+
+def quantise(predictor: Predictor, side: F32, step: float) -> Side:
+    """Quantise a side `[tokens, C]`."""
+    return _mean(side, step) if predictor is Predictor.MEAN else _anchor(side, step)
+
+
+def _mean(side: F32, step: float) -> Side:
+    means = torch.from_numpy(side.mean(0)).to(torch.bfloat16)
+    offset = means.float().numpy()
+    rows = whole.clipped((side - offset) / np.float32(step))
+    return Side(
+        Predictor.MEAN,
+        step,
+        _pad(rows),
+        None,
+        means.view(torch.uint8).numpy().tobytes(),
+        rows * np.float32(step) + offset,
+    )
+
+
+def _anchor(side: F32, step: float) -> Side:
+    anchors = is_anchor(len(side))
+    widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
+    quantised = whole.clipped(side[anchors] / widths)
+    base = _spread(quantised * widths, len(side))
+    rows = whole.clipped((side - base) / np.float32(step))
+    rows[anchors] = 0
+    return Side(
+        Predictor.ANCHOR,
+        step,
+        _pad(rows[~anchors]),
+        _pad(quantised),
+        widths.astype("<f4").tobytes(),
+        rows * np.float32(step) + base,
+    )
+
+
+def _spread(anchors: F32, tokens: int) -> F32:
+    return np.repeat(anchors, GROUP, 0)[:tokens]
+
+
+def _pad(rows: I16) -> I16:
+    return np.pad(rows, ((0, 0), (0, padded(rows.shape[1]) - rows.shape[1])))
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def choose_tables(rows: I16, tables: TableSet) -> npt.NDArray[np.uint16]:
+    """The cheapest table of each column, escapes at 48 bits counted."""
+    symbols = np.clip(rows, -ZERO, ESCAPE - ZERO).astype(np.int32) + ZERO
+    columns = rows.shape[1]
+    flat = symbols + np.arange(columns, dtype=np.int32) * ALPHABET
+    counts = np.bincount(flat.reshape(-1), minlength=columns * ALPHABET).reshape(columns, ALPHABET)
+    costs = np.where(np.isfinite(tables.costs), tables.costs, tables.costs[:, ESCAPE, None] + 48)
+    return np.asarray((counts.astype(np.float32) @ costs.T).argmin(1), np.uint16)
+
+
+def bits(side: Side) -> float:
+    """Bits that a side will take, states and side information left out."""
+    tables = shipped()
+    total = 0.0
+    for rows in (side.rows, side.anchors):
+        if rows is not None and rows.size:
+            symbols, escapes = whole.to_symbols(rows, choose_tables(rows, tables), whole.bounds(tables))
+            total += float(tables.costs[choose_tables(rows, tables)[None], symbols].sum()) + 48 * int(escapes.sum())
+    return total
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Coded:
+    """The record of two quantised sides."""
+    tables = shipped()
+    limits = whole.bounds(tables)
+    parts = [sides[0].rows, sides[1].rows, *(side.anchors for side in sides if side.anchors is not None)]
+    streams: list[Stream] = []
+    ids: list[bytes] = []
+    places: list[npt.NDArray[np.int64]] = []
+    numbers: list[I16] = []
+    before = 0
+    for part in parts:
+        chosen = choose_tables(part, tables)
+        symbols, escapes = whole.to_symbols(part, chosen, limits)
+        streams.append(encode(symbols, chosen, tables))
+        ids.append(chosen.astype(np.uint8).tobytes())
+        flat = np.flatnonzero(escapes)
+        places.append(flat + before)
+        numbers.append(part.reshape(-1)[flat])
+        before += part.size
+    return Coded(
+        predictors=(sides[0].predictor, sides[1].predictor),
+        level=level,
+        base=0,
+        tokens=tokens,
+        columns=sides[0].rows.shape[1],
+        streams=tuple(streams),
+        places=np.concatenate(places).astype(np.uint32),
+        numbers=np.concatenate(numbers),
+        steps=(sides[0].step, sides[1].step),
+        errors=errors,
+        side=b"".join([sides[0].about, sides[1].about, *ids]),
+    )
+
+
+def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
+    """Both sides, float32 `[tokens, C]`.
+
+    Raises
+    ------
+    DamagedError : parts that do not fit the channels.
+    """
+    tables = shipped()
+    count, columns = streams_of(coded.predictors), padded(channels)
+    about = _About(coded.side)
+    parameters = [about.of(predictor, channels) for predictor in coded.predictors]
+    ids = [about.ids(columns) for _ in range(count)]
+    if coded.columns != columns or about.left or coded.base or max(int(one.max()) for one in ids) >= len(tables):
+        raise DamagedError("a compressed record that does not fit its channels")
+    anchors = int(is_anchor(coded.tokens).sum())
+    heights = [coded.tokens - anchors if p is Predictor.ANCHOR else coded.tokens for p in coded.predictors]
+    heights += [anchors] * (count - 2)
+    whole_rows = np.zeros((sum(heights), columns), np.int16)
+    ends = np.cumsum(heights)
+    parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
+    blocks = np.arange(0, columns, 32, dtype=np.int32)
+    decode_batch(
+        [
+            Decoding(stream, chosen, tables, len(part), blocks, part)
+            for stream, chosen, part in zip(coded.streams, ids, parts, strict=True)
+        ]
+    )
+    coded.patch(whole_rows)
+    more = iter(parts[2:])
+    sides = []
+    for number, (predictor, about_side) in enumerate(zip(coded.predictors, parameters, strict=True)):
+        rows = parts[number][:, :channels].astype(np.float32) * np.float32(coded.steps[number])
+        if predictor is Predictor.MEAN:
+            sides.append(rows + about_side)
+            continue
+        kept = next(more)[:, :channels].astype(np.float32) * about_side
+        base = _spread(kept, coded.tokens)
+        base[~is_anchor(coded.tokens)] += rows
+        sides.append(base)
+    return sides[0], sides[1]
+
+
+class _About:
+    """Reads side information."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def _take(self, size: int) -> bytes:
+        if size > self.left:
+            raise DamagedError("a compressed record without its side information")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def of(self, predictor: Predictor, channels: int) -> F32:
+        if predictor is Predictor.MEAN:
+            bits16 = np.frombuffer(self._take(2 * channels), "<u2").astype(np.uint32) << np.uint32(16)
+            values = bits16.view(np.float32)
+        else:
+            values = np.frombuffer(self._take(4 * channels), "<f4").astype(np.float32)
+        if not np.isfinite(values).all():
+            raise DamagedError("a compressed record whose side information is no number")
+        return values
+
+    def ids(self, columns: int) -> npt.NDArray[np.uint16]:
+        return np.frombuffer(self._take(columns), np.uint8).astype(np.uint16)

@@ -1,0 +1,187 @@
+"""Records at new levels, read back before anything exact is given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvtool.core.cache.record import OVERHEAD_BYTES, KVHeader, encode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.compress.chunks import EXACT, exact_level, read_chunk, read_records
+from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport, LevelReport
+from kvtool.core.errors import DamagedError
+from kvtool.core.levels import ProfileShelf
+from kvtool.core.model.prefill import ChunkKV
+
+_AT_ONCE = 16  # chunks that are encoded, made durable, read back
+_SLACK = 1.01  # of a stated error: products of other sizes round otherwise
+
+
+class Encoder:
+    """Brings chunks to some levels."""
+
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        shelf: ProfileShelf,
+        profile: Profile | None,
+        options: CompressOptions,
+        report: CompressReport,
+        events: CompressEvents,
+    ) -> None:
+        self._store, self._writer, self._shelf, self._profile = store, writer, shelf, profile
+        self._options, self._report, self._events = options, report, events
+
+    def run(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
+        """Encode what is missing, read all of it back, drop what is exact if asked to."""
+        order = sorted(levels, key=lambda level: LOSSY.index(level) if level in LOSSY else -1)
+        self._report.levels = [LevelReport(level) for level in order]
+        self._events.step("compress", len(chunks), "chunks")
+        for first in range(0, len(chunks), _AT_ONCE):
+            some = [chunk for chunk in chunks[first : first + _AT_ONCE] if self._bring(chunk, order)]
+            self._writer.flush()
+            sound = [chunk for chunk in some if self._read_back(chunk, order)]
+            if not self._options.keep_raw:
+                self._drop_exact(sound, order)
+            self._events.advance(len(chunks[first : first + _AT_ONCE]))
+
+    # ---- encode ----
+
+    def _bring(self, chunk: bytes, levels: Sequence[str]) -> bool:
+        """Encode one chunk where that is needed; whether it has the levels now."""
+        there = self._store.levels(chunk)
+        source = exact_level(self._store, chunk)
+        stale = [level for level in there if level in LOSSY and not self._is_current(chunk, level)]
+        wanted = [level for level in levels if level not in there or level in stale]
+        if not wanted:
+            self._report.kept += 1
+            return True
+        if source is None:
+            self._report.skipped += 1
+            return False
+        if stale:  # one may refine another: they go together
+            for level in LOSSY:
+                self._writer.drop_level([chunk], level)
+            wanted = [level for level in levels if level not in there or level in LOSSY]
+        kept = [level for level in there if level in LOSSY and not stale]
+        self._encode(chunk, source, wanted, kept)
+        return True
+
+    def _is_current(self, chunk: bytes, level: str) -> bool:
+        """Whether a stored lossy record is what this run would make."""
+        record = self._store.read_kv(chunk, level, 0)
+        if record is None:
+            return False
+        try:
+            coded = Coded.parse(record[1])
+        except DamagedError:
+            return False
+        wanted = self._profile.digest if self._profile is not None else bytes(len(coded.profile))
+        return coded.profile == wanted and (self._profile is not None or self._same_predictor(coded))
+
+    def _same_predictor(self, coded: Coded) -> bool:
+        name = self._options.predictor
+        return name == "auto" or all(one.name.lower() == name for one in coded.predictors)
+
+    def _encode(self, chunk: bytes, source: str, levels: Sequence[str], bases: Sequence[str]) -> None:
+        info = self._store.chunk_info(chunk)
+        if info is None:
+            raise DamagedError(f"chunk {chunk.hex()[:12]} has lost its description", "ingest its document again")
+        kv = read_chunk(self._store, chunk, source, info.layers)
+        started = time.perf_counter()
+        records: dict[str, list[bytes]] = {level: [] for level in levels}
+        for layer in range(info.layers):
+            for level, record in self._layer(chunk, kv, layer, levels, bases):
+                records[level].append(record)
+        self._report.encode_seconds += time.perf_counter() - started
+        self._report.encoded_bytes += 2 * kv.keys.numel() * kv.keys.element_size() * len(levels)
+        self._report.encoded += 1
+        for level, layers in records.items():
+            self._writer.put_chunk(chunk, info, level, layers)
+
+    def _layer(
+        self, chunk: bytes, kv: ChunkKV, layer: int, levels: Sequence[str], bases: Sequence[str]
+    ) -> Iterator[tuple[str, bytes]]:
+        keys, values = kv.keys[layer], kv.values[layer]
+        kv_heads, tokens, head_dim = keys.shape
+        lossy = [level for level in levels if level in LOSSY]
+        made = encode_levels(
+            keys,
+            values,
+            layer,
+            lossy,
+            self._profile,
+            bases=bases,
+            predictor=self._options.predictor,
+            layers=len(kv.keys),
+        )
+        for level in levels:
+            payload = made[level] if level in made else CODECS[level].encode(keys, values, layer)
+            header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
+            yield level, encode_record(chunk, header, payload)
+
+    # ---- read back ----
+
+    def _read_back(self, chunk: bytes, levels: Sequence[str]) -> bool:
+        """Decode what is stored and count it; whether every layer is within the error that its record states."""
+        info = self._store.chunk_info(chunk)
+        source = exact_level(self._store, chunk)
+        if info is None:
+            return False
+        exact = read_chunk(self._store, chunk, source, info.layers) if source else None
+        sound = True
+        for report in self._report.levels:
+            if report.level in levels:
+                sound &= self._count(chunk, report, info.layers, exact)
+        return sound
+
+    def _count(self, chunk: bytes, report: LevelReport, layers: int, exact: ChunkKV | None) -> bool:
+        sound = True
+        report.chunks += 1
+        for layer in range(layers):
+            item = read_records(self._store, [chunk], report.level, layer)[0]
+            started = time.perf_counter()
+            keys, values = CODECS[report.level].decode([item], layer, self._shelf)[0]
+            self._report.decode_seconds += time.perf_counter() - started
+            elements = keys.numel() + values.numel()
+            self._report.decoded_bytes += elements * keys.element_size()
+            report.elements += elements
+            report.item_bytes = keys.element_size()
+            part = item
+            while part is not None:
+                report.bytes += len(part.payload) + OVERHEAD_BYTES
+                part = part.base  # type: ignore[assignment]
+            stated = Coded.parse(item.payload).errors if report.level in LOSSY else (0.0, 0.0)
+            report.error += elements * sum(stated) / 2
+            if exact is not None:
+                sound &= _within(keys, exact.keys[layer], stated[0]) and _within(values, exact.values[layer], stated[1])
+        if not sound:
+            raise DamagedError(
+                f"chunk {chunk.hex()[:12]} did not come back from level {report.level} as it was encoded",
+                "nothing was dropped; please report this",
+            )
+        return sound
+
+    def _drop_exact(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
+        for level in EXACT:
+            if level not in levels:
+                self._report.dropped += self._writer.drop_level(chunks, level)
+
+
+def _within(made: torch.Tensor, exact: torch.Tensor, stated: float) -> bool:
+    """Whether the relative error is what the record states; 0: bit for bit."""
+    if stated == 0.0:
+        return torch.equal(made, exact)
+    size = exact.float().square().mean().sqrt().clamp_min(1e-30)
+    wrong = (made.float() - exact.float()).square().mean().sqrt()
+    return bool(torch.isfinite(wrong)) and float(wrong / size) <= stated * _SLACK

@@ -1,0 +1,211 @@
+"""The order of a compression: profile, loss, levels, encode, read back, drop."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, check_level
+from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.identity import StoreIdentity
+from kvtool.core.levels import ProfileShelf
+
+if TYPE_CHECKING:
+    from kvtool.core.codec.profile import Profile
+    from kvtool.core.compress.loss import Loss, Prompt
+    from kvtool.core.query.session import Session
+
+AUTO = "auto"
+FIT_CHUNKS = 64
+_SEED = 0
+
+
+def compress(path: Path, options: CompressOptions, events: CompressEvents | None = None) -> CompressReport:
+    """Encode a store's records at some levels. What is there already stays; run again to resume.
+
+    Raises
+    ------
+    UsageError : an unknown level or chunk, or nothing to choose by.
+    KvtoolError : `fit` without a single exact record.
+    StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
+    """
+    levels = check_levels(options)
+    started = time.perf_counter()
+    with Store.open(path) as store, store.writer(options.lock_wait) as writer:
+        report = _Job(store, writer, options, events or CompressEvents()).run(levels)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def check_levels(options: CompressOptions) -> list[str]:
+    """The levels that are asked for, each once; `auto` by itself.
+
+    Raises
+    ------
+    UsageError : there is no such level, or it is none that records are compressed to.
+    """
+    levels = list(dict.fromkeys(options.levels)) or [AUTO if options.max_loss is not None else DEFAULT_LOSSY]
+    for level in levels:
+        if level == "raw":
+            raise UsageError("raw is what there is before compression", "leave --level raw out")
+        if level != AUTO:
+            check_level(level)
+    if AUTO in levels and options.questions == 0:
+        raise UsageError("--level auto needs a measured loss", "leave --questions 0 out, or name a level")
+    return levels
+
+
+@dataclass
+class _Job:
+    store: Store
+    writer: Writer
+    options: CompressOptions
+    events: CompressEvents
+
+    def __post_init__(self) -> None:
+        from kvtool.core.query.session import store_identity
+
+        self.report = CompressReport()
+        self.identity: StoreIdentity = store_identity(self.store)
+        self.shelf = ProfileShelf(self.store)
+
+    def run(self, levels: list[str]) -> CompressReport:
+        """All of it."""
+        from kvtool.core.compress.encode import Encoder
+
+        self.report.bytes_before = self.store.stats()["bytes"]
+        chunks = self._chunks()
+        profile = self._profile(chunks)
+        losses = self._losses(levels, profile, chunks)
+        levels = self._chosen(levels, losses)
+        Encoder(self.store, self.writer, self.shelf, profile, self.options, self.report, self.events).run(
+            chunks, levels
+        )
+        for row in self.report.levels:
+            row.loss = losses.get(row.level, {})
+        self.report.bytes_after = self.store.stats()["bytes"]
+        return self.report
+
+    # ---- what to work on ----
+
+    def _chunks(self) -> list[bytes]:
+        """The chunks that are asked for. The prompt's own beginning is left alone: it is exact in every prompt."""
+        known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
+        if not self.options.chunks:
+            return known
+        return [_match(text, known) for text in self.options.chunks]
+
+    def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
+        from kvtool.core.compress.chunks import exact_level
+
+        for chunk in chunks:
+            level = exact_level(self.store, chunk)
+            if level is not None:
+                yield chunk, level
+
+    @cached_property
+    def session(self) -> Session:
+        """The store with its model loaded."""
+        from kvtool.core.query.session import Session
+
+        self.events.status(f"loading {self.options.model or self.identity.model}")
+        options = self.options
+        return Session.open(
+            self.store, model=options.model, device=options.device, dtype=options.dtype, offline=options.offline
+        )
+
+    # ---- the profile ----
+
+    def _profile(self, chunks: Sequence[bytes]) -> Profile | None:
+        profile = self._fitted(chunks) if self.options.fit else self.shelf.current()
+        if self.options.predictor != AUTO:
+            profile = None
+        elif profile is None and set(self.options.levels) != {"lossless"}:
+            self._warn("no profile is fitted: records will be about twice as large as they could be", "add --fit once")
+        if profile is not None:
+            self.report.profile = {
+                "digest": profile.digest.hex(),
+                "bytes": len(profile.data),
+                "groups": profile.layout.groups,
+                **profile.about,
+            }
+        return profile
+
+    def _fitted(self, chunks: Sequence[bytes]) -> Profile:
+        from kvtool.core.compress.fitting import fit
+
+        exact = list(self._exact(chunks))
+        if not exact:
+            raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
+        sample = random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact)))
+        profile = fit(self.session, self.store, sample, self.events)
+        self.writer.put_profile(profile.digest, profile.data, {"profile": profile.digest.hex(), "losses": {}})
+        return profile
+
+    # ---- the loss ----
+
+    def _losses(
+        self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
+    ) -> dict[str, dict[str, float]]:
+        """What is known of the lossy levels; measured where nothing is, and kept in the store."""
+        state = self.store.codec_state()
+        digest = profile.digest.hex() if profile is not None else ""
+        mine = self.options.predictor == AUTO
+        known = dict(state.get("losses", {})) if mine and state.get("profile", "") == digest else {}
+        wanted = [level for level in (LOSSY if AUTO in levels else levels) if level in LOSSY and level not in known]
+        if wanted and self.options.questions:
+            known |= self._measured(wanted, profile, chunks)
+            if mine:
+                self.writer.set_codec_state({"profile": digest, "losses": known})
+        return known
+
+    def _measured(
+        self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
+    ) -> dict[str, dict[str, float]]:
+        from kvtool.core.compress.loss import LevelScheme, measure
+        from kvtool.core.compress.prompts import own_prompts
+        from kvtool.core.fusion.source import StoreSource
+
+        session = self.session
+        decoder = session.decoder
+        sample = random.Random(_SEED + 1).sample(list(chunks), min(FIT_CHUNKS, len(chunks)))
+        prompts: list[Prompt] = own_prompts(session, self.store, list(self._exact(sample)), self.options.questions)
+        if not prompts:
+            self._warn("no exact record is left to measure the loss on", "ingest the documents again")
+            return {}
+        self.events.step("measure the loss", len(prompts), "questions")
+        count = len(decoder.layers)
+        schemes = {level: LevelScheme(level, profile, self.options.predictor, count) for level in levels}
+        exact = StoreSource(self.store, (decoder.kv_heads, decoder.head_dim))
+        found: dict[str, Loss] = measure(decoder, exact, prompts, schemes, self.identity.prefix_id, self.events.advance)
+        return {level: found[level].to_json() for level in levels}
+
+    def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
+        """The levels with `auto` replaced by the smallest that may be taken; `lossless` where none may."""
+        if AUTO not in levels:
+            return levels
+        allowed = [one for one in LOSSY if losses.get(one, {}).get("kl_answer", 1e9) <= self.options.allowed_loss]
+        chosen = allowed[-1] if allowed else "lossless"
+        if not allowed:
+            self._warn(f"no level loses as little as {self.options.allowed_loss:g} nats", "taking lossless")
+        return list(dict.fromkeys([chosen, *(level for level in levels if level != AUTO)]))
+
+    def _warn(self, text: str, hint: str) -> None:
+        self.report.warnings.append(text)
+        self.events.warn(text, hint)
+
+
+def _match(text: str, known: Sequence[bytes]) -> bytes:
+    matching = [chunk for chunk in known if len(text) >= 6 and chunk.hex().startswith(text.lower())]
+    if len(matching) != 1:
+        what = "matches several chunks" if matching else "is not in the store"
+        raise UsageError(f"chunk {text!r} {what}", "`kvtool store ls` lists the chunks' ids")
+    return matching[0]

@@ -1,0 +1,164 @@
+"""What a level costs in the model's answers: the same prompts from exact and from decoded records."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from kvtool.core.cache.record import OVERHEAD_BYTES
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.fusion.engine import Fused, forced_logits, fuse
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.selectors import Reuse
+from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate
+from kvtool.core.scoring import kl, score
+
+EXACT = "exact"
+_SAMPLING = Sampling(32, 0.0, 0)  # the longest answer that is compared
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A laid out prompt, and the right answers where they are known."""
+
+    plan: Plan
+    answers: tuple[str, ...] = ()
+
+
+class Scheme(Protocol):
+    """Something that keys and values can be sent through."""
+
+    def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
+        """One layer of one chunk as it comes back, and how many bytes it was, all included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LevelScheme:
+    """A lossy level, as a record of its own."""
+
+    level: str
+    profile: Profile | None
+    predictor: str = "auto"
+    layers: int = 1
+
+    def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
+        keys, values = kv
+        made = encode_levels(
+            keys, values, layer, [self.level], self.profile, predictor=self.predictor, layers=self.layers
+        )
+        payload = b"".join(made[self.level])
+        kv_heads, tokens, head_dim = keys.shape
+        item = Encoded(payload, (kv_heads, tokens, head_dim), NAMES[keys.dtype])
+        return CODECS[self.level].decode([item], layer, self._profiles)[0], len(payload) + OVERHEAD_BYTES
+
+    def _profiles(self, digest: bytes) -> Profile:
+        assert self.profile is not None
+        return self.profile
+
+
+@dataclass(slots=True)
+class LossySource:
+    """What another source gives, sent through a scheme; the prompt's beginning is never compressed."""
+
+    exact: KVSource
+    scheme: Scheme
+    prefix_id: bytes
+    bytes: int = 0
+    elements: int = 0
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        found = self.exact.read(segments, layer, stats)
+        return [
+            kv if segment.source.chunk_id == self.prefix_id else self._lossy(kv, layer)
+            for segment, kv in zip(segments, found, strict=True)
+        ]
+
+    def _lossy(self, kv: LayerKV, layer: int) -> LayerKV:
+        made, size = self.scheme.round_trip(kv, layer)
+        self.bytes += size
+        self.elements += kv[0].numel() + kv[1].numel()
+        return made
+
+
+@dataclass(slots=True)
+class Loss:
+    """What was measured of one level, a number a question."""
+
+    kl_first: list[float] = field(default_factory=list)
+    kl_answer: list[float] = field(default_factory=list)
+    top1_agrees: list[float] = field(default_factory=list)
+    f1: list[float] = field(default_factory=list)
+    bytes: int = 0
+    elements: int = 0
+
+    def to_json(self) -> dict[str, float]:
+        """Means, and how many questions they are over."""
+        lists = {name: getattr(self, name) for name in ("kl_first", "kl_answer", "top1_agrees", "f1")}
+        row = {name: statistics.fmean(values) for name, values in lists.items() if values}
+        return row | {"questions": len(self.kl_first)}
+
+    @property
+    def bits(self) -> float:
+        """Bits of a number of K or V, over the chunks of all prompts."""
+        return 8 * self.bytes / self.elements if self.elements else 0.0
+
+
+def measure(
+    decoder: Decoder,
+    exact: KVSource,
+    prompts: Iterable[Prompt],
+    schemes: Mapping[str, Scheme],
+    prefix_id: bytes,
+    advance: Callable[[int], None] = lambda prompts: None,
+) -> dict[str, Loss]:
+    """Loss of each scheme with nothing recomputed (`reuse`): the codec's own effect, undiluted.
+
+    Parameters
+    ----------
+    exact : gives the chunks' exact KV.
+
+    Returns
+    -------
+    For each scheme, and for `exact`: KL in nats of the first token and over the exact run's own greedy answer (teacher-
+    forced, end token included), the share of its tokens that stay the most likely ones, and F1 where answers are known.
+    """
+    losses = {name: Loss() for name in (EXACT, *schemes)}
+    for prompt in prompts:
+        fused = fuse(decoder, prompt.plan, Reuse(), exact, reserve=_SAMPLING.max_tokens)
+        said = _say(decoder, fused)
+        script = [*said.ids, *([] if said.end is None else [said.end])]
+        expected = forced_logits(decoder, fused, script)
+        if prompt.answers:
+            losses[EXACT].f1.append(score(said.text.strip(), prompt.answers).f1)
+        for name, scheme in schemes.items():
+            source = LossySource(exact, scheme, prefix_id)
+            fused = fuse(decoder, prompt.plan, Reuse(), source, reserve=_SAMPLING.max_tokens)
+            _add(losses[name], expected, forced_logits(decoder, fused, script), source)
+            if prompt.answers:
+                fused.cache.set_length(fused.plan.length)
+                losses[name].f1.append(score(_say(decoder, fused).text.strip(), prompt.answers).f1)
+        advance(1)
+    return losses
+
+
+def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor, source: LossySource) -> None:
+    loss.kl_first.append(kl(expected[:1], logits[:1]))
+    loss.kl_answer.append(kl(expected, logits))
+    loss.top1_agrees.append(float((expected.argmax(-1) == logits.argmax(-1)).float().mean()))
+    loss.bytes += source.bytes
+    loss.elements += source.elements
+
+
+def _say(decoder: Decoder, fused: Fused) -> Generated:
+    return generate(decoder, fused.plan.ids, fused.cache, first_token(fused.logits, _SAMPLING), _SAMPLING)

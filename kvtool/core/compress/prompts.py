@@ -1,0 +1,29 @@
+"""Prompts that a loss is measured on: a store's own chunks, asked about in their own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.chunks import exact_level
+from kvtool.core.compress.loss import Prompt
+from kvtool.core.compress.sensitivity import probes
+from kvtool.core.fusion.plan import Candidate, build_plan
+from kvtool.core.query.session import Session
+
+
+def own_prompts(session: Session, store: Store, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Prompt]:
+    """Prompts over chunks that are stored exactly; other ones than a profile's sensitivity was measured on."""
+    infos = {chunk: store.chunk_info(chunk) for chunk, _ in chunks}
+    there = [(chunk, level, info) for chunk, level in chunks if (info := infos[chunk]) is not None]
+    identity = session.identity
+    level = exact_level(store, identity.prefix_id) if identity.prefix else None
+    prefix = Candidate(identity.prefix, identity.prefix_id, ids_digest([]), level)
+    made = probes([info.token_ids for _, _, info in there], session.parts, session.tokenizer, count, seed=1)
+    prompts = []
+    for probe in made:
+        some = [there[number] for number in probe.chunks]
+        candidates = [Candidate(info.token_ids, chunk, info.lead_in, level) for chunk, level, info in some]
+        prompts.append(Prompt(build_plan(prefix, candidates, probe.question)))
+    return prompts

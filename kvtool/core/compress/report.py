@@ -1,0 +1,139 @@
+"""What a compression was asked for, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtool.core.codec.levels import MAX_LOSS
+
+
+@dataclass(frozen=True, slots=True)
+class CompressOptions:
+    """Options of `compress`.
+
+    Attributes
+    ----------
+    levels : as asked for: names, or `auto`: the smallest whose measured loss is at most `max_loss`.
+    chunks : ids in hex; empty: all.
+    keep_raw : False: raw and lossless records go, once the compressed ones have been read back.
+    fit : learn the profile from this store.
+    predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
+    questions : prompts of the store's own chunks that the loss is measured on; 0: it is not.
+    """
+
+    levels: tuple[str, ...] = ()
+    chunks: tuple[str, ...] = ()
+    keep_raw: bool = True
+    fit: bool = False
+    max_loss: float | None = None
+    predictor: str = "auto"
+    questions: int = 8
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    offline: bool = False
+    lock_wait: float = 0.0
+
+    @property
+    def allowed_loss(self) -> float:
+        """Nats a token of the answer that `auto` may lose."""
+        return MAX_LOSS if self.max_loss is None else self.max_loss
+
+
+@dataclass(slots=True)
+class LevelReport:
+    """One level over the chunks that were asked for.
+
+    Attributes
+    ----------
+    bytes : records that are read for it, the coarser ones that it refines included.
+    elements : numbers in K and V.
+    error : sum of the relative errors over layers and sides, weighted by elements.
+    loss : what was measured on questions: `kl_first`, `kl_answer`, `top1_agrees`, `questions`.
+    """
+
+    level: str
+    chunks: int = 0
+    bytes: int = 0
+    elements: int = 0
+    item_bytes: int = 2
+    error: float = 0.0
+    loss: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        bits = 8 * self.bytes / self.elements if self.elements else 0.0
+        return {
+            "level": self.level,
+            "chunks": self.chunks,
+            "bytes": self.bytes,
+            "bits_per_element": round(bits, 4),
+            "ratio_vs_16bit": round(16 / bits, 3) if bits else None,
+            "ratio_vs_8bit": round(8 / bits, 3) if bits else None,
+            "relative_error": round(self.error / self.elements, 6) if self.elements else 0.0,
+            **self.loss,
+        }
+
+
+@dataclass(slots=True)
+class CompressReport:
+    """The result of a compression (CLI.md).
+
+    Attributes
+    ----------
+    encoded, kept : chunks encoded in this run, and chunks that had the level already.
+    skipped : chunks that no exact record is left of, so they stay as they are.
+    """
+
+    levels: list[LevelReport] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    seconds: float = 0.0
+    encoded: int = 0
+    kept: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    encoded_bytes: int = 0  # of raw numbers
+    encode_seconds: float = 0.0
+    decoded_bytes: int = 0
+    decode_seconds: float = 0.0
+    profile: dict[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `compress --json`."""
+        return {
+            "levels": [level.to_json() for level in self.levels],
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "seconds": self.seconds,
+            "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
+            "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),
+            "chunks": {
+                "encoded": self.encoded,
+                "unchanged": self.kept,
+                "skipped": self.skipped,
+                "exact_dropped": self.dropped,
+            },
+            "profile": self.profile,
+            "warnings": self.warnings,
+        }
+
+
+def _rate(size: int, seconds: float) -> float | None:
+    return round(size / seconds / 1e9, 3) if seconds else None
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressEvents:
+    """Told what happens: `step(label, total, unit)` opens a bar that `advance(n)` moves."""
+
+    step: Callable[[str, int, str], None] = _nothing
+    advance: Callable[[int], None] = _nothing
+    status: Callable[[str], None] = _nothing
+    warn: Callable[[str, str], None] = _nothing
