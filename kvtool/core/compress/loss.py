@@ -144,20 +144,24 @@ def measure(
         for name, scheme in schemes.items():
             source = LossySource(exact, scheme, prefix_id)
             fused = fuse(decoder, prompt.plan, Reuse(), source, reserve=_SAMPLING.max_tokens)
-            _add(losses[name], expected, forced_logits(decoder, fused, script), source)
+            same = _add(losses[name], expected, forced_logits(decoder, fused, script), source)
             if prompt.answers:
                 fused.cache.set_length(fused.plan.length)
-                losses[name].f1.append(score(_say(decoder, fused).text.strip(), prompt.answers).f1)
+                text = said.text if same else _say(decoder, fused).text
+                losses[name].f1.append(score(text.strip(), prompt.answers).f1)
         advance(1)
     return losses
 
 
-def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor, source: LossySource) -> None:
+def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor, source: LossySource) -> bool:
+    """Count one prompt; whether the greedy answer is the same."""
+    agrees = expected.argmax(-1) == logits.argmax(-1)
     loss.kl_first.append(kl(expected[:1], logits[:1]))
     loss.kl_answer.append(kl(expected, logits))
-    loss.top1_agrees.append(float((expected.argmax(-1) == logits.argmax(-1)).float().mean()))
+    loss.top1_agrees.append(float(agrees.float().mean()))
     loss.bytes += source.bytes
     loss.elements += source.elements
+    return bool(agrees.all())
 
 
 def _say(decoder: Decoder, fused: Fused) -> Generated:

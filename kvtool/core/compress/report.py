@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvtool.core.codec.levels import MAX_LOSS
@@ -19,6 +20,7 @@ class CompressOptions:
     chunks : ids in hex; empty: all.
     keep_raw : False: raw and lossless records go, once the compressed ones have been read back.
     fit : learn the profile from this store.
+    profile : take the profile of this other store of the same model.
     predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
     questions : prompts of the store's own chunks that the loss is measured on; 0: it is not.
     """
@@ -27,6 +29,7 @@ class CompressOptions:
     chunks: tuple[str, ...] = ()
     keep_raw: bool = True
     fit: bool = False
+    profile: Path | None = None
     max_loss: float | None = None
     predictor: str = "auto"
     questions: int = 8
