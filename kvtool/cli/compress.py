@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,10 @@ def compress(
         bool, typer.Option("--keep-raw/--drop-raw", help="Whether exact records stay once the others were read back.")
     ] = True,
     fit: Annotated[bool, typer.Option("--fit", help="Learn the codec's profile from this store first.")] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="STORE", help="Take another store's profile.", show_default=False),
+    ] = None,
     max_loss: Annotated[
         float | None,
         typer.Option("--max-loss", metavar="X", min=0, help="What `auto` may lose (nats a token).", show_default=False),
@@ -44,6 +49,8 @@ def compress(
     from kvtool.core.compress.job import compress as run_compress
     from kvtool.core.errors import UsageError
 
+    if fit and profile is not None:
+        raise UsageError("--fit and --profile exclude each other", "give one of them")
     if predictor not in PREDICTORS:
         raise UsageError(f"there is no predictor {predictor!r}", f"known: {', '.join(PREDICTORS)}")
     settings = run.settings
@@ -52,6 +59,7 @@ def compress(
         chunks=tuple(chunks or ()),
         keep_raw=keep_raw,
         fit=fit,
+        profile=profile,
         max_loss=max_loss,
         predictor=predictor,
         questions=questions,

@@ -14,7 +14,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, check_level
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.identity import StoreIdentity
 from kvtool.core.levels import ProfileShelf
 
@@ -125,7 +125,12 @@ class _Job:
     # ---- the profile ----
 
     def _profile(self, chunks: Sequence[bytes]) -> Profile | None:
-        profile = self._fitted(chunks) if self.options.fit else self.shelf.current()
+        if self.options.fit:
+            profile: Profile | None = self._fitted(chunks)
+        elif self.options.profile is not None:
+            profile = self._taken(self.options.profile)
+        else:
+            profile = self.shelf.current()
         if self.options.predictor != AUTO:
             profile = None
         elif profile is None and set(self.options.levels) != {"lossless"}:
@@ -147,8 +152,26 @@ class _Job:
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         sample = random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact)))
         profile = fit(self.session, self.store, sample, self.events)
-        self.writer.put_profile(profile.digest, profile.data, {"profile": profile.digest.hex(), "losses": {}})
+        self._keep(profile)
         return profile
+
+    def _taken(self, path: Path) -> Profile:
+        """Another store's profile."""
+        from kvtool.core.query.session import store_identity
+
+        with Store.open(path) as other:
+            if store_identity(other).fingerprint != self.identity.fingerprint:
+                raise ModelError(f"the store at {path} is another model's", "fit a profile here with --fit")
+            profile = ProfileShelf(other).current()
+        if profile is None:
+            raise KvtoolError(f"the store at {path} has no profile", "make one there with `kvtool compress --fit`")
+        self._keep(profile)
+        return profile
+
+    def _keep(self, profile: Profile) -> None:
+        digest = profile.digest.hex()
+        if self.store.codec_state().get("profile") != digest:
+            self.writer.put_profile(profile.digest, profile.data, {"profile": digest, "losses": {}})
 
     # ---- the loss ----
 
