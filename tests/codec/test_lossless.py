@@ -47,7 +47,7 @@ def test_every_bit_pattern_comes_back(shape: tuple[int, int, int], dtype: str, d
         else torch.empty(shape, dtype=DTYPES[dtype])
         for _ in "kv"
     ]
-    decoded = CODEC.decode(encoded(*sides), shape, dtype)
+    decoded = CODEC.decode_one(encoded(*sides), shape, dtype)
     assert [bits(side) for side in decoded] == [bits(side) for side in sides]
     assert all(side.shape == shape and side.dtype == DTYPES[dtype] for side in decoded)
 
@@ -68,7 +68,7 @@ def test_a_view_into_a_batch() -> None:
 
 def test_golden_bytes() -> None:
     """What was written once is read for ever."""
-    decoded = CODEC.decode(GOLDEN, (1, 2, 3), "bfloat16")
+    decoded = CODEC.decode_one(GOLDEN, (1, 2, 3), "bfloat16")
     assert [bits(side) for side in decoded] == [bits(side) for side in GOLDEN_SIDES]
 
 
@@ -82,20 +82,20 @@ def test_the_layout() -> None:
 @pytest.mark.parametrize("size", [0, 7, 8, 20])
 def test_truncated(size: int) -> None:
     with pytest.raises(DamagedError):
-        CODEC.decode(GOLDEN[:size], (1, 2, 3), "bfloat16")
+        CODEC.decode_one(GOLDEN[:size], (1, 2, 3), "bfloat16")
 
 
 def test_of_another_shape() -> None:
     for shape in ((1, 2, 2), (1, 2, 4), (2**16, 2**16, 2**16)):
         with pytest.raises(DamagedError):
-            CODEC.decode(GOLDEN, shape, "bfloat16")
+            CODEC.decode_one(GOLDEN, shape, "bfloat16")
 
 
 def test_a_frame_that_claims_a_gigabyte() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(2**30))
     payload = struct.pack("<2I", len(bomb), len(bomb)) + bomb + bomb + bytes(12)
     with pytest.raises(DamagedError, match="do not fit"):
-        CODEC.decode(payload, (1, 2, 3), "bfloat16")
+        CODEC.decode_one(payload, (1, 2, 3), "bfloat16")
 
 
 def test_mutated_payloads_give_an_error_or_a_tensor() -> None:
@@ -109,7 +109,7 @@ def test_mutated_payloads_give_an_error_or_a_tensor() -> None:
         if chance.random() < 0.2:
             del data[chance.randrange(len(data)) :]
         try:
-            decoded = CODEC.decode(data, (2, 40, 8), "bfloat16")
+            decoded = CODEC.decode_one(data, (2, 40, 8), "bfloat16")
         except DamagedError:
             continue
         assert all(side.shape == (2, 40, 8) and side.dtype == torch.bfloat16 for side in decoded)

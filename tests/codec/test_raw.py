@@ -22,7 +22,7 @@ def test_two_bytes_a_number_in_half_precision() -> None:
 
 def test_decoding_copies_nothing() -> None:
     payload = bytearray(b"".join(Raw().encode(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2))))
-    keys, values = Raw().decode(payload, (1, 2, 2), "float32")
+    keys, values = Raw().decode_one(payload, (1, 2, 2), "float32")
     payload[0:4] = struct.pack("<f", 7.0)
     assert keys[0, 0, 0] == 7
     assert values.storage_offset() == 4
@@ -32,5 +32,5 @@ def test_from_the_middle_of_a_record() -> None:
     """A payload behind a header: a view that does not start the buffer."""
     sides = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     record = bytearray(64) + bytearray(b"".join(Raw().encode(*sides)))
-    decoded = Raw().decode(memoryview(record)[64:], (2, 3, 4), "float32")
+    decoded = Raw().decode_one(memoryview(record)[64:], (2, 3, 4), "float32")
     assert all(torch.equal(a, b) for a, b in zip(sides, decoded, strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Codec
+from kvtool.core.codec.base import Codec, Encoded
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.codec.raw import DTYPES, NAMES, Raw
 
@@ -33,7 +33,7 @@ def any_bits(shape: tuple[int, int, int], dtype: str, seed: int) -> torch.Tensor
 def holds(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> None:
     payload = bytearray(b"".join(codec.encode(keys, values)))
     shape = tuple(keys.shape)
-    decoded = codec.decode(payload, shape, NAMES[keys.dtype])
+    decoded = codec.decode([Encoded(payload, shape, NAMES[keys.dtype])])[0]
     for given, got in zip((keys, values), decoded, strict=True):
         assert got.dtype == given.dtype
         assert got.shape == given.shape
