@@ -21,7 +21,7 @@ def compress(
     run: Run,
     level: Annotated[
         list[str] | None,
-        typer.Option("--level", metavar="1..4|auto|lossless", help="What to store; 1 is the finest.", show_default="1"),
+        typer.Option("--level", metavar="1..4|auto|lossless", help="What to store; 1 is the finest.", show_default="2"),
     ] = None,
     keep_raw: Annotated[
         bool, typer.Option("--keep-raw/--drop-raw", help="Whether exact records stay once the others were read back.")

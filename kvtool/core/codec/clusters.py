@@ -43,7 +43,7 @@ def _start(rows: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
 def _nearest(rows: npt.NDArray[np.float64], tables: Tables) -> npt.NDArray[np.int64]:
     with np.errstate(divide="ignore"):
         bits = PROBABILITY_BITS - np.log2(tables.astype(np.float64))
-    escape = bits[:, ESCAPE, None] + 48
+    escape = bits[:, ESCAPE, None] + 16
     return np.asarray((rows @ np.where(np.isfinite(bits), bits, escape).T).argmin(1))
 
 

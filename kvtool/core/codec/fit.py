@@ -23,7 +23,7 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.transform import finest_numbers
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token (README).
-FINEST_STEP = 3.3e-5
+FINEST_STEP = 1.1e-5
 WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
 _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free

@@ -6,7 +6,7 @@ from kvtool.core.errors import UsageError
 
 LOSSY = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
 LEVELS = ("raw", "lossless", *LOSSY)
-DEFAULT_LOSSY = "1"
+DEFAULT_LOSSY = "2"
 MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 

@@ -11,18 +11,19 @@ offset     type         field
 8          I            tokens
 12         I            columns of the first stream (a multiple of 64)
 16         4I           words of the streams; 0 for those that there are not
-32         I, I         escapes, bytes of side information
-40         f, f         step of K, of V (untransformed predictors)
-48         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
-56         16s          digest of the profile, or zeros
-72         u16[words]   a stream's words, then u32[64], its states: for each stream
+32         4I           placed escapes, marked escapes, their columns, bytes of side information
+48         f, f         step of K, of V (untransformed predictors)
+56         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
+64         16s          digest of the profile, or zeros
+80         u16[words]   a stream's words, then u32[64], its states: for each stream
 …          bytes        side information of the untransformed predictors (plain.py)
-…          u32[escapes] places of the escapes in the numbers `[tokens, stride]`, ascending
-…          i16[escapes] their numbers
+…          u32[], i16[] placed escapes: where in the numbers `[rows, stride]`, ascending; and which number
+…          u16[], i16[] columns with marked escapes, ascending; the numbers, row by row
 =========  ===========  =====================================================================
 
 Transformed records have one stream, K's and V's columns side by side. Others have one for K, one for V, and one more
-for each side whose predictor is ANCHOR, in this order.
+for each side whose predictor is ANCHOR, in this order. A marked escape stands in a stream as a symbol of its own; a
+placed one belongs to a column that is not coded.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import numpy.typing as npt
 
 from kvtool.core.codec.base import Payload
 from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
 
@@ -45,7 +47,7 @@ NO_PROFILE = bytes(16)
 MOST_NUMBER = 32767
 
 _MAGIC = b"kvg" + bytes([FORMAT])
-_HEADER = struct.Struct("<4s4B8I4f16s")
+_HEADER = struct.Struct("<4s4B10I4f16s")
 _MOST_STREAMS = 4
 _STATES_BYTES = 4 * LANES
 
@@ -72,6 +74,73 @@ def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Escapes:
+    """Numbers that no symbol of their column's table stands for.
+
+    Attributes
+    ----------
+    places, placed : in columns that are not coded: uint32, flat in the numbers `[rows, stride]`; and int16.
+    columns, marked : in columns that are: uint16; and int16, row by row, for each symbol ESCAPE in these columns.
+    """
+
+    places: npt.NDArray[np.uint32]
+    placed: npt.NDArray[np.int16]
+    columns: npt.NDArray[np.uint16]
+    marked: npt.NDArray[np.int16]
+
+    @classmethod
+    def of(cls, numbers: npt.NDArray[np.int16], marks: npt.NDArray[np.bool_], left: npt.NDArray[np.int64]) -> Escapes:
+        """The escapes of numbers `[rows, stride]`: where `marks` is true, and at the flat places `left`."""
+        columns = np.flatnonzero(marks.any(0))
+        return cls(
+            left.astype(np.uint32),
+            numbers.reshape(-1)[left],
+            columns.astype(np.uint16),
+            numbers[:, columns][marks[:, columns]],
+        )
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Placed ones, marked ones, columns of these."""
+        return len(self.places), len(self.marked), len(self.columns)
+
+    def pack(self) -> list[Payload]:
+        """As they stand in a record."""
+        return [
+            self.places.astype("<u4").tobytes(),
+            self.placed.astype("<i2").tobytes(),
+            self.columns.astype("<u2").tobytes(),
+            self.marked.astype("<i2").tobytes(),
+        ]
+
+    def patch(self, numbers: npt.NDArray[np.int16]) -> None:
+        """Put the escapes into decoded numbers `[rows, stride]`.
+
+        Raises
+        ------
+        DamagedError : one lies outside, or the stream has not as many marks.
+        """
+        if len(self.places):
+            if int(self.places[-1]) >= numbers.size:
+                raise DamagedError("a compressed record with an escape outside of it")
+            numbers.reshape(-1)[self.places] = self.placed
+        if not len(self.columns):
+            return
+        if int(self.columns[-1]) >= numbers.shape[1]:
+            raise DamagedError("a compressed record with an escape outside of it")
+        some = numbers[:, self.columns]
+        marks = some == ESCAPE - ZERO
+        if np.count_nonzero(marks) != len(self.marked):
+            raise DamagedError("a compressed record whose escapes are not those of its stream")
+        some[marks] = self.marked
+        numbers[:, self.columns] = some
+
+
+def _ascends(values: npt.NDArray[np.unsignedinteger]) -> bool:
+    return len(values) < 2 or bool((np.diff(values.astype(np.int64)) > 0).all())
+
+
+@dataclass(frozen=True, slots=True)
 class Coded:
     """A record's parts.
 
@@ -79,7 +148,7 @@ class Coded:
     ----------
     base : number of the level it refines; 0: it stands alone.
     columns : of the first stream.
-    places, numbers : escapes: where in the numbers `[tokens, stride]`, flat, uint32; and what, int16.
+    escapes : numbers that no symbol of their table stands for.
     """
 
     predictors: tuple[Predictor, Predictor]
@@ -88,8 +157,7 @@ class Coded:
     tokens: int
     columns: int
     streams: tuple[Stream, ...]
-    places: npt.NDArray[np.uint32]
-    numbers: npt.NDArray[np.int16]
+    escapes: Escapes
     steps: tuple[float, float] = (0.0, 0.0)
     errors: tuple[float, float] = (0.0, 0.0)
     profile: bytes = NO_PROFILE
@@ -107,20 +175,14 @@ class Coded:
             self.columns,
             *words,
             *[0] * (_MOST_STREAMS - len(words)),
-            len(self.places),
+            *self.escapes.counts,
             len(self.side),
             *self.steps,
             *self.errors,
             self.profile,
         )
         streams = [part for stream in self.streams for part in _stream_parts(stream)]
-        return [
-            header,
-            *streams,
-            self.side,
-            self.places.astype("<u4").tobytes(),
-            self.numbers.astype("<i2").tobytes(),
-        ]
+        return [header, *streams, self.side, *self.escapes.pack()]
 
     @classmethod
     def parse(cls, payload: Payload) -> Coded:
@@ -135,7 +197,7 @@ class Coded:
             raise DamagedError("a compressed record without its header")
         magic, *fields = _HEADER.unpack_from(view)
         kinds, (level, base, tokens, columns), words = fields[:2], fields[2:6], fields[6:10]
-        (escapes, side), steps, errors, profile = fields[10:12], fields[12:14], fields[14:16], fields[16]
+        counts, side, steps, errors, profile = fields[10:13], fields[13], fields[14:16], fields[16:18], fields[18]
         if magic != _MAGIC:
             raise DamagedError(f"a compressed record of another format than {FORMAT}")
         if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
@@ -149,11 +211,15 @@ class Coded:
         cut = _Cut(view, _HEADER.size)
         streams = tuple(cut.stream(number) for number in words[:count])
         about = bytes(cut.take(side))
-        places = np.frombuffer(cut.take(4 * escapes), "<u4")
-        numbers = np.frombuffer(cut.take(2 * escapes), "<i2")
+        escapes = Escapes(
+            np.frombuffer(cut.take(4 * counts[0]), "<u4"),
+            np.frombuffer(cut.take(2 * counts[0]), "<i2"),
+            np.frombuffer(cut.take(2 * counts[2]), "<u2"),
+            np.frombuffer(cut.take(2 * counts[1]), "<i2"),
+        )
         if cut.at != len(view) or any(words[count:]):
             raise DamagedError("a compressed record with bytes that belong to nothing")
-        if len(places) > 1 and (np.diff(places.astype(np.int64)) <= 0).any():
+        if not (_ascends(escapes.places) and _ascends(escapes.columns)):
             raise DamagedError("a compressed record whose escapes are out of order")
         return cls(
             predictors=predictors,
@@ -162,21 +228,12 @@ class Coded:
             tokens=tokens,
             columns=columns,
             streams=streams,
-            places=places,
-            numbers=numbers,
+            escapes=escapes,
             steps=(steps[0], steps[1]),
             errors=(errors[0], errors[1]),
             profile=profile,
             side=about,
         )
-
-    def patch(self, numbers: npt.NDArray[np.int16]) -> None:
-        """Put the escapes into the numbers `[tokens, stride]`; raises DamagedError."""
-        if not len(self.places):
-            return
-        if int(self.places[-1]) >= numbers.size:
-            raise DamagedError("a compressed record with an escape outside of it")
-        numbers.reshape(-1)[self.places] = self.numbers
 
 
 def _stream_parts(stream: Stream) -> list[Payload]:

@@ -20,7 +20,7 @@ from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.parametric import shipped
-from kvtool.core.codec.payload import Coded, Predictor, streams_of
+from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
 from kvtool.core.errors import DamagedError
 
 GROUP = 10
@@ -120,12 +120,12 @@ def _pad(rows: I16) -> I16:
 
 
 def choose_tables(rows: I16, tables: TableSet) -> npt.NDArray[np.uint16]:
-    """The cheapest table of each column, escapes at 48 bits counted."""
+    """The cheapest table of each column, escapes counted."""
     symbols = np.clip(rows, -ZERO, ESCAPE - ZERO).astype(np.int32) + ZERO
     columns = rows.shape[1]
     flat = symbols + np.arange(columns, dtype=np.int32) * ALPHABET
     counts = np.bincount(flat.reshape(-1), minlength=columns * ALPHABET).reshape(columns, ALPHABET)
-    costs = np.where(np.isfinite(tables.costs), tables.costs, tables.costs[:, ESCAPE, None] + 48)
+    costs = np.where(np.isfinite(tables.costs), tables.costs, tables.costs[:, ESCAPE, None] + 16)
     return np.asarray((counts.astype(np.float32) @ costs.T).argmin(1), np.uint16)
 
 
@@ -136,7 +136,7 @@ def bits(side: Side) -> float:
     for rows in (side.rows, side.anchors):
         if rows is not None and rows.size:
             symbols, escapes = whole.to_symbols(rows, choose_tables(rows, tables), whole.bounds(tables))
-            total += float(tables.costs[choose_tables(rows, tables)[None], symbols].sum()) + 48 * int(escapes.sum())
+            total += float(tables.costs[choose_tables(rows, tables)[None], symbols].sum()) + 16 * int(escapes.sum())
     return total
 
 
@@ -150,18 +150,13 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
     parts = [sides[0].rows, sides[1].rows, *(side.anchors for side in sides if side.anchors is not None)]
     streams: list[Stream] = []
     ids: list[bytes] = []
-    places: list[npt.NDArray[np.int64]] = []
-    numbers: list[I16] = []
-    before = 0
+    marks: list[npt.NDArray[np.bool_]] = []
     for part in parts:
         chosen = choose_tables(part, tables)
         symbols, escapes = whole.to_symbols(part, chosen, limits)
         streams.append(encode(symbols, chosen, tables))
         ids.append(chosen.astype(np.uint8).tobytes())
-        flat = np.flatnonzero(escapes)
-        places.append(flat + before)
-        numbers.append(part.reshape(-1)[flat])
-        before += part.size
+        marks.append(escapes)
     return Coded(
         predictors=(sides[0].predictor, sides[1].predictor),
         level=level,
@@ -169,8 +164,7 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
         tokens=tokens,
         columns=sides[0].rows.shape[1],
         streams=tuple(streams),
-        places=np.concatenate(places).astype(np.uint32),
-        numbers=np.concatenate(numbers),
+        escapes=Escapes.of(np.concatenate(parts), np.concatenate(marks), np.empty(0, np.int64)),
         steps=(sides[0].step, sides[1].step),
         errors=errors,
         side=b"".join([sides[0].about, sides[1].about, *ids]),
@@ -204,7 +198,7 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
             for stream, chosen, part in zip(coded.streams, ids, parts, strict=True)
         ]
     )
-    coded.patch(whole_rows)
+    coded.escapes.patch(whole_rows)
     more = iter(parts[2:])
     sides = []
     for number, (predictor, about_side) in enumerate(zip(coded.predictors, parameters, strict=True)):

@@ -13,7 +13,7 @@ from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode, refine_batch
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout, columns_of
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.codec.payload import Coded, Predictor
+from kvtool.core.codec.payload import Coded, Escapes, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
@@ -47,6 +47,7 @@ def pack(profile: Profile, layer: int, level: str, finest: I16, refine: bool) ->
     coded_numbers = np.ascontiguousarray(fine[:, columns])
     left = fine.copy()
     left[:, columns] = 0
+    marks = np.zeros(fine.shape, np.bool_)
     if refine:
         coarse = whole.coarsened(coded_numbers)
         symbols, contexts = whole.refinement(coded_numbers, coarse)
@@ -55,8 +56,7 @@ def pack(profile: Profile, layer: int, level: str, finest: I16, refine: bool) ->
         ids = profile.ids[at, layer][columns]
         symbols, escapes = whole.to_symbols(coded_numbers, ids, profile.bounds)
         stream = encode(symbols, ids, tables)
-        left[:, columns] = np.where(escapes, coded_numbers, 0)
-    flat = np.flatnonzero(left)
+        marks[:, columns] = escapes
     return Coded(
         predictors=_BOTH,
         level=at + 1,
@@ -64,8 +64,7 @@ def pack(profile: Profile, layer: int, level: str, finest: I16, refine: bool) ->
         tokens=len(fine),
         columns=len(columns),
         streams=(stream,),
-        places=flat.astype(np.uint32),
-        numbers=left.reshape(-1)[flat],
+        escapes=Escapes.of(fine, marks, np.flatnonzero(left)),
         profile=profile.digest,
     )
 
@@ -123,7 +122,7 @@ def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, I16]
         if group:
             run([_job(profile, layer, coded, ids, out) for coded, _, out in group])
         for coded, _, out in group:
-            coded.patch(out)
+            coded.escapes.patch(out)
 
 
 def _job(profile: Profile, layer: int, coded: Coded, ids: npt.NDArray[np.uint16], out: I16) -> Decoding:
@@ -164,13 +163,13 @@ def _add_outside(
     """Add the escapes that stand in columns which are not coded: few, so each is a row of the basis."""
     first = 0
     for coded in records:
-        rows, columns = np.divmod(coded.places.astype(np.int64), layout.stride)
+        rows, columns = np.divmod(coded.escapes.places.astype(np.int64), layout.stride)
         group, within = np.divmod(columns, layout.padded)
         outside = within >= widths[group]
         for number in np.unique(group[outside]):
             here = outside & (group == number)
             side, part = divmod(int(number), layout.groups)
-            times = torch.from_numpy(coded.numbers[here].astype(np.float32))[:, None].to(out.dtype)
+            times = torch.from_numpy(coded.escapes.placed[here].astype(np.float32))[:, None].to(out.dtype)
             rows_here = torch.from_numpy(rows[here] + first)
             out[side, :, part].index_add_(0, rows_here, back[side, part, within[here]] * times)
         first += coded.tokens
