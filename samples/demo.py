@@ -1,4 +1,4 @@
-"""The whole tool on a small corpus: ingest, then the same questions in every fusion mode, and one table.
+"""The whole tool on a small corpus: ingest, compress, then the same questions in every fusion mode, and one table.
 
 Run by `make demo`; `python samples/demo.py --help` shows what can be changed.
 """
@@ -30,7 +30,9 @@ def main() -> None:
     write_batch(options, batch)
     place = ["--store", str(options.folder / "store")]
     run(["ingest", str(HERE / "corpus"), "--model", options.model, *place])
-    lines = run(["query", "--batch", str(batch), "--compare", MODES, "--max-tokens", "32", *place], capture=True)
+    run(["compress", "--fit", "--level", options.level, *place])
+    asked = ["--batch", str(batch), "--compare", MODES, "--max-tokens", "32", "--level", options.level]
+    lines = run(["query", *asked, *place], capture=True)
     rows = [json.loads(line) for line in lines.splitlines()]
     if not rows or rows[-1].get("failed") != 0:
         raise SystemExit("error: some questions were not answered")
@@ -44,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=16, help="how many of samples/questions.jsonl (default 16)")
     parser.add_argument("--lang", default="en", help="their language; the packaged model reads English (default en)")
     parser.add_argument("--model", default="smollm2", help="default: the packaged model")
+    parser.add_argument("--level", default="2", help="codec level that the questions are answered from (default 2)")
     parser.add_argument("--folder", type=Path, default=HERE.parent / ".demo", help="where the store goes")
     return parser.parse_args()
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.places import data_dir
@@ -49,6 +51,12 @@ class Cache:
         self.close()
         wanted = IngestOptions(paths=tuple(Path(path) for path in paths), **self._model, **options)
         return ingest(self.path, wanted, events)
+
+    def compress(self, *levels: str, events: CompressEvents | None = None, **options: Any) -> CompressReport:
+        """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
+        self.close()
+        wanted = CompressOptions(levels=levels, **self._model, **options)
+        return compress(self.path, wanted, events)
 
     def query(
         self,
