@@ -44,7 +44,9 @@ class ProfileShelf:
         if found is None:
             data = self._store.profile(digest)
             if data is None or digest_of(data) != digest:
-                raise DamagedError(f"the codec profile {digest.hex()} is not in the store")
+                raise DamagedError(
+                    f"the codec profile {digest.hex()} is not in the store", "make it anew with `kvtool compress --fit`"
+                )
             found = self._read[digest] = Profile.from_bytes(data)
         return found
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtool.core.cache.store import Store
+from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
 from kvtool.core.errors import DamagedError
@@ -31,9 +31,10 @@ def read_records(store: Store, chunk_ids: Sequence[bytes], level: str, layer: in
     items = []
     for chunk_id, record in zip(chunk_ids, store.read_layer(chunk_ids, level, layer), strict=True):
         if record is None:
-            raise DamagedError(f"chunk {chunk_id.hex()[:12]} has no layer {layer} at level {level}")
+            raise DamagedError(f"chunk {chunk_id.hex()[:12]} has no layer {layer} at level {level}", REPAIR)
         if isinstance(record, DamagedError):
-            raise record
+            where = f"layer {layer} of chunk {chunk_id.hex()[:12]} at level {level}"
+            raise DamagedError(f"{where} is damaged: {record.message}", REPAIR)
         header, payload = record
         base = CODECS[level].base_of(payload)
         coarse = None if base is None else read_records(store, [chunk_id], base, layer)[0]

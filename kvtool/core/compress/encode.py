@@ -54,6 +54,13 @@ class Encoder:
             if not self._options.keep_raw:
                 self._drop_exact(sound, order)
             self._events.advance(len(chunks[first : first + _AT_ONCE]))
+        if self._report.skipped:
+            self._warn_of_skipped()
+
+    def _warn_of_skipped(self) -> None:
+        text = f"{self._report.skipped} chunks stay as they are: no exact record of them is left to encode"
+        self._report.warnings.append(text)
+        self._events.warn(text, "ingest their documents into a new store to encode them anew")
 
     # ---- encode ----
 
@@ -69,7 +76,7 @@ class Encoder:
         if source is None:
             self._report.skipped += 1
             return False
-        if stale:  # one may refine another: they go together
+        if stale and any(level in LOSSY for level in wanted):  # one may refine another: they go together
             for level in LOSSY:
                 self._writer.drop_level([chunk], level)
             wanted = [level for level in levels if level not in there or level in LOSSY]
@@ -78,12 +85,10 @@ class Encoder:
         return True
 
     def _is_current(self, chunk: bytes, level: str) -> bool:
-        """Whether a stored lossy record is what this run would make."""
-        record = self._store.read_kv(chunk, level, 0)
-        if record is None:
-            return False
+        """Whether a stored lossy record, with all that it refines, is there and what this run would make."""
         try:
-            coded = Coded.parse(record[1])
+            item = read_records(self._store, [chunk], level, 0)[0]
+            coded = Coded.parse(item.payload)
         except DamagedError:
             return False
         wanted = self._profile.digest if self._profile is not None else bytes(len(coded.profile))
@@ -106,8 +111,8 @@ class Encoder:
         self._report.encode_seconds += time.perf_counter() - started
         self._report.encoded_bytes += 2 * kv.keys.numel() * kv.keys.element_size() * len(levels)
         self._report.encoded += 1
-        for level, layers in records.items():
-            self._writer.put_chunk(chunk, info, level, layers)
+        for level in reversed(levels):  # the coarser first: what refines it is never stored without it
+            self._writer.put_chunk(chunk, info, level, records[level])
 
     def _layer(
         self, chunk: bytes, kv: ChunkKV, layer: int, levels: Sequence[str], bases: Sequence[str]

@@ -14,7 +14,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, check_level
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
-from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.identity import StoreIdentity
 from kvtool.core.levels import ProfileShelf
 
@@ -101,7 +101,7 @@ class _Job:
         known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         if not self.options.chunks:
             return known
-        return [_match(text, known) for text in self.options.chunks]
+        return list(dict.fromkeys(_match(text, known) for text in self.options.chunks))
 
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
         from kvtool.core.compress.chunks import exact_level
@@ -169,9 +169,18 @@ class _Job:
         return profile
 
     def _keep(self, profile: Profile) -> None:
-        digest = profile.digest.hex()
-        if self.store.codec_state().get("profile") != digest:
-            self.writer.put_profile(profile.digest, profile.data, {"profile": digest, "losses": {}})
+        state, digest = self.store.codec_state(), profile.digest.hex()
+        if state.get("profile") != digest:
+            state = {"profile": digest, "losses": {}}
+        elif self._has(profile):
+            return
+        self.writer.put_profile(profile.digest, profile.data, state)
+
+    def _has(self, profile: Profile) -> bool:
+        try:
+            return self.store.profile(profile.digest) is not None
+        except DamagedError:
+            return False
 
     # ---- the loss ----
 
