@@ -55,13 +55,13 @@ class ChunkStorer:
         self._batch_tokens = batch_tokens(decoder.device)
 
     def store_prefix(self) -> None:
-        """Compute and keep the prompt's own beginning."""
+        """Compute and keep the prompt's own beginning, which is exact in every prompt."""
         from kvtool.core.cache.identity import ids_digest
 
         ids = self._identity.prefix
         wanted = WantedChunk(self._identity.prefix_id, ids, (), ids_digest([]))
         kv = prefill_chunks(self._decoder, LeadIn(self._decoder, ()), [PrefillItem(ids)])
-        self._write([wanted], kv)
+        self._write([wanted], kv, self._codec.level if self._codec.lossless else "raw")
         self.finish()
 
     def store(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
@@ -69,7 +69,7 @@ class ChunkStorer:
         waiting = _Waiting(files, missing)
         self._commit(waiting.complete)
         for batch in _batches(files, missing, self._batch_tokens):
-            self._write(batch, self._prefill(batch))
+            self._write(batch, self._prefill(batch), self._codec.level)
             self._commit(waiting.stored(batch))
         self.finish()
 
@@ -96,12 +96,12 @@ class ChunkStorer:
         self._events.advance(tokens)
         return kvs
 
-    def _write(self, batch: Sequence[WantedChunk], kvs: Sequence[ChunkKV]) -> None:
+    def _write(self, batch: Sequence[WantedChunk], kvs: Sequence[ChunkKV], level: str) -> None:
         def work() -> None:
             for chunk, kv in zip(batch, kvs, strict=True):
-                layers = encode_chunk(chunk.chunk_id, kv, self._codec.level, self._profile)
+                layers = encode_chunk(chunk.chunk_id, kv, level, self._profile)
                 self._report.kv_bytes += sum(map(len, layers))
-                self._writer.put_chunk(chunk.chunk_id, chunk.info(len(layers)), self._codec.level, layers)
+                self._writer.put_chunk(chunk.chunk_id, chunk.info(len(layers)), level, layers)
 
         self._submit(work)
 
