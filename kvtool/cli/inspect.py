@@ -64,7 +64,7 @@ def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: l
         store, model=settings.model, device=settings.device, dtype=settings.dtype, offline=settings.offline
     )
     wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
-    options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=0.0)
+    options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=-1.0)  # nothing lossy, whatever was measured
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:
         value = codec_report(session, requests, options, wanted, bar.advance)
 
