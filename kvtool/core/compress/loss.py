@@ -68,27 +68,37 @@ class LevelScheme:
 
 
 @dataclass(slots=True)
-class LossySource:
-    """What another source gives, sent through a scheme; the prompt's beginning is never compressed."""
+class Held:
+    """A prompt's cached KV in memory, by layer and by where a segment starts.
 
-    exact: KVSource
-    scheme: Scheme
-    prefix_id: bytes
-    bytes: int = 0
+    Filled before the model runs: work beside it, on its own cores, would take several times as long.
+    """
+
+    layers: list[dict[int, LayerKV]]
+    size: int = 0
     elements: int = 0
 
-    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        found = self.exact.read(segments, layer, stats)
-        return [
-            kv if segment.source.chunk_id == self.prefix_id else self._lossy(kv, layer)
-            for segment, kv in zip(segments, found, strict=True)
-        ]
+    @classmethod
+    def exact(cls, source: KVSource, plan: Plan, layers: int) -> Held:
+        """What a source gives."""
+        stats, starts = ReadStats(), [segment.start for segment in plan.cached]
+        read = (source.read(plan.cached, layer, stats) for layer in range(layers))
+        return cls([dict(zip(starts, found, strict=True)) for found in read])
 
-    def _lossy(self, kv: LayerKV, layer: int) -> LayerKV:
-        made, size = self.scheme.round_trip(kv, layer)
-        self.bytes += size
-        self.elements += kv[0].numel() + kv[1].numel()
-        return made
+    def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> Held:
+        """The same sent through a scheme; the prompt's beginning is never compressed."""
+        kept = {segment.start for segment in plan.cached if segment.source.chunk_id == prefix_id}
+        sent = Held([dict(found) for found in self.layers])
+        for layer, found in enumerate(sent.layers):
+            for start in found.keys() - kept:
+                sent.elements += found[start][0].numel() + found[start][1].numel()
+                found[start], size = scheme.round_trip(found[start], layer)
+                sent.size += size
+        return sent
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        """See KVSource."""
+        return [self.layers[layer][segment.start] for segment in segments]
 
 
 @dataclass(slots=True)
@@ -135,16 +145,18 @@ def measure(
     """
     losses = {name: Loss() for name in (EXACT, *schemes)}
     for prompt in prompts:
-        fused = fuse(decoder, prompt.plan, Reuse(), exact, reserve=_SAMPLING.max_tokens)
+        plan = prompt.plan
+        held = Held.exact(exact, plan, len(decoder.layers))
+        fused = fuse(decoder, plan, Reuse(), held, reserve=_SAMPLING.max_tokens)
         said = _say(decoder, fused)
         script = [*said.ids, *([] if said.end is None else [said.end])]
         expected = forced_logits(decoder, fused, script)
         if prompt.answers:
             losses[EXACT].f1.append(score(said.text.strip(), prompt.answers).f1)
         for name, scheme in schemes.items():
-            source = LossySource(exact, scheme, prefix_id)
-            fused = fuse(decoder, prompt.plan, Reuse(), source, reserve=_SAMPLING.max_tokens)
-            same = _add(losses[name], expected, forced_logits(decoder, fused, script), source)
+            lossy = held.through(scheme, plan, prefix_id)
+            fused = fuse(decoder, plan, Reuse(), lossy, reserve=_SAMPLING.max_tokens)
+            same = _add(losses[name], expected, forced_logits(decoder, fused, script), lossy)
             if prompt.answers:
                 fused.cache.set_length(fused.plan.length)
                 text = said.text if same else _say(decoder, fused).text
@@ -153,14 +165,14 @@ def measure(
     return losses
 
 
-def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor, source: LossySource) -> bool:
+def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor, sent: Held) -> bool:
     """Count one prompt; whether the greedy answer is the same."""
     agrees = expected.argmax(-1) == logits.argmax(-1)
     loss.kl_first.append(kl(expected[:1], logits[:1]))
     loss.kl_answer.append(kl(expected, logits))
     loss.top1_agrees.append(float(agrees.float().mean()))
-    loss.bytes += source.bytes
-    loss.elements += source.elements
+    loss.bytes += sent.size
+    loss.elements += sent.elements
     return bool(agrees.all())
 
 
