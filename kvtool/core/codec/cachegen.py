@@ -106,7 +106,7 @@ def encode_levels(
     -------
     The parts of a record for each level.
     """
-    sides = torch.stack([_flat(keys), _flat(values)])
+    sides = _flat(keys, values)
     if profile is not None and predictor == "auto":
         finest = transform.finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
         there = {*levels, *bases}
@@ -126,8 +126,9 @@ def _transformed(
     sides: torch.Tensor,
     dtype: torch.dtype,
 ) -> Coded:
-    coded = transform.pack(profile, layer, level, finest, refine)
-    made = transform.sides_of(profile, layer, level, coarsened(finest, LOSSY.index(level)), [coded], dtype)
+    numbers = coarsened(finest, LOSSY.index(level))
+    coded = transform.pack(profile, layer, level, numbers, refine)
+    made = transform.sides_of(profile, layer, level, numbers, [coded], dtype)
     return replace(coded, errors=_errors(sides, made.float()))
 
 
@@ -151,9 +152,13 @@ def _plain_sides(coded: Coded, item: Encoded) -> torch.Tensor:
     return torch.stack([torch.from_numpy(side) for side in sides]).to(DTYPES[item.dtype])
 
 
-def _flat(side: torch.Tensor) -> torch.Tensor:
-    """float32 `[tokens, C]`."""
-    return side.transpose(0, 1).reshape(side.shape[1], -1).float()
+def _flat(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """float32 `[2, tokens, C]`."""
+    kv_heads, tokens, head_dim = keys.shape
+    sides = torch.empty((2, tokens, kv_heads, head_dim))
+    for out, side in zip(sides, (keys, values), strict=True):
+        out.copy_(side.transpose(0, 1))
+    return sides.view(2, tokens, -1)
 
 
 def _heads(sides: torch.Tensor, shape: tuple[int, int, int]) -> LayerKV:
@@ -164,7 +169,7 @@ def _heads(sides: torch.Tensor, shape: tuple[int, int, int]) -> LayerKV:
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
     """RMS of the difference over RMS, of K and of V, rounded up to float32."""
-    wrong = (made - sides).square().mean((1, 2)).sqrt()
+    wrong = made.sub(sides).square_().mean((1, 2)).sqrt()
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
     return float(key), float(value)

@@ -37,9 +37,11 @@ def bounds(tables: TableSet) -> tuple[I16, I16]:
 
 def to_symbols(numbers: I16, ids: U16, limits: tuple[I16, I16]) -> tuple[U8, npt.NDArray[np.bool_]]:
     """Symbols `[rows, columns]`, and where they are escapes."""
-    escapes = (numbers < limits[0][ids]) | (numbers > limits[1][ids])
-    symbols = (numbers + np.int16(ZERO)).astype(np.uint8)
-    symbols[escapes] = ESCAPE
+    low, high = limits[0][ids], limits[1][ids]
+    # One comparison for both limits: from the least on, whatever lies below it is huge without a sign.
+    escapes = (numbers - low).view(np.uint16) >= (high - low + np.int16(1)).view(np.uint16)
+    symbols = numbers.astype(np.uint8) + np.uint8(ZERO)
+    np.copyto(symbols, np.uint8(ESCAPE), where=escapes)
     return symbols, escapes
 
 

@@ -60,6 +60,9 @@ class Predictor(enum.IntEnum):
     TRANSFORM = 2  # the profile's mean, then its transform
 
 
+_KINDS = frozenset(Predictor)
+
+
 def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
     """How many streams a record has.
 
@@ -137,7 +140,7 @@ class Escapes:
 
 
 def _ascends(values: npt.NDArray[np.unsignedinteger]) -> bool:
-    return len(values) < 2 or bool((np.diff(values.astype(np.int64)) > 0).all())
+    return len(values) < 2 or bool((values[1:] > values[:-1]).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ class Coded:
             raise DamagedError(f"a compressed record of another format than {FORMAT}")
         if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
             raise DamagedError("a compressed record of no known level")
-        if any(kind not in set(Predictor) for kind in kinds) or columns % LANES:
+        if not _KINDS.issuperset(kinds) or columns % LANES:
             raise DamagedError("a compressed record with an unknown predictor or layout")
         if not all(math.isfinite(number) and number >= 0 for number in (*steps, *errors)):
             raise DamagedError("a compressed record whose step or error is no number")

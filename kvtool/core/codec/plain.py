@@ -126,7 +126,9 @@ def choose_tables(rows: I16, tables: TableSet) -> npt.NDArray[np.uint16]:
     flat = symbols + np.arange(columns, dtype=np.int32) * ALPHABET
     counts = np.bincount(flat.reshape(-1), minlength=columns * ALPHABET).reshape(columns, ALPHABET)
     costs = np.where(np.isfinite(tables.costs), tables.costs, tables.costs[:, ESCAPE, None] + 16)
-    return np.asarray((counts.astype(np.float32) @ costs.T).argmin(1), np.uint16)
+    # float64: the sums are as good as exact, whoever adds them up. By torch: numpy's threads would wait for each other.
+    bits = torch.from_numpy(counts).double() @ torch.from_numpy(costs).double().T
+    return np.asarray(bits.numpy().argmin(1), np.uint16)
 
 
 def bits(side: Side) -> float:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from kvtool.core.codec.entropy.tables import TableSet
 from kvtool.core.codec.integers import bounds
-from kvtool.core.codec.layout import BLOCK, SIDES, Layout
+from kvtool.core.codec.layout import BLOCK, SIDES, Layout, columns_of
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
 
@@ -25,6 +25,26 @@ DIGEST_BYTES = 16
 MOST_BYTES = 2**31
 _WIDENING = 3  # steps of a level over those of the finer one: odd, so that each bin splits into whole bins
 _NAMES = ("means", "basis", "active", "ids", "fine_ids", "tables")
+
+
+@dataclass(frozen=True, slots=True)
+class CodedColumns:
+    """What a level codes of a layer.
+
+    Attributes
+    ----------
+    places : first columns of the blocks, int32.
+    columns : all of them, int64.
+    widths : how many each group has, its first ones, int64 `[2 * groups]`.
+    ids : their tables where the level stands alone, uint16.
+    fine_ids : where it refines the next coarser one; the coarsest level has none.
+    """
+
+    places: npt.NDArray[np.int32]
+    columns: npt.NDArray[np.int64]
+    widths: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.uint16]
+    fine_ids: npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +109,20 @@ class Profile:
 
     def places(self, level: str, layer: int) -> npt.NDArray[np.int32]:
         """First columns of the blocks that are coded."""
-        return self.layout.places(self.active[LOSSY.index(level), layer])
+        return self.coded(level, layer).places
+
+    def coded(self, level: str, layer: int) -> CodedColumns:
+        """The columns that are coded."""
+        found = self._coded.get((level, layer))
+        if found is None:
+            at, groups = LOSSY.index(level), SIDES * self.layout.groups
+            places = self.layout.places(self.active[at, layer])
+            columns = columns_of(places)
+            widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
+            fine_ids = self.fine_ids[at, layer, columns] if at < len(self.fine_ids) else np.empty(0, np.uint16)
+            found = CodedColumns(places, columns, widths, self.ids[at, layer, columns], fine_ids)
+            self._coded[level, layer] = found
+        return found
 
     # ---- the transform -------------------------------------------------------------------------------------------
 
@@ -110,6 +143,10 @@ class Profile:
             found[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
             self._backward[key] = found
         return found
+
+    @cached_property
+    def _coded(self) -> dict[tuple[str, int], CodedColumns]:
+        return {}
 
     @cached_property
     def _forward(self) -> dict[int, torch.Tensor]:

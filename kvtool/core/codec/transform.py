@@ -11,10 +11,10 @@ import torch
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode, refine_batch
-from kvtool.core.codec.layout import BLOCK, SIDES, Layout, columns_of
+from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.codec.payload import Coded, Escapes, Predictor
-from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
+from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
@@ -29,44 +29,62 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
     """
     grouped = (sides - means[:, None]).view(SIDES, -1, layout.groups, layout.size).transpose(1, 2)
     values = torch.matmul(grouped, forward)  # [2, groups, tokens, size]
-    out = np.zeros((sides.shape[1], layout.stride), np.int16)
+    nearest = values.round_().clamp_(-MOST_NUMBER, MOST_NUMBER - 1).to(torch.int16).numpy()
+    made = np.empty if layout.size == layout.padded else np.zeros
+    out = made((sides.shape[1], layout.stride), np.int16)
     for side in range(SIDES):
         for group in range(layout.groups):
             start = layout.start(side, group)
-            out[:, start : start + layout.size] = whole.clipped(values[side, group].numpy())
+            out[:, start : start + layout.size] = nearest[side, group]
     return out
 
 
-def pack(profile: Profile, layer: int, level: str, finest: I16, refine: bool) -> Coded:
-    """A record of one level from the finest numbers, alone or as what the next coarser level lacks. States no error."""
-    at = LOSSY.index(level)
-    fine = whole.coarsened(finest, at)
-    places = profile.places(level, layer)
-    columns = columns_of(places)
-    tables = profile.tables
-    coded_numbers = np.ascontiguousarray(fine[:, columns])
-    left = fine.copy()
-    left[:, columns] = 0
-    marks = np.zeros(fine.shape, np.bool_)
+def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -> Coded:
+    """A record of a level's numbers `[tokens, stride]`, alone or as what the coarser level lacks. States no error."""
+    own = profile.coded(level, layer)
+    taken = _taken(profile.layout, own, numbers)
     if refine:
-        coarse = whole.coarsened(coded_numbers)
-        symbols, contexts = whole.refinement(coded_numbers, coarse)
-        stream = encode(symbols, profile.fine_ids[at, layer][columns], tables, contexts)
+        symbols, contexts = whole.refinement(taken, whole.coarsened(taken))
+        stream = encode(symbols, own.fine_ids, profile.tables, contexts)
+        columns, marked = np.empty(0, np.int64), np.empty(0, np.int16)
     else:
-        ids = profile.ids[at, layer][columns]
-        symbols, escapes = whole.to_symbols(coded_numbers, ids, profile.bounds)
-        stream = encode(symbols, ids, tables)
-        marks[:, columns] = escapes
+        symbols, marks = whole.to_symbols(taken, own.ids, profile.bounds)
+        stream = encode(symbols, own.ids, profile.tables)
+        columns = np.flatnonzero(marks.any(0))
+        marked = taken[:, columns][marks[:, columns]]
+    places = _outside(profile.layout, own, numbers)
     return Coded(
         predictors=_BOTH,
-        level=at + 1,
-        base=at + 2 if refine else 0,
-        tokens=len(fine),
-        columns=len(columns),
+        level=LOSSY.index(level) + 1,
+        base=LOSSY.index(level) + 2 if refine else 0,
+        tokens=len(numbers),
+        columns=len(own.columns),
         streams=(stream,),
-        escapes=Escapes.of(fine, marks, np.flatnonzero(left)),
+        escapes=Escapes(
+            places.astype(np.uint32), numbers.reshape(-1)[places], own.columns[columns].astype(np.uint16), marked
+        ),
         profile=profile.digest,
     )
+
+
+def _taken(layout: Layout, own: CodedColumns, numbers: I16) -> I16:
+    """The columns that are coded, side by side."""
+    if len(own.columns) == layout.stride:
+        return numbers
+    starts = range(0, layout.stride, layout.padded)
+    return np.concatenate([numbers[:, at : at + width] for at, width in zip(starts, own.widths, strict=True)], 1)
+
+
+def _outside(layout: Layout, own: CodedColumns, numbers: I16) -> npt.NDArray[np.int64]:
+    """Flat places, ascending, of the numbers other than 0 in the other columns."""
+    found = [np.empty(0, np.int64)]
+    for group, width in enumerate(own.widths.tolist()):
+        first, end = group * layout.padded + width, (group + 1) * layout.padded
+        rest = numbers[:, first:end]
+        if rest.any():
+            rows, columns = np.nonzero(rest)
+            found.append(rows * layout.stride + first + columns)
+    return np.sort(np.concatenate(found))
 
 
 def sides_of(
@@ -78,21 +96,14 @@ def sides_of(
     means = profile.means[layer].to(dtype).view(SIDES, layout.groups, layout.size)
     wide = torch.from_numpy(numbers).to(dtype)
     out = torch.empty((SIDES, len(numbers), layout.groups, layout.size), dtype=dtype)
-    widths = _widths(profile, layer, level)
+    widths = profile.coded(level, layer).widths
     for side in range(SIDES):
         for group in range(layout.groups):
             start, width = layout.start(side, group), int(widths[side * layout.groups + group])
             taken = wide[:, start : start + width]
-            out[side, :, group] = torch.addmm(means[side, group], taken, back[side, group, :width])
+            torch.addmm(means[side, group], taken, back[side, group, :width], out=out[side, :, group])
     _add_outside(layout, back, widths, records, out)
     return out.view(SIDES, -1, layout.channels)
-
-
-def _widths(profile: Profile, layer: int, level: str) -> npt.NDArray[np.int64]:
-    """Columns of each group that are coded."""
-    layout = profile.layout
-    groups = profile.places(level, layer) // layout.padded
-    return np.asarray(np.bincount(groups, minlength=SIDES * layout.groups) * BLOCK)
 
 
 def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded, Encoded]]) -> list[torch.Tensor]:
@@ -118,26 +129,19 @@ def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, I16]
     refined = [job for job in jobs if job[0].base]
     if refined:
         fill(profile, layer, [(_base_of(coded, item), _base_item(item), out) for coded, item, out in refined])
-    for group, run, ids in ((alone, decode_batch, profile.ids), (refined, refine_batch, profile.fine_ids)):
+    for group, run in ((alone, decode_batch), (refined, refine_batch)):
         if group:
-            run([_job(profile, layer, coded, ids, out) for coded, _, out in group])
+            run([_job(profile, layer, coded, out) for coded, _, out in group])
         for coded, _, out in group:
             coded.escapes.patch(out)
 
 
-def _job(profile: Profile, layer: int, coded: Coded, ids: npt.NDArray[np.uint16], out: I16) -> Decoding:
-    level = LOSSY[coded.level - 1]
-    places = profile.places(level, layer)
-    if coded.columns != len(places) * BLOCK or coded.profile != profile.digest or coded.predictors != _BOTH:
+def _job(profile: Profile, layer: int, coded: Coded, out: I16) -> Decoding:
+    own = profile.coded(LOSSY[coded.level - 1], layer)
+    if coded.columns != len(own.columns) or coded.profile != profile.digest or coded.predictors != _BOTH:
         raise DamagedError("a compressed record that does not fit its profile")
-    return Decoding(
-        coded.streams[0],
-        ids[coded.level - 1, layer][columns_of(places)],
-        profile.tables,
-        coded.tokens,
-        places,
-        out,
-    )
+    ids = own.fine_ids if coded.base else own.ids
+    return Decoding(coded.streams[0], ids, profile.tables, coded.tokens, own.places, out)
 
 
 def _base_item(item: Encoded) -> Encoded:
@@ -163,6 +167,9 @@ def _add_outside(
     """Add the escapes that stand in columns which are not coded: few, so each is a row of the basis."""
     first = 0
     for coded in records:
+        if not len(coded.escapes.places):
+            first += coded.tokens
+            continue
         rows, columns = np.divmod(coded.escapes.places.astype(np.int64), layout.stride)
         group, within = np.divmod(columns, layout.padded)
         outside = within >= widths[group]
