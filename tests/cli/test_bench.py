@@ -1,10 +1,23 @@
-"""`kvtool bench ingest` says what it measured; how fast that was is no test's business."""
+"""`kvtool bench` says what it measured; how fast that was is no test's business."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
-from tests.cli.working import damages, kvtool, listing
+import pytest
+import torch
+
+from kvtool.core.bench import codec, codec_tasks, first_call
+from kvtool.core.cache.record import OVERHEAD_BYTES
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.entropy import native
+from kvtool.core.codec.levels import LOSSY
+from tests.cli.working import LAYERS, damages, kvtool, listing
+
+KV_HEADS, HEAD_DIM = 2, 16  # of the tiny model
+OF_A_LEVEL = {"encode", "entropy decode", "decode", "transform limit, decode"}
 
 
 def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(store: Path) -> None:
@@ -21,3 +34,113 @@ def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(
 
 def test_bench_needs_a_store(tmp_path: Path) -> None:
     kvtool("bench", "ingest", "--store", tmp_path / "none").failed(10)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new process takes seconds; one test is enough for it."""
+    monkeypatch.setattr(codec, "first_call_ms", lambda repeat: 1.0)
+
+
+def bench_codec(store: Path, *more: object) -> dict[str, Any]:
+    return kvtool("bench", "codec", "--store", store, "--repeat", "1", "--json", *more).fine().json
+
+
+def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
+    """Tokens, and bytes of the records of a level, of a store's first chunks with about `tokens` tokens."""
+    read = size = 0
+    with Store.open(path) as store:
+        for chunk in store.chunk_ids():
+            info = store.chunk_info(chunk)
+            if level not in store.levels(chunk) or info is None:
+                continue
+            if read and read + len(info.token_ids) > tokens:
+                break
+            read += len(info.token_ids)
+            for layer in range(LAYERS):
+                record = store.read_kv(chunk, level, layer)
+                assert record is not None
+                size += len(record[1]) + OVERHEAD_BYTES
+    return read, size
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_codec_measures_what_the_store_would_be_compressed_to(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_tasks, "LOSSY", ("2", "4"))
+    with Store.open(store) as opened:
+        first = [part for chunk in opened.chunk_ids()[:6] for part in ("--chunks", chunk.hex())]
+    kvtool("compress", "--store", store, "--predictor", "mean", "--questions", "0", "--level", "2", *first).fine()
+    before = listing(store)
+    found = bench_codec(store, "--tokens", "200", "--threads", "2")
+    assert 1 < found["chunks"] < 6
+    assert listing(store) == before
+    assert not damages(store)
+    assert found["profile"] is None
+    rows = {(row["what"], row["level"], row["threads"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"])
+    tokens, size = sizes(store, "2", 200)
+    assert tokens == found["tokens"]
+    raw_bytes = 4 * LAYERS * KV_HEADS * HEAD_DIM * tokens
+    for threads in (1, 2):
+        for what in ("encode", "entropy decode", "decode"):
+            row = rows[what, "2", threads]
+            # Each level of a plain predictor stands alone, so these are `compress`'s records: of the float32 numbers.
+            assert row["bytes"] == pytest.approx(size, rel=0.001)
+            assert row["bits_per_element"] == pytest.approx(16 * row["bytes"] / raw_bytes)
+        assert {row["raw_bytes"] for key, row in rows.items() if key[0] != codec_tasks.CONSTRICTION} == {raw_bytes}
+        assert rows["encode", "lossless", threads]["bytes"] == rows["decode", "lossless", threads]["bytes"]
+    assert all(row["gb_per_s"] > 0 for key, row in rows.items() if key[0] != codec_tasks.CONSTRICTION)
+    assert rows["memcpy", None, 1]["bits_per_element"] == 16
+    assert {what for what, level, _ in rows if level is None} == {"memcpy", "zstd -1 compress", "zstd -1 decompress"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_codec_takes_the_stores_profile_and_shows_the_limit_of_its_transform(store: Path) -> None:
+    kvtool("compress", "--store", store, "--fit", "--questions", "0", "--level", "2").fine()
+    threads = torch.get_num_threads()
+    found = bench_codec(store, "--tokens", "1", "--threads", "1")
+    assert torch.get_num_threads() == threads
+    assert found["profile"]
+    assert found["chunks"] == 1
+    assert {row["threads"] for row in found["rows"]} == {1}
+    for level in LOSSY:
+        rows = {row["what"]: row for row in found["rows"] if row["level"] == level}
+        assert set(rows) - {codec_tasks.CONSTRICTION} == OF_A_LEVEL
+        limit = rows["transform limit, decode"]
+        if limit["gflops"] is not None:  # a level of this model may code no column at all
+            assert limit["gflops"] == pytest.approx(limit["flops_per_byte"] * limit["gb_per_s"])
+            assert 0 < limit["flops_per_byte"] <= 32 * (KV_HEADS * HEAD_DIM)
+    (forward,) = (row for row in found["rows"] if row["what"] == "transform limit, encode")
+    assert forward["flops_per_byte"] == KV_HEADS * HEAD_DIM
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_codec_runs_by_the_coder_it_is_told(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_tasks, "LOSSY", LOSSY[3:])
+    found = bench_codec(store, "--tokens", "1", "--coder", "numpy")
+    assert found["backend"] == "numpy"
+    assert native.VARIABLE not in os.environ
+    kvtool("bench", "codec", "--store", store, "--coder", "abacus").failed(2, "abacus")
+    assert native.VARIABLE not in os.environ
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_codec_without_constriction_says_so(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "constriction", None)
+    monkeypatch.setattr(codec_tasks, "LOSSY", LOSSY[:1])
+    done = kvtool("bench", "codec", "--store", store, "--tokens", "1", "--repeat", "1").fine()
+    (line,) = (line for line in done.out.splitlines() if "constriction" in line)
+    assert "not installed" in line
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench_codec_needs_an_exact_chunk(store: Path) -> None:
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level(opened.chunk_ids(), "raw")
+    kvtool("bench", "codec", "--store", store).failed(1, "exact", "kvtool ingest")
+
+
+def test_the_first_call_is_timed_in_a_new_process() -> None:
+    assert 0 < first_call.first_call_ms(1) < 600_000

@@ -1,0 +1,290 @@
+"""What `kvtool bench codec` measures: each task is a list of jobs that do not depend on one another."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+from kvtool.core.bench.sample import AT_ONCE, Sample
+from kvtool.core.cache.record import OVERHEAD_BYTES
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, no_profiles
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.entropy.coder import Decoding, decode_batch
+from kvtool.core.codec.entropy.reference import Stream
+from kvtool.core.codec.entropy.tables import ZERO, TableSet
+from kvtool.core.codec.layout import BLOCK, SIDES
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.parametric import shipped
+from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.plain import padded
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import NAMES
+
+SIDE = "K or V of a layer of a chunk"
+ONE = "a layer of a chunk"
+MANY = f"a layer of {AT_ONCE} chunks"
+CONSTRICTION = "constriction ANS decode"
+
+Job = Callable[[], Any]
+Output = Sequence[npt.NDArray[np.uint16]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to measure.
+
+    Parameters
+    ----------
+    raw_bytes : of the numbers that the jobs go through, at 16 bit.
+    bytes : of what these are encoded to.
+    flops : of the transform.
+    threaded : it is worth measuring with several threads.
+    """
+
+    what: str
+    level: str | None
+    jobs: Sequence[Job]
+    raw_bytes: int
+    bytes: int | None
+    batch: str
+    flops: int = 0
+    threaded: bool = True
+    note: str = ""
+
+
+def all_tasks(sample: Sample, profile: Profile | None, pool: ThreadPoolExecutor) -> list[Task]:
+    """Every task, their records made by `pool`."""
+    tasks = [*_plain_tasks(sample, pool), *_lossless_tasks(sample, pool)]
+    if profile is not None:
+        tasks.append(_forward_limit(sample, profile))
+    outputs = _outputs(sample, profile)
+    for level in LOSSY:
+        records = _encoded(_lossy_encoders(sample, level, profile), sample, pool)
+        if level == LOSSY[0]:
+            tasks.append(_constriction(sample, profile, records, outputs))
+        tasks += _lossy_tasks(sample, level, profile, records, outputs)
+    return tasks
+
+
+# ---- what there is without kvtool --------------------------------------------------------------------------------
+
+
+def _plain_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
+    raws = [
+        _raw(side[layer]) for layer in range(sample.layers) for kv in sample.chunks for side in (kv.keys, kv.values)
+    ]
+    copies: list[Job] = [partial(np.copyto, np.zeros_like(raw), raw) for raw in raws]
+    yield Task("memcpy", None, copies, sample.raw_bytes, sample.raw_bytes, SIDE, note="into memory that is there")
+    squeezed = list(pool.map(_zstd, raws))
+    size = sum(map(len, squeezed))
+    jobs: list[Job] = [partial(_zstd, raw) for raw in raws]
+    yield Task("zstd -1 compress", None, jobs, sample.raw_bytes, size, SIDE)
+    jobs = [partial(_unzstd, frame) for frame in squeezed]
+    yield Task("zstd -1 decompress", None, jobs, sample.raw_bytes, size, SIDE)
+
+
+def _raw(side: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return side.view(torch.uint8).numpy().reshape(-1)
+
+
+def _zstd(raw: npt.NDArray[np.uint8]) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(raw.data)
+
+
+def _unzstd(frame: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def _constriction(
+    sample: Sample, profile: Profile | None, records: Sequence[Encoded], outputs: Sequence[Output]
+) -> Task:
+    """The symbols of level 1 at the middle layer of a chunk, decoded table by table: its quickest way."""
+    layer = sample.layers // 2
+    at = layer * len(sample.chunks)
+    item = records[at]
+    raw_bytes = 4 * sample.channels * item.shape[1]
+    task = Task(CONSTRICTION, LOSSY[0], [], raw_bytes, None, ONE, threaded=False)
+    try:
+        stream = importlib.import_module("constriction").stream
+    except ImportError:
+        return replace(task, note="not installed")
+    jobs: list[Job] = []
+    size = 0
+    for decoding in _decodings(profile, layer, item, outputs[at]):
+        numbers = np.empty((decoding.rows, len(decoding.ids)), np.int16)
+        decode_batch([_to_int16(decoding, numbers)])
+        for table in np.unique(decoding.ids):
+            symbols = (numbers[:, decoding.ids == table].astype(np.int32) + ZERO).reshape(-1)
+            share = decoding.tables.frequencies[table].astype(np.float32)
+            model = stream.model.Categorical(np.maximum(share, 1e-9) / share.sum(), perfect=False)
+            coder = stream.stack.AnsCoder()
+            coder.encode_reverse(symbols, model)
+            words = coder.get_compressed()
+            size += words.nbytes
+            jobs.append(partial(_ans, stream, words, model, len(symbols)))
+    return replace(task, jobs=jobs, bytes=size, note="one layer only")
+
+
+def _ans(stream: Any, words: npt.NDArray[np.uint32], model: Any, count: int) -> Any:
+    return stream.stack.AnsCoder(words).decode(model, count)
+
+
+# ---- kvtool's levels ---------------------------------------------------------------------------------------------
+
+
+def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
+    codec = CODECS["lossless"]
+    jobs: list[Job] = [
+        partial(codec.encode, kv.keys[layer], kv.values[layer], layer)
+        for layer in range(sample.layers)
+        for kv in sample.chunks
+    ]
+    records = _encoded(jobs, sample, pool)
+    size = _size(records)
+    yield Task("encode", "lossless", jobs, sample.raw_bytes, size, ONE)
+    jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
+    yield Task("decode", "lossless", jobs, sample.raw_bytes, size, MANY)
+
+
+def _lossy_encoders(sample: Sample, level: str, profile: Profile | None) -> list[Job]:
+    return [
+        partial(_encode, kv.keys[layer], kv.values[layer], layer, level, profile, sample.layers)
+        for layer in range(sample.layers)
+        for kv in sample.chunks
+    ]
+
+
+def _encode(
+    keys: torch.Tensor, values: torch.Tensor, layer: int, level: str, profile: Profile | None, layers: int
+) -> Sequence[Any]:
+    predictor = "mean" if profile is None else "auto"
+    return encode_levels(keys, values, layer, [level], profile, predictor=predictor, layers=layers)[level]
+
+
+def _lossy_tasks(
+    sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded], outputs: Sequence[Output]
+) -> Iterator[Task]:
+    size, raw_bytes = _size(records), sample.raw_bytes
+    yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, ONE)
+    batches = list(_batches(sample, records))
+    jobs: list[Job] = []
+    for (layer, batch), (_, outs) in zip(batches, _batches(sample, outputs), strict=True):
+        pairs = zip(batch, outs, strict=True)
+        jobs.append(
+            partial(decode_batch, [part for item, out in pairs for part in _decodings(profile, layer, item, out)])
+        )
+    yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note="to bfloat16, dequantised; no transform")
+    profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
+    jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
+    yield Task("decode", level, jobs, raw_bytes, size, MANY)
+    if profile is not None:
+        yield _backward_limit(sample, level, profile)
+
+
+def _outputs(sample: Sample, profile: Profile | None) -> list[Output]:
+    """Memory for the numbers of every record, `[tokens, columns]` for each of its streams, touched once."""
+    columns = [padded(sample.channels)] * SIDES if profile is None else [profile.layout.stride]
+    tokens = [chunk.keys.shape[2] for chunk in sample.chunks] * sample.layers
+    return [[np.ones((count, width), np.uint16) for width in columns] for count in tokens]
+
+
+def _decodings(profile: Profile | None, layer: int, item: Encoded, outs: Output) -> list[Decoding]:
+    """Streams of a record straight to bfloat16."""
+    coded = Coded.parse(item.payload)
+    if profile is not None:
+        own = profile.coded(LOSSY[coded.level - 1], layer)
+        return [_decoding(coded.streams[0], own.ids, profile.tables, own.places, outs[0], 1.0)]
+    columns = padded(item.shape[0] * item.shape[2])
+    chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * columns :].reshape(SIDES, columns).astype(np.uint16)
+    places = np.arange(0, columns, BLOCK, dtype=np.int32)
+    return [
+        _decoding(coded.streams[side], chosen[side], shipped(), places, outs[side], coded.steps[side])
+        for side in range(SIDES)
+    ]
+
+
+def _decoding(
+    stream: Stream,
+    ids: npt.NDArray[np.uint16],
+    tables: TableSet,
+    places: npt.NDArray[np.int32],
+    out: npt.NDArray[np.uint16],
+    step: float,
+) -> Decoding:
+    scale, offset = np.full(len(ids), step, np.float32), np.zeros(len(ids), np.float32)
+    return Decoding(stream, ids, tables, len(out), places, out, "bfloat16", scale, offset)
+
+
+def _to_int16(decoding: Decoding, out: npt.NDArray[np.int16]) -> Decoding:
+    places = np.arange(0, len(decoding.ids), BLOCK, dtype=np.int32)
+    return replace(decoding, places=places, out=out, form="int16", scale=None, offset=None)
+
+
+def _forward_limit(sample: Sample, profile: Profile) -> Task:
+    """The products that encoding begins with, in float32, and nothing else."""
+    layout = profile.layout
+    ones = torch.ones((max(sample.shape(chunk)[1] for chunk in range(len(sample.chunks))), layout.size))
+    jobs: list[Job] = []
+    for layer in range(sample.layers):
+        bases = profile.forward(layer).flatten(0, 1)
+        for chunk in range(len(sample.chunks)):
+            taken = ones[: sample.shape(chunk)[1]]
+            jobs.append(partial(_products, [(taken, basis) for basis in bases]))
+    flops = 2 * sample.layers * sample.tokens * SIDES * sample.channels * layout.size
+    note = "plain float32 products of the transform's shapes"
+    return Task("transform limit, encode", None, jobs, sample.raw_bytes, None, ONE, flops=flops, note=note)
+
+
+def _backward_limit(sample: Sample, level: str, profile: Profile) -> Task:
+    """The products that decoding ends with, in bfloat16, and nothing else."""
+    layout = profile.layout
+    ones = torch.ones((sample.tokens, layout.padded), dtype=torch.bfloat16)
+    jobs: list[Job] = []
+    flops = 0
+    for layer in range(sample.layers):
+        widths = profile.coded(level, layer).widths.tolist()
+        bases = profile.backward(layer, level, torch.bfloat16).flatten(0, 1)
+        for batch in sample.batches():
+            tokens = sum(sample.shape(chunk)[1] for chunk in batch)
+            pairs = [(ones[:tokens, :width], basis[:width]) for width, basis in zip(widths, bases, strict=True)]
+            jobs.append(partial(_products, pairs))
+            flops += 2 * tokens * sum(widths) * layout.size
+    note = "plain bfloat16 products of the transform's shapes"
+    return Task("transform limit, decode", level, jobs, sample.raw_bytes, None, MANY, flops=flops, note=note)
+
+
+def _products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for numbers, basis in pairs:
+        torch.mm(numbers, basis)
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def _encoded(jobs: Sequence[Job], sample: Sample, pool: ThreadPoolExecutor) -> list[Encoded]:
+    """Records of every layer of every chunk, layer by layer."""
+    shapes = [sample.shape(chunk) for chunk in range(len(sample.chunks))] * sample.layers
+    payloads = pool.map(lambda job: b"".join(job()), jobs)
+    return [Encoded(payload, shape, NAMES[sample.dtype]) for payload, shape in zip(payloads, shapes, strict=True)]
+
+
+def _batches(sample: Sample, records: Sequence[T]) -> Iterator[tuple[int, list[T]]]:
+    """Layer, and what there is at it of the chunks that are decoded together."""
+    for layer in range(sample.layers):
+        for batch in sample.batches():
+            yield layer, [records[layer * len(sample.chunks) + chunk] for chunk in batch]
+
+
+def _size(records: Sequence[Encoded]) -> int:
+    return sum(len(record.payload) + OVERHEAD_BYTES for record in records)

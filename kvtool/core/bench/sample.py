@@ -1,0 +1,85 @@
+"""Exact chunks of a store in memory, for measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.base import Shape
+from kvtool.core.compress.chunks import exact_level, read_chunk
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.prefill import ChunkKV
+
+AT_ONCE = 8  # chunks that are decoded together
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Chunks whose numbers have 16 bit; those of a float32 store are rounded to bfloat16."""
+
+    chunks: tuple[ChunkKV, ...]
+
+    @classmethod
+    def of(cls, store: Store, tokens: int, leave_out: bytes | None = None) -> Sample:
+        """The first exact chunks, of about `tokens` tokens, one chunk at least.
+
+        Raises
+        ------
+        KvtoolError : none is exact.
+        DamagedError : a record is damaged.
+        """
+        found: list[ChunkKV] = []
+        read = 0
+        for chunk in store.chunk_ids():
+            level, info = exact_level(store, chunk), store.chunk_info(chunk)
+            if level is None or info is None or chunk == leave_out:
+                continue
+            if found and read + len(info.token_ids) > tokens:
+                break
+            kv = read_chunk(store, chunk, level, info.layers)
+            found.append(ChunkKV(_of_16_bit(kv.keys), _of_16_bit(kv.values)))
+            read += len(info.token_ids)
+        if not found:
+            raise KvtoolError(
+                "the store holds no exact chunk to measure on", "run `kvtool ingest PATH` with --level raw"
+            )
+        return cls(tuple(found))
+
+    @property
+    def layers(self) -> int:
+        return len(self.chunks[0].keys)
+
+    @property
+    def tokens(self) -> int:
+        """Of all chunks."""
+        return sum(chunk.keys.shape[2] for chunk in self.chunks)
+
+    @property
+    def channels(self) -> int:
+        """Of a layer's side."""
+        return self.chunks[0].keys.shape[1] * self.chunks[0].keys.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.chunks[0].keys.dtype
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of K and V of all layers of all chunks, at 16 bit."""
+        return 4 * self.layers * self.tokens * self.channels
+
+    def shape(self, chunk: int) -> Shape:
+        """Of K and of V of a layer of a chunk."""
+        heads, tokens, head_dim = self.chunks[chunk].keys.shape[1:]
+        return heads, tokens, head_dim
+
+    def batches(self) -> list[range]:
+        """Numbers of the chunks that are decoded together."""
+        count = len(self.chunks)
+        return [range(first, min(first + AT_ONCE, count)) for first in range(0, count, AT_ONCE)]
+
+
+def _of_16_bit(side: torch.Tensor) -> torch.Tensor:
+    return (side if side.element_size() == 2 else side.to(torch.bfloat16)).contiguous()
