@@ -19,6 +19,7 @@ from kvtool.core.errors import DamagedError
 
 PREDICTORS = {"mean": Predictor.MEAN, "anchor": Predictor.ANCHOR}
 _PLAIN = tuple(PREDICTORS.values())
+_LEAST_SPREAD = 2**-10  # of the RMS: what means in bfloat16 leave over must not be hundreds of steps
 _LAYERS = 3  # of a model whose layers nobody knows: only the paper's thirds need them
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
@@ -46,15 +47,16 @@ class CacheGen:
         DamagedError : a record that does not fit its shape, its profile or its base.
         """
         parsed = [(self._parsed(item), item) for item in items]
-        together: dict[tuple[bytes, str], list[int]] = {}
+        together: dict[tuple[bool, bytes, str], list[int]] = {}
         for number, (coded, item) in enumerate(parsed):
-            together.setdefault((coded.profile, item.dtype), []).append(number)
+            transformed = coded.predictors[0] is Predictor.TRANSFORM
+            together.setdefault((transformed, coded.profile, item.dtype), []).append(number)
         out: dict[int, LayerKV] = {}
-        for (digest, _), numbers in together.items():
+        for (transformed, digest, _), numbers in together.items():
             some = [parsed[number] for number in numbers]
             sides = (
                 self._transformed(profiles(digest), layer, some)
-                if some[0][0].predictors[0] is Predictor.TRANSFORM
+                if transformed
                 else [_plain_sides(coded, item) for coded, item in some]
             )
             for number, side, (_, item) in zip(numbers, sides, some, strict=True):
@@ -73,8 +75,8 @@ class CacheGen:
         return coded
 
     def _transformed(self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]]) -> list[torch.Tensor]:
-        kv_heads, _, head_dim = items[0][1].shape
-        if not 0 <= layer < profile.layers or profile.layout.channels != kv_heads * head_dim:
+        channels = {item.shape[0] * item.shape[2] for _, item in items}
+        if not 0 <= layer < profile.layers or channels != {profile.layout.channels}:
             raise DamagedError("a codec profile of another model")
         return transform.decode(profile, layer, self.level, items)
 
@@ -137,7 +139,7 @@ def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: 
     number = LOSSY.index(level) + 1
     chosen = []
     for side in sides.numpy():
-        spread = float(np.sqrt(np.square(side - side.mean(0)).mean())) if side.size else 0.0
+        spread = max(_rms(side - side.mean(0)), _LEAST_SPREAD * _rms(side))
         # At one step their errors are alike, so the bits decide.
         step = plain.step_of(wanted[0], number, layer, layers, spread)
         made = [plain.quantise(one, side, step) for one in wanted]
@@ -150,6 +152,10 @@ def _plain_sides(coded: Coded, item: Encoded) -> torch.Tensor:
     kv_heads, _, head_dim = item.shape
     sides = plain.unpack(coded, kv_heads * head_dim)
     return torch.stack([torch.from_numpy(side) for side in sides]).to(DTYPES[item.dtype])
+
+
+def _rms(side: plain.F32) -> float:
+    return float(np.sqrt(np.square(side).mean())) if side.size else 0.0
 
 
 def _flat(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -201,15 +201,20 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
         ]
     )
     coded.escapes.patch(whole_rows)
+    with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
+        return _restored(coded, parameters, [part[:, :channels] for part in parts])
+
+
+def _restored(coded: Coded, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
+    """Both sides, of their rows, the anchors' rows, and the means or anchors' steps."""
     more = iter(parts[2:])
     sides = []
-    for number, (predictor, about_side) in enumerate(zip(coded.predictors, parameters, strict=True)):
-        rows = parts[number][:, :channels].astype(np.float32) * np.float32(coded.steps[number])
+    for number, (predictor, about) in enumerate(zip(coded.predictors, parameters, strict=True)):
+        rows = parts[number].astype(np.float32) * np.float32(coded.steps[number])
         if predictor is Predictor.MEAN:
-            sides.append(rows + about_side)
+            sides.append(rows + about)
             continue
-        kept = next(more)[:, :channels].astype(np.float32) * about_side
-        base = _spread(kept, coded.tokens)
+        base = _spread(next(more).astype(np.float32) * about, coded.tokens)
         base[~is_anchor(coded.tokens)] += rows
         sides.append(base)
     return sides[0], sides[1]

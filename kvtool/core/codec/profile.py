@@ -127,10 +127,13 @@ class Profile:
     # ---- the transform -------------------------------------------------------------------------------------------
 
     def forward(self, layer: int) -> torch.Tensor:
-        """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`."""
+        """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError where there is none."""
         found = self._forward.get(layer)
         if found is None:
-            found = self._forward[layer] = torch.linalg.inv(self.basis[layer].float())
+            found, singular = torch.linalg.inv_ex(self.basis[layer].float())
+            if singular.any():
+                raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
+            self._forward[layer] = found
         return found
 
     def backward(self, layer: int, level: str, dtype: torch.dtype) -> torch.Tensor:
@@ -173,7 +176,7 @@ class Profile:
         made: bytes = save(
             {name: part.contiguous() for name, part in parts.items()}, {"kvtool_profile": str(FORMAT), "about": about}
         )
-        return made
+        return _in_order(made)
 
     @cached_property
     def digest(self) -> bytes:
@@ -194,6 +197,8 @@ class Profile:
             if metadata.get("kvtool_profile") != str(FORMAT):
                 raise DamagedError(f"a codec profile of another format than {FORMAT}")
             about = json.loads(metadata["about"])
+            if not isinstance(about, dict):
+                raise ValueError("what it says about itself is no object")
             arrays = {name: parts[name].numpy() for name in _NAMES[2:]}
             _check_types(parts)
             made = cls(
@@ -205,7 +210,7 @@ class Profile:
                 tables=TableSet(arrays["tables"]),
                 about=about,
             )
-        except (SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
+        except (SafetensorError, KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedError(f"a codec profile that cannot be read: {error}") from error
         made.__dict__["data"] = whole
         return made
@@ -214,6 +219,14 @@ class Profile:
 def digest_of(data: bytes | memoryview) -> bytes:
     """blake2b-128 of a profile's bytes."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _in_order(data: bytes) -> bytes:
+    """A safetensors file with its header's keys in order: safetensors shuffles them, and a digest must not change."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
