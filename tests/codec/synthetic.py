@@ -1,0 +1,115 @@
+"""KV of models that do not exist: correlated channels, few directions that carry much, sharp peaks and long tails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from kvtool.core.codec.base import Encoded, Profiles
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.fit import fit_profile
+from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.errors import DamagedError
+
+STEP = 0.3
+LAYERS = 3
+KV = tuple[torch.Tensor, torch.Tensor]
+
+
+class Model:
+    """Gives keys and values at any layer.
+
+    Parameters
+    ----------
+    rank : directions that carry anything; None: all, each less than the one before.
+    """
+
+    def __init__(self, heads: int = 2, dim: int = 24, rank: int | None = None, seed: int = 0) -> None:
+        self.heads, self.dim, self.channels = heads, dim, heads * dim
+        dice = np.random.default_rng(seed)
+        shape = (LAYERS, 2, self.channels, self.channels)
+        spectrum = 3 * 0.93 ** np.arange(self.channels)
+        spectrum[self.channels if rank is None else rank :] = 0
+        turned = np.linalg.qr(dice.normal(size=shape))[0]
+        self.mixing = spectrum[:, None] * turned
+        self.means = dice.normal(size=(LAYERS, 2, 1, self.channels))
+        roots = dice.normal(size=(2, LAYERS, self.channels, self.channels)) / np.sqrt(self.channels)
+        self.sensitivity = torch.from_numpy(roots @ roots.swapaxes(2, 3)).float()
+
+    def sides(self, layer: int, tokens: int, seed: int = 0) -> torch.Tensor:
+        """float32 `[2, tokens, C]`."""
+        latent = np.random.default_rng((seed, layer)).laplace(size=(2, tokens, self.channels)) / np.sqrt(2)
+        return torch.from_numpy(latent @ self.mixing[layer] + self.means[layer]).float()
+
+    def kv(self, layer: int, tokens: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> KV:
+        """Keys and values `[heads, tokens, dim]`."""
+        return self.heads_of(self.sides(layer, tokens, seed), dtype)
+
+    def heads_of(self, sides: torch.Tensor, dtype: torch.dtype = torch.float32) -> KV:
+        """Keys and values of sides."""
+        keys, values = sides.view(2, -1, self.heads, self.dim).transpose(1, 2).to(dtype)
+        return keys, values
+
+
+@cache
+def model(heads: int = 2, dim: int = 24, rank: int | None = None) -> Model:
+    """One of each."""
+    return Model(heads, dim, rank)
+
+
+def fitted(of: Model, groups: int = 1, tokens: int = 400, step: float = STEP) -> Profile:
+    """A profile of a model."""
+    return fit_profile(lambda layer: of.sides(layer, tokens), of.sensitivity, groups, {"model": "synthetic"}, step)
+
+
+@cache
+def profile(heads: int = 2, dim: int = 24, rank: int | None = None, groups: int = 1) -> Profile:
+    """One of each."""
+    return fitted(model(heads, dim, rank), groups)
+
+
+def shelf(*profiles: Profile) -> Profiles:
+    """A lookup of these profiles."""
+    there = {one.digest: one for one in profiles}
+
+    def found(digest: bytes) -> Profile:
+        if digest not in there:
+            raise DamagedError("no such profile")
+        return there[digest]
+
+    return found
+
+
+def item_of(payload: bytes, like: torch.Tensor, base: Encoded | None = None) -> Encoded:
+    """A record of tensors like this one."""
+    heads, tokens, dim = like.shape
+    return Encoded(payload, (heads, tokens, dim), NAMES[like.dtype], base)
+
+
+def encoded(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    levels: Sequence[str],
+    profile: Profile | None = None,
+    layer: int = 0,
+    predictor: str = "auto",
+) -> dict[str, Encoded]:
+    """Records of some levels, each with those that it refines."""
+    made = encode_levels(keys, values, layer, levels, profile, predictor=predictor, layers=LAYERS)
+    out: dict[str, Encoded] = {}
+    for level in sorted(levels, reverse=True):  # coarsest first
+        payload = b"".join(made[level])
+        base = Coded.parse(payload).base
+        out[level] = item_of(payload, keys, out[str(base)] if base else None)
+    return out
+
+
+def relative(made: torch.Tensor, exact: torch.Tensor) -> float:
+    """RMS of the difference over RMS, in double precision."""
+    wrong = (made.double() - exact.double()).square().mean().sqrt()
+    return float(wrong / exact.double().square().mean().sqrt().clamp_min(1e-30))

@@ -1,0 +1,569 @@
+"""Levels 1 to 4: what comes back is within the error that the record states (law 7), whatever went in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtool.core.codec import CODECS, transform
+from kvtool.core.codec.base import Encoded, no_profiles
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
+from kvtool.core.codec.integers import bounds, coarsened, refinement, to_symbols
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.parametric import shipped
+from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.errors import DamagedError
+from tests.codec.synthetic import KV, Model, encoded, fitted, item_of, model, profile, relative, shelf
+
+SCHEMES = ["whole", "heads", "mean", "anchor", "auto"]
+ROUNDING = 1 + 1e-5  # of the stated error, a float32 sum
+
+
+def made_with(scheme: str) -> tuple[Profile | None, str]:
+    """Profile and predictor."""
+    if scheme in ("whole", "heads"):
+        return profile(groups=1 if scheme == "whole" else 2), "auto"
+    return None, scheme
+
+
+def decoded(item: Encoded, level: str, *profiles: Profile, layer: int = 0) -> KV:
+    """By the codec of a level."""
+    return CODECS[level].decode([item], layer, shelf(*profiles))[0]
+
+
+def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: int = 0) -> tuple[float, float]:
+    """Law 7 for one record; the errors it states."""
+    coded = Coded.parse(item.payload)
+    for stated, made, side in zip(coded.errors, decoded(item, level, *profiles, layer=layer), exact, strict=True):
+        assert made.shape == side.shape
+        assert made.dtype == side.dtype
+        assert relative(made, side) <= stated * ROUNDING
+        assert relative(made, side) >= stated * 0.999 - 1e-9  # and says no more than is true
+    return coded.errors
+
+
+# ---- law 7 -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_within_the_stated_error(scheme: str, dtype: str) -> None:
+    of, predictor = made_with(scheme)
+    for layer in (0, 2):
+        kv = model().kv(layer, 60, dtype=DTYPES[dtype])
+        before = (0.0, 0.0)
+        for level in LOSSY:
+            item = encoded(*kv, [level], of, layer, predictor)[level]
+            errors = check_law(item, level, kv, *([of] if of else []), layer=layer)
+            assert all(error < 1 for error in errors)
+            assert all(coarse > fine for coarse, fine in zip(errors, before, strict=True))
+            before = errors
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9, 10, 11, 257])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
+    of, predictor = made_with(scheme)
+    kv = model().kv(1, tokens, dtype=torch.bfloat16)
+    for level, item in encoded(*kv, LOSSY, of, 1, predictor).items():
+        errors = check_law(item, level, kv, *([of] if of else []), layer=1)
+        assert max(errors) < 1.1
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, -3.14159, 250.7])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_number_for_all(scheme: str, dtype: str, number: float) -> None:
+    of, predictor = made_with(scheme)
+    side = torch.full((2, 20, 24), number, dtype=DTYPES[dtype])
+    for level, item in encoded(side, side, LOSSY, of, 0, predictor).items():
+        check_law(item, level, (side, side), *([of] if of else []))
+        if of is None:
+            assert relative(decoded(item, level)[0], side) < 0.005
+            assert len(item.payload) < 2500  # nothing is there to be told, and escapes do not tell it
+
+
+def test_what_is_finer_than_its_mean() -> None:
+    """Of one token nothing is left but the means, in bfloat16: they are not made good by an escape a number."""
+    kv = model().kv(0, 1)
+    item = encoded(*kv, ["1"])["1"]
+    assert max(check_law(item, "1", kv)) < 2**-8
+    assert len(item.payload) < 1200
+
+
+@pytest.mark.parametrize("scheme", ["whole", "heads", "mean", "anchor"])
+def test_numbers_far_outside(scheme: str) -> None:
+    """They are escapes; each comes back as well as any other number does."""
+    of, predictor = made_with(scheme)
+    dice = torch.Generator().manual_seed(4)
+    for size in (30.0, 3e3):
+        sides = model().sides(0, 80, seed=2)
+        plain = encoded(*model().heads_of(sides), ["1"], of, 0, predictor)["1"]
+        for side in range(2):
+            rows, columns = (torch.randint(most, (12,), generator=dice) for most in (80, 48))
+            sides[side, rows, columns] += size * (2 * torch.rand(12, generator=dice) - 1)
+        kv = model().heads_of(sides)
+        for level, item in encoded(*kv, LOSSY, of, 0, predictor).items():
+            check_law(item, level, kv, *([of] if of else []))
+        item = encoded(*kv, ["1"], of, 0, predictor)["1"]
+        escapes = Coded.parse(item.payload).escapes
+        if size == 3e3 and scheme != "anchor":  # anchors' steps grow with the largest
+            assert sum(escapes.counts) > 0
+        wrong = (decoded(item, "1", *([of] if of else []))[0] - kv[0]).abs().max()
+        if predictor == "auto":  # the step is the profile's
+            assert of is not None
+            usual = (decoded(plain, "1", of)[0] - model().heads_of(model().sides(0, 80, seed=2))[0]).abs().max()
+            assert wrong < 1.5 * usual
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("groups", [1, 2])
+def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -> None:
+    """Half of the columns carried nothing where the profile was fitted. Errors stay what they were."""
+    low, full = model(2, 64, 20), Model(2, 64, seed=1)
+    of = profile(2, 64, 20, groups)
+    assert of.active.max() * 32 < of.layout.padded
+    for level in LOSSY:
+        usual = low.kv(0, 60, dtype=DTYPES[dtype])
+        sides = full.sides(0, 60, seed=3) - torch.from_numpy(full.means[0]).float() + of.means[0, :, None]
+        other = full.heads_of(sides, DTYPES[dtype])
+        inside, outside = (encoded(*kv, LOSSY, of)[level] for kv in (usual, other))
+        check_law(inside, level, usual, of)
+        check_law(outside, level, other, of)
+        assert Coded.parse(outside.payload).escapes.counts[0] > (100 if level == "1" else 0)
+        wrong = in_steps(of, level, decoded(outside, level, of), other)
+        assert wrong.square().mean() < (1.1 if dtype == "float32" else 1.6) / 12
+        assert max(Coded.parse(outside.payload).errors) < 0.9
+
+
+def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> torch.Tensor:
+    """Errors of the coefficients, in steps of a level: what a profile keeps even."""
+    wrong = torch.stack([one.float() - other.float() for one, other in zip(made, exact, strict=True)])
+    layout = of.layout
+    grouped = wrong.transpose(1, 2).reshape(2, -1, layout.groups, layout.size).transpose(1, 2)
+    steps: torch.Tensor = grouped @ of.forward(layer) / 3 ** LOSSY.index(level)
+    return steps
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_errors_are_those_of_rounding(groups: int) -> None:
+    """At most half a step, 1 / 12 of a step squared on average: numbers in and out of the tables alike."""
+    of, kv = profile(2, 32, groups=groups), model(2, 32).kv(0, 300)
+    kv[0][0, 5, :3] += 800.0
+    for level, item in encoded(*kv, LOSSY, of).items():
+        wrong = in_steps(of, level, decoded(item, level, of), kv)
+        assert wrong.abs().max() < 0.51
+        assert wrong.square().mean() < 1.1 / 12
+
+
+# ---- several chunks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
+    """As each alone, in order, with chunks of other profiles and none among them."""
+    of, predictor = made_with(scheme)
+    other = profile(groups=2 if scheme == "whole" else 1)
+    sources: list[tuple[Profile | None, str]] = [(of, predictor), (None, "mean"), (of, predictor), (other, "auto")]
+    for level in ("1", "3"):
+        items, kvs = [], []
+        for number, (source, name) in enumerate(sources):
+            kvs.append(model().kv(2, 5 + 13 * number, seed=number, dtype=DTYPES[dtype]))
+            items.append(encoded(*kvs[-1], LOSSY if number % 2 else [level], source, 2, name)[level])
+        found = shelf(other, *([of] if of else []))
+        together = CODECS[level].decode(items, 2, found)
+        assert len(together) == len(items)
+        for item, pair, kv in zip(items, together, kvs, strict=True):
+            alone = CODECS[level].decode([item], 2, found)[0]
+            for one, single, side in zip(pair, alone, kv, strict=True):
+                assert one.shape == side.shape
+                assert one.dtype == side.dtype
+                assert relative(one, single) < (1e-6 if dtype == "float32" else 0.003)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
+    """Each chunk's own is added to its own rows."""
+    of = profile(2, 64, 20, groups)
+    kvs = [Model(2, 64, seed=1).kv(0, tokens, seed=tokens) for tokens in (7, 30, 12)]
+    kvs.insert(1, model(2, 64, 20).kv(0, 9))
+    items = [encoded(*kv, ["1"], of)["1"] for kv in kvs]
+    assert [Coded.parse(item.payload).escapes.counts[0] > 50 for item in items] == [True, False, True, True]
+    for pair, item, kv in zip(CODECS["1"].decode(items, 0, shelf(of)), items, kvs, strict=True):
+        for made, alone, exact in zip(pair, decoded(item, "1", of), kv, strict=True):
+            assert relative(made, alone) < 1e-6
+            assert relative(made, exact) <= 1.001 * max(Coded.parse(item.payload).errors)
+
+
+def test_of_two_types_in_one_call() -> None:
+    of = profile()
+    kvs = [model().kv(0, 20, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    pairs = CODECS["1"].decode([encoded(*kv, ["1"], of)["1"] for kv in kvs], 0, shelf(of))
+    assert [keys.dtype for keys, _ in pairs] == [torch.bfloat16, torch.float32]
+
+
+def test_no_chunk() -> None:
+    assert CODECS["1"].decode([], 0, no_profiles) == []
+
+
+# ---- levels ------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
+    """Whole numbers of a record."""
+    out = np.zeros((item.shape[1], of.layout.stride), np.int16)
+    transform.fill(of, layer, [(Coded.parse(item.payload), item, out)])
+    return out
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("rank", [None, 20])
+def test_refined_or_alone(rank: int | None, groups: int, dtype: str) -> None:
+    """Through all coarser levels, or at once: the same numbers and the same tensors, bit for bit."""
+    of = profile(2, 32, rank, groups)
+    kv = model(2, 32, rank).kv(1, 70, seed=5, dtype=DTYPES[dtype])
+    far = torch.zeros(2, 70, 32, dtype=DTYPES[dtype])
+    far[0, 3, 7], far[1, 69, 31], far[0, 0, 0] = 500.0, -90.0, 2.0
+    kv = (kv[0] + far, kv[1] - far)
+    chain = encoded(*kv, LOSSY, of, 1)
+    for level in LOSSY:
+        alone = encoded(*kv, [level], of, 1)[level]
+        assert Coded.parse(alone.payload).base == 0
+        assert Coded.parse(chain[level].payload).base == (0 if level == LOSSY[-1] else int(level) + 1)
+        assert np.array_equal(numbers_of(chain[level], of, 1), numbers_of(alone, of, 1))
+        assert Coded.parse(chain[level].payload).errors == Coded.parse(alone.payload).errors
+        for one, other in zip(
+            decoded(chain[level], level, of, layer=1), decoded(alone, level, of, layer=1), strict=True
+        ):
+            assert torch.equal(one, other)
+        check_law(chain[level], level, kv, of, layer=1)
+
+
+def test_each_level_is_the_rounded_finer_one() -> None:
+    of, kv = profile(), model().kv(0, 90)
+    numbers = [numbers_of(encoded(*kv, [level], of)[level], of) for level in LOSSY]
+    for fine, coarse in pairwise(numbers):
+        assert np.array_equal(coarse, np.rint(fine / 3).astype(np.int16))
+
+
+def test_which_level_refines_which() -> None:
+    of, kv = profile(), model().kv(0, 30)
+
+    def bases(levels: list[str], stored: tuple[str, ...] = ()) -> dict[str, str | None]:
+        made = encode_levels(*kv, 0, levels, of, bases=stored)
+        return {level: CODECS[level].base_of(b"".join(parts)) for level, parts in made.items()}
+
+    assert bases(["1", "3"]) == {"1": None, "3": None}
+    assert bases(["2", "3"]) == {"2": "3", "3": None}
+    assert bases(["1"], ("2",)) == {"1": "2"}
+    assert bases(["4"], ("1", "2", "3")) == {"4": None}
+    assert [CODECS[level].base_of(b"".join(encode_levels(*kv, 0, [level])[level])) for level in LOSSY] == [None] * 4
+    for predictor in ("mean", "anchor"):  # a profile is left alone
+        made = Coded.parse(b"".join(encode_levels(*kv, 0, ["1", "2"], of, predictor=predictor)["1"]))
+        assert (made.profile, made.base) == (NO_PROFILE, 0)
+    assert CODECS["2"].encode(*kv, 0, of) == encode_levels(*kv, 0, ["2"], of)["2"]
+
+
+def test_a_base_and_what_refines_it_take_little_more_than_the_finest() -> None:
+    some = model(2, 32)
+    of = fitted(some, tokens=3000, step=0.1)
+    kv = some.kv(0, 1500, dtype=torch.bfloat16)
+    alone = len(encoded(*kv, ["1"], of)["1"].payload)
+    sizes = {level: len(item.payload) for level, item in encoded(*kv, LOSSY, of).items()}
+    assert alone < sum(sizes.values()) < 1.06 * alone
+    assert sizes["4"] < alone / 3
+    single = [len(encoded(*kv, [level], of)[level].payload) for level in LOSSY]
+    assert single == sorted(single, reverse=True)
+    assert sum(sizes.values()) < 0.7 * sum(single)
+
+
+def test_a_profile_takes_less_than_none() -> None:
+    some = model(2, 32)
+    kv = some.kv(0, 1000, dtype=torch.bfloat16)
+    of = fitted(some, tokens=2000, step=0.3)
+    with_it, without = (encoded(*kv, ["1"], one)["1"] for one in (of, None))
+    assert len(with_it.payload) < kv[0].nbytes * 2 / 3.5
+    assert len(without.payload) < kv[0].nbytes * 2 / 2.5
+
+
+def test_the_cheaper_predictor_is_chosen_for_each_side() -> None:
+    """Keys that stand still for ten tokens and then jump; values without any order."""
+    dice = torch.Generator().manual_seed(1)
+    keys = torch.randn(2, 40, 24, generator=dice).repeat_interleave(10, 1)
+    keys += 0.02 * torch.randn(keys.shape, generator=dice)
+    values = torch.randn(keys.shape, generator=dice)
+    coded = Coded.parse(encoded(keys, values, ["1"])["1"].payload)
+    assert coded.predictors == (Predictor.ANCHOR, Predictor.MEAN)
+    check_law(encoded(keys, values, ["1"])["1"], "1", (keys, values))
+
+
+def test_the_papers_thirds() -> None:
+    kv = model().kv(0, 50)
+    steps = []
+    for layer in range(6):
+        made = encode_levels(*kv, layer, ["2"], predictor="anchor", layers=6)["2"]
+        steps.append(Coded.parse(b"".join(made)).steps[0])
+    assert np.allclose(np.array(steps) / steps[0], [1, 1, 2, 2, 3, 3])
+
+
+def test_columns_whose_tables_know_only_zero() -> None:
+    """Nothing is coded at all at the coarsest level; what is refined from nothing comes back."""
+    some = model(2, 32, 20)
+    of = fitted(some, step=3.0)
+    assert not of.active[-1].any()
+    kv = some.kv(0, 40)
+    chain = encoded(*kv, LOSSY, of)
+    assert Coded.parse(chain["4"].payload).columns == 0
+    for level in LOSSY:
+        check_law(chain[level], level, kv, of)
+
+
+@given(numbers=st.lists(st.integers(-32767, 32766), min_size=1, max_size=20))
+def test_whole_numbers_nest(numbers: list[int]) -> None:
+    fine = np.array(numbers, np.int16)
+    coarse = coarsened(fine)
+    assert coarse.tolist() == [(number + 1) // 3 for number in numbers]
+    symbols, contexts = refinement(fine, coarse)
+    rest = symbols.astype(int) - 128
+    assert set(rest.tolist()) <= {-1, 0, 1}
+    assert (3 * coarse.astype(int) + np.where(coarse < 0, -rest, rest)).tolist() == numbers
+    assert contexts.tolist() == [min(abs(number), 2) for number in coarse.tolist()]
+    assert np.array_equal(coarsened(fine, 3), coarsened(coarsened(coarsened(fine))))
+
+
+@given(data=st.data())
+def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
+    """A number that its column's table has, or a mark; the least and the greatest numbers too."""
+    low, high = bounds(shipped())
+    ids = np.array(data.draw(st.lists(st.integers(0, len(shipped()) - 1), min_size=1, max_size=9)), np.uint16)
+    any_number = st.integers(-32767, 32766) | st.integers(-130, 130)
+    numbers = np.array([[data.draw(any_number) for _ in ids] for _ in range(3)], np.int16)
+    symbols, marks = to_symbols(numbers, ids, (low, high))
+    for row in range(3):
+        for column, table in enumerate(ids):
+            number = int(numbers[row, column])
+            known = -ZERO <= number < ESCAPE - ZERO and shipped().frequencies[table, number + ZERO] > 0
+            assert marks[row, column] == (not known)
+            assert symbols[row, column] == (number + ZERO if known else ESCAPE)
+
+
+def test_bounds_of_a_table_that_knows_escapes_only() -> None:
+    rows = np.zeros((2, 256), np.uint16)
+    rows[0, ESCAPE] = rows[1, ZERO - 5] = 2048
+    low, high = bounds(TableSet(rows))
+    numbers = np.array([[0, -5], [-1, -4], [32766, -6]], np.int16)
+    symbols, marks = to_symbols(numbers, np.array([0, 1], np.uint16), (low, high))
+    assert marks.tolist() == [[True, False], [True, True], [True, True]]
+    assert symbols[0, 1] == ZERO - 5
+
+
+@pytest.mark.parametrize("scheme", ["whole", "heads", "mean", "anchor"])
+def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
+    """Farther out than numbers go: the error is as large as it is stated to be, and the others do not suffer."""
+    of, predictor = made_with(scheme)
+    keys, values = model().kv(0, 40)
+    exact = keys.clone()
+    keys[1, 7, 5] = 1e6
+    for level, item in encoded(keys, values, LOSSY, of, 0, predictor).items():
+        check_law(item, level, (keys, values), *([of] if of else []))
+        made = decoded(item, level, *([of] if of else []))[0]
+        assert torch.isfinite(made).all()
+        if of is not None:
+            others = [token for token in range(40) if token != 7]
+            usual = decoded(encoded(exact, values, [level], of)[level], level, of)[0]
+            assert torch.equal(made[:, others], usual[:, others])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.integers(1, 3), tokens=st.integers(1, 25), dim=st.integers(1, 40), seed=st.integers(0, 99),
+    level=st.sampled_from(LOSSY), predictor=st.sampled_from(["auto", "mean", "anchor"]),
+    dtype=st.sampled_from(sorted(DTYPES)), size=st.sampled_from([1e-3, 1.0, 50.0]),
+)  # fmt: skip
+def test_law_7_of_any_shape_without_a_profile(
+    heads: int, tokens: int, dim: int, seed: int, level: str, predictor: str, dtype: str, size: float
+) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    keys, values = (size * torch.randn(2, heads, tokens, dim, generator=dice)).to(DTYPES[dtype])
+    check_law(encoded(keys, values, [level], predictor=predictor)[level], level, (keys, values))
+
+
+def test_views_and_their_strides() -> None:
+    of = profile()
+    keys, values = model().kv(0, 40)
+    for one in (of, None):
+        whole = encode_levels(keys[:, 5:20].contiguous(), values[:, 5:20].contiguous(), 0, LOSSY, one)
+        assert whole == encode_levels(keys[:, 5:20], values[:, 5:20], 0, LOSSY, one)
+
+
+# ---- what does not fit -------------------------------------------------------------------------------------------
+
+
+def refused_after(change: Callable[[Encoded], Encoded]) -> None:
+    of, kv = profile(), model().kv(0, 30)
+    item = encoded(*kv, LOSSY, of)["1"]
+    decoded(item, "1", of)
+    with pytest.raises(DamagedError):
+        decoded(change(item), "1", of)
+
+
+def with_base(base: Encoded | None) -> Callable[[Encoded], Encoded]:
+    """A change of what is refined."""
+    return lambda item: dataclasses.replace(item, base=base)
+
+
+def _base(item: Encoded) -> Encoded:
+    assert item.base is not None
+    return item.base
+
+
+def test_a_profile_that_is_not_there() -> None:
+    of, kv = profile(), model().kv(0, 30)
+    item = encoded(*kv, ["1"], of)["1"]
+    for found in (no_profiles, shelf(), shelf(profile(2, 32))):
+        with pytest.raises(DamagedError):
+            CODECS["1"].decode([item], 0, found)
+
+
+def test_another_profile_than_the_record_names() -> None:
+    kv = model().kv(0, 30)
+    for wrong in (profile(groups=2), profile(2, 32), fitted(model(), tokens=399)):
+        for levels in (["1"], LOSSY):
+            item = encoded(*kv, levels, profile())["1"]
+            with pytest.raises(DamagedError):
+                CODECS["1"].decode([item], 0, {item.payload[64:80]: wrong}.__getitem__)
+
+
+@pytest.mark.parametrize("layer", [-1, 3, 1000])
+def test_a_layer_that_the_profile_does_not_have(layer: int) -> None:
+    of = profile()
+    item = encoded(*model().kv(0, 30), ["1"], of)["1"]
+    with pytest.raises(DamagedError):
+        decoded(item, "1", of, layer=layer)
+
+
+def test_of_another_level_or_length() -> None:
+    for of in (profile(), None):
+        item = encoded(*model().kv(0, 30), ["2"], of)["2"]
+        profiles = [of] if of else []
+        decoded(item, "2", *profiles)
+        for level in ("1", "3", "4"):
+            with pytest.raises(DamagedError):
+                decoded(item, level, *profiles)
+        for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), (2, 30, 12)):
+            with pytest.raises(DamagedError):
+                decoded(dataclasses.replace(item, shape=shape), "2", *profiles)
+            with pytest.raises(DamagedError):  # not saved by a sound one in front
+                CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(*profiles))
+
+
+def test_no_base() -> None:
+    refused_after(with_base(None))
+    refused_after(lambda item: dataclasses.replace(item, base=dataclasses.replace(_base(item), base=None)))
+
+
+def test_a_base_of_another_level() -> None:
+    refused_after(lambda item: dataclasses.replace(item, base=_base(_base(item))))
+    refused_after(lambda item: dataclasses.replace(item, base=item))
+    refused_after(with_base(encoded(*model().kv(0, 30), ["1"], profile())["1"]))
+
+
+def test_a_base_whose_empty_stream_would_do() -> None:
+    """Nothing is coded at any level, so only the header says which level or length a record is of."""
+    some = model(2, 32, 20)
+    of = fitted(some, step=60.0)
+    chain = encoded(*some.kv(0, 30), LOSSY, of)
+    assert not Coded.parse(chain["1"].payload).columns
+    decoded(chain["1"], "1", of)
+    for base in (chain["1"], chain["3"], chain["4"], encoded(*some.kv(0, 20), LOSSY, of)["2"]):
+        with pytest.raises(DamagedError):
+            decoded(with_base(base)(chain["1"]), "1", of)
+    other = fitted(some, step=61.0)
+    with pytest.raises(DamagedError):
+        decoded(with_base(encoded(*some.kv(0, 30), LOSSY, other)["2"])(chain["1"]), "1", of)
+
+
+def test_a_base_of_another_length() -> None:
+    for tokens in (29, 31):
+        other = encoded(*model().kv(0, tokens), ["2"], profile())["2"]
+        refused_after(with_base(other))
+        refused_after(with_base(dataclasses.replace(other, shape=(2, 30, 24))))
+
+
+def test_a_base_of_another_profile_or_of_none() -> None:
+    for of in (profile(groups=2), fitted(model(), tokens=399), None):
+        other = encoded(*model().kv(0, 30), ["2"], of)["2"]
+        refused_after(with_base(other))
+
+
+def test_a_base_that_says_it_is_not_transformed() -> None:
+    of, kv = profile(), model().kv(0, 30)
+    chain = encoded(*kv, ["1", "2"], of)
+    coded = Coded.parse(_base(chain["1"]).payload)
+    plain = dataclasses.replace(coded, predictors=(Predictor.MEAN, Predictor.MEAN), streams=coded.streams * 2)
+    base = item_of(b"".join(plain.pack()), kv[0])
+    with pytest.raises(DamagedError):
+        decoded(with_base(base)(chain["1"]), "1", of)
+
+
+def test_one_side_transformed() -> None:
+    kv = model().kv(0, 30)
+    for of, place, value in ((profile(), 4, 0), (profile(), 5, 1), (None, 4, 2), (None, 5, 2)):
+        payload = bytearray(encoded(*kv, ["1"], of)["1"].payload)
+        payload[place] = value
+        with pytest.raises(DamagedError):
+            CODECS["1"].decode([item_of(bytes(payload), kv[0])], 0, shelf(*([of] if of else [])))
+
+
+def test_a_transformed_record_among_those_without_a_profile() -> None:
+    """It names no profile, like those before it, and has side information for as many channels."""
+    kv = model().kv(0, 30)
+    sound = encoded(*kv, ["1"])["1"]
+    coded = Coded.parse(sound.payload)
+    both = (Predictor.TRANSFORM, Predictor.TRANSFORM)
+    side = bytes(2 * 4 * 48 + 64)
+    bad = dataclasses.replace(coded, predictors=both, streams=coded.streams[:1], side=side)
+    item = item_of(b"".join(bad.pack()), kv[0])
+    for items in ([sound, item], [item, sound]):
+        with pytest.raises(DamagedError):
+            CODECS["1"].decode(items, 0, shelf())
+
+
+def test_marks_that_are_not_those_of_the_stream() -> None:
+    of = profile()
+    keys, values = model().kv(0, 30)
+    keys[0, 3] += 400.0
+    for source in (of, None):
+        item = encoded(keys, values, ["1"], source)["1"]
+        coded = Coded.parse(item.payload)
+        escapes = coded.escapes
+        assert len(escapes.marked)
+        profiles = [of] if source else []
+        just_outside = 30 * 128 if source else 2 * 30 * 64
+        for changed in (
+            dataclasses.replace(escapes, marked=escapes.marked[:-1]),
+            dataclasses.replace(escapes, marked=np.append(escapes.marked, np.int16(1))),
+            dataclasses.replace(escapes, columns=escapes.columns[:-1]),
+            dataclasses.replace(escapes, columns=np.append(escapes.columns, np.uint16(60000))),
+            dataclasses.replace(escapes, columns=escapes.columns[::-1]),
+            dataclasses.replace(escapes, places=np.array([10**6], np.uint32), placed=np.array([1], np.int16)),
+            dataclasses.replace(escapes, places=np.array([just_outside], np.uint32), placed=np.array([1], np.int16)),
+            dataclasses.replace(escapes, places=np.array([5, 5], np.uint32), placed=np.array([1, 1], np.int16)),
+        ):
+            if len(escapes.columns) == 1 and changed.columns is not escapes.columns and len(changed.columns) == 1:
+                continue
+            payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
+            with pytest.raises(DamagedError):
+                decoded(item_of(payload, keys), "1", *profiles)

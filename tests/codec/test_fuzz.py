@@ -1,0 +1,308 @@
+"""Damaged and hostile records: refused, or read as tensors of the right shape; never another error, never much memory.
+
+A record's digest tells damage before the codec sees any of this; these tests are for the day when it does not.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.entropy import native
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.errors import DamagedError
+from tests.codec.synthetic import KV, STEP, Model, encoded, fitted, item_of, shelf
+
+HEADS, TOKENS, DIM = 2, 40, 16
+MUTATIONS = 10_000
+HEADER = 80
+COUNTS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44)  # offsets of tokens, columns, words, escapes, side information
+
+
+class QuietHead(Model):
+    """The second head carries nothing, so a profile leaves it out."""
+
+    def sides(self, layer: int, tokens: int, seed: int = 0) -> torch.Tensor:
+        """float32 `[2, tokens, C]`."""
+        sides = super().sides(layer, tokens, seed)
+        sides[:, :, self.dim :] = sides[:, :1, self.dim :]
+        return sides
+
+
+MODEL = QuietHead(HEADS, DIM)
+PROFILE = fitted(MODEL, groups=2, step=4 * STEP)
+SHELF = shelf(PROFILE)
+HUGE = (2**31, 2**32 - 1, 2**30, 65536, 64, 1, 0)
+
+
+@cache
+def sources() -> dict[str, tuple[str, Encoded]]:
+    """Sound records by name, with their levels: with outliers, so that there are escapes of all kinds."""
+    keys, values = MODEL.kv(1, TOKENS, dtype=torch.bfloat16)
+    keys[0, 3, 2], values[1, 17, 15], values[0, 0, 0] = 900.0, -40.0, 77.0
+    keys[1, 5:9] += torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).bfloat16() * 4
+    out = {f"alone-{level}": (level, encoded(keys, values, [level], PROFILE, 1)[level]) for level in ("1", "3")}
+    chain = encoded(keys, values, LOSSY, PROFILE, 1)
+    out |= {f"refined-{level}": (level, chain[level]) for level in ("1", "2", "3")}
+    for predictor in ("mean", "anchor"):
+        out[predictor] = ("2", encoded(keys, values, ["2"], predictor=predictor)["2"])
+    # Keys that one predictor likes, values for the other: three streams.
+    still = keys[:, ::10].repeat_interleave(10, 1)
+    out["both"] = ("1", encoded(still, values, ["1"])["1"])
+    return out
+
+
+def flipped(data: bytearray, dice: random.Random) -> None:
+    """A bit or a byte, anywhere or in the header."""
+    place = dice.randrange(len(data) if dice.random() < 0.6 else min(HEADER, len(data)))
+    data[place] = dice.choice([data[place] ^ (1 << dice.randrange(8)), dice.randrange(256), 0, 255])
+
+
+def cut(data: bytearray, dice: random.Random) -> None:
+    """The end, or something in the middle."""
+    first = dice.randrange(len(data))
+    del data[first : dice.choice([len(data), first + dice.randint(1, 300)])]
+
+
+def extended(data: bytearray, dice: random.Random) -> None:
+    """More bytes at the end, or in the middle."""
+    place = dice.choice([len(data), dice.randrange(len(data))])
+    data[place:place] = dice.randbytes(dice.choice([1, 2, 4, 6, 256, 300]))
+
+
+def counted(data: bytearray, dice: random.Random) -> None:
+    """Another count in the header, or one more here and one less there."""
+    at = dice.choice(COUNTS)
+    if len(data) < HEADER:
+        return
+    (old,) = struct.unpack_from("<I", data, at)
+    struct.pack_into("<I", data, at, dice.choice([*HUGE, (old + 1) % 2**32, max(0, old - 1), old * 2 % 2**32]))
+    if dice.random() < 0.5:  # the place of as many bytes is found elsewhere
+        other = dice.choice(COUNTS[2:])
+        (there,) = struct.unpack_from("<I", data, other)
+        struct.pack_into("<I", data, other, max(0, there - 1))
+
+
+def spliced(data: bytearray, dice: random.Random) -> None:
+    """The header, or a part of it, of another record."""
+    other = dice.choice(list(sources().values()))[1].payload
+    first = dice.choice([0, 4, 8, 16, 32, 48, 64])
+    end = dice.choice([8, 16, 32, 48, 64, HEADER, len(other)])
+    data[first:end] = other[first:end]
+
+
+def unsound_numbers(data: bytearray, dice: random.Random) -> None:
+    """Steps, errors, and side information of extreme sizes."""
+    if len(data) < HEADER + 8:
+        return
+    number = dice.choice([float("nan"), float("inf"), -1.0, 3e38, 1e-45, 0.0])
+    struct.pack_into("<f", data, dice.choice([48, 52, 56, 60, dice.randrange(HEADER, len(data) - 4)]), number)
+
+
+KINDS: tuple[Callable[[bytearray, random.Random], None], ...] = (
+    flipped, flipped, cut, extended, counted, spliced, unsound_numbers,
+)  # fmt: skip
+
+
+def mutated(payload: bytes, dice: random.Random) -> bytes:
+    """One to three changes."""
+    data = bytearray(payload)
+    for _ in range(dice.choice([1, 1, 1, 2, 3])):
+        if data:
+            dice.choice(KINDS)(data, dice)
+    return bytes(data)
+
+
+def mutated_somewhere(item: Encoded, dice: random.Random) -> Encoded:
+    """A record with a change in it or in one that it refines; or with one that it does not."""
+    if item.base is not None and dice.random() < 0.5:
+        base = mutated_somewhere(item.base, dice)
+        if dice.random() < 0.05:
+            base = dice.choice(list(sources().values()))[1]
+        return Encoded(item.payload, item.shape, item.dtype, base)
+    return Encoded(mutated(bytes(item.payload), dice), item.shape, item.dtype, item.base)
+
+
+def outcome(level: str, items: list[Encoded]) -> list[KV] | None:
+    """Tensors, checked; None where it is refused."""
+    try:
+        pairs = CODECS[level].decode(items, 1, SHELF)
+    except DamagedError:
+        return None
+    for pair, item in zip(pairs, items, strict=True):
+        assert all(side.shape == item.shape and side.dtype == DTYPES[item.dtype] for side in pair)
+    return pairs
+
+
+def same(one: list[KV] | None, other: list[KV] | None) -> bool:
+    """Bit for bit."""
+    if one is None or other is None:
+        return one is other
+    flat = [[side.contiguous().view(torch.uint8) for pair in pairs for side in pair] for pairs in (one, other)]
+    return all(torch.equal(a, b) for a, b in zip(*flat, strict=True))
+
+
+def test_sound_ones_are_read() -> None:
+    kinds = {Coded.parse(item.payload).predictors for _, item in sources().values()}
+    assert len(kinds) == 4
+    for level, item in sources().values():
+        assert outcome(level, [item]) is not None
+    assert all(sum(Coded.parse(sources()[name][1].payload).escapes.counts) for name in ("alone-1", "mean"))
+    assert Coded.parse(sources()["alone-1"][1].payload).escapes.counts[0]
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_mutated_records(name: str) -> None:
+    """Mostly refused; where not, a tensor of the right shape (its numbers, steps or stated errors are others)."""
+    dice = random.Random(name)
+    level, sound = sources()[name]
+    refused = 0
+    count = MUTATIONS // len(sources())
+    for _ in range(count):
+        refused += outcome(level, [mutated_somewhere(sound, dice)]) is None
+    assert 0.5 * count < refused < count
+
+
+def test_among_sound_ones() -> None:
+    """One that is damaged is not saved by others in the same call, and takes nothing else down than this call."""
+    dice = random.Random(5)
+    by_level = {level: [item for its, item in sources().values() if its == level] for level in ("1", "2", "3")}
+    for _ in range(400):
+        level = dice.choice(sorted(by_level))
+        items = [dice.choice(by_level[level]) for _ in range(3)]
+        bad = mutated_somewhere(items[0], dice)
+        alone = outcome(level, [bad])
+        place = dice.randrange(4)
+        together = outcome(level, [*items[:place], bad, *items[place:]])
+        assert (alone is None) == (together is None)
+
+
+@pytest.mark.parametrize("back_end", [name for name in native.available() if name != native.available()[0]])
+def test_all_back_ends_are_of_one_mind(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = random.Random(9)
+    names = sorted(sources())
+    for _ in range(300):
+        level, sound = sources()[dice.choice(names)]
+        item = mutated_somewhere(sound, dice)
+        monkeypatch.delenv(native.VARIABLE, raising=False)
+        usual = outcome(level, [item])
+        monkeypatch.setenv(native.VARIABLE, back_end)
+        assert same(outcome(level, [item]), usual)
+
+
+@pytest.mark.parametrize("at", COUNTS[1:])
+@pytest.mark.parametrize("name", ["alone-1", "refined-1", "mean", "anchor"])
+def test_no_memory_for_what_a_header_claims(name: str, at: int) -> None:
+    level, sound = sources()[name]
+    outcome(level, [sound])
+    for claim in (2**31, 2**32 - 1, 2**28):
+        data = bytearray(sound.payload)
+        struct.pack_into("<I", data, at, claim)
+        tracemalloc.start()
+        assert outcome(level, [Encoded(bytes(data), sound.shape, sound.dtype, sound.base)]) is None
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 1_000_000
+
+
+def test_no_memory_for_tokens_that_are_not_there() -> None:
+    """A record's own header is checked against that of the chunk before anything is made."""
+    for level, sound in sources().values():
+        data = bytearray(sound.payload)
+        struct.pack_into("<I", data, 8, 2**31)
+        tracemalloc.start()
+        assert outcome(level, [Encoded(bytes(data), sound.shape, sound.dtype, sound.base)]) is None
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 1_000_000
+
+
+@pytest.mark.parametrize("name", ["mean", "anchor"])
+def test_steps_and_side_information_beyond_all_bounds(name: str) -> None:
+    """Numbers that overflow are no error by themselves, and no warning."""
+    level, sound = sources()[name]
+    coded = Coded.parse(sound.payload)
+    for step in (3e38, 1e-45, 0.0):
+        data = bytearray(sound.payload)
+        struct.pack_into("<2f", data, 48, step, step)
+        assert outcome(level, [item_of(bytes(data), torch.empty(HEADS, TOKENS, DIM, dtype=torch.bfloat16))])
+    place = bytes(sound.payload).index(coded.side)
+    data = bytearray(sound.payload)
+    data[place : place + 64] = b"\xff\x7e" * 32  # 1.7e38
+    outcome(level, [Encoded(bytes(data), sound.shape, sound.dtype)])
+    data[place : place + 2] = b"\x80\x7f" if name == "mean" else data[place : place + 2]
+    data[place : place + 4] = struct.pack("<f", float("inf")) if name == "anchor" else data[place : place + 4]
+    assert outcome(level, [Encoded(bytes(data), sound.shape, sound.dtype)]) is None
+
+
+# ---- parsing alone -----------------------------------------------------------------------------------------------
+
+
+def parsed(data: bytes) -> Coded | None:
+    """A record's parts, which are no longer than the data; None where it is refused."""
+    try:
+        coded = Coded.parse(data)
+    except DamagedError:
+        return None
+    assert b"".join(coded.pack()) == data
+    return coded
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes(data: bytes) -> None:
+    assert parsed(data) is None or len(data) >= HEADER + 4 * 64
+    assert parsed(b"kvg\x01" + data) is None or len(data) >= HEADER + 4 * 64 - 4
+
+
+@settings(max_examples=300)
+@given(
+    kinds=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    level=st.integers(0, 5),
+    base=st.integers(0, 5),
+    tokens=st.integers(0, 2**32 - 1),
+    columns=st.sampled_from([0, 32, 64, 65, 128, 2**31]),
+    words=st.tuples(*[st.sampled_from([0, 1, 5, 2**31])] * 4),
+    counts=st.tuples(*[st.sampled_from([0, 1, 3, 2**31])] * 4),
+    numbers=st.tuples(*[st.floats(width=32, allow_nan=True)] * 4),
+    rest=st.integers(0, 1200),
+)
+def test_any_header(
+    kinds: tuple[int, int],
+    level: int,
+    base: int,
+    tokens: int,
+    columns: int,
+    words: tuple[int, ...],
+    counts: tuple[int, ...],
+    numbers: tuple[float, ...],
+    rest: int,
+) -> None:
+    header = struct.pack(
+        "<4s4B10I4f16s", b"kvg\x01", *kinds, level, base, tokens, columns, *words, *counts, *numbers, bytes(16)
+    )
+    coded = parsed(header + bytes(rest))
+    if coded is not None:
+        assert coded.level == level
+        assert base in (0, level + 1)
+        assert len(coded.streams) == (1 if kinds == (2, 2) else 2 + kinds.count(1))
+
+
+@given(data=st.data())
+def test_a_sound_record_cut_or_continued(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(sources())))
+    payload = bytes(sources()[name][1].payload)
+    assert parsed(payload) is not None
+    assert parsed(payload[: data.draw(st.integers(0, len(payload) - 1))]) is None
+    assert parsed(payload + data.draw(st.binary(min_size=1, max_size=9))) is None

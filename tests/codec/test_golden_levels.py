@@ -1,0 +1,252 @@
+"""What was written once is read for ever: bytes of every lossy level, of a profile, and of the shipped tables.
+
+The input and the profile are dyadic numbers of few bits, so products, sums and the inverse are exact on any machine, in
+whatever order they are taken. After a new format version, and only then: `python -m tests.codec.test_golden_levels`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.entropy import native
+from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.payload import FORMAT, Coded, Predictor
+from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
+from kvtool.core.codec.profile import Profile
+from tests.codec.synthetic import KV, item_of, shelf
+
+FOLDER = Path(__file__).with_name("golden")
+HEADS, TOKENS, DIM = 2, 12, 20
+REFINED = LOSSY[:-1]
+TRANSFORMED = [*(f"level-{level}" for level in LOSSY), *(f"refined-{level}" for level in REFINED)]
+PLAIN = [f"{predictor}-{level}" for predictor in ("mean", "anchor") for level in ("1", "3")]
+
+
+def table(**frequencies: int) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
+    """A row with these frequencies of numbers, `p` and `m` before them, or of the escape; zero has the rest."""
+    row = np.zeros(ALPHABET, np.uint16)
+    for name, frequency in frequencies.items():
+        number = ESCAPE - ZERO if name == "escape" else int(name[1:]) * (-1 if name[0] == "m" else 1)
+        row[ZERO + number] = frequency
+    row[ZERO] = SLOTS - row.sum()
+    return row
+
+
+def handmade() -> Profile:
+    """Four channels at a time are mixed by ones and minus ones, in steps that are powers of two."""
+    four = np.array([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    basis = np.zeros((1, 2, HEADS, DIM, DIM))
+    for start in range(0, DIM, 4):
+        basis[..., start : start + 4, start : start + 4] = four * 2.0 ** -np.array([[2], [3], [3], [1]])
+    basis[:, 1] /= 2
+    means = (np.arange(2 * HEADS * DIM) % 17 - 8).reshape(1, 2, -1) / 4
+    ids = np.zeros((4, 1, 128), np.uint16)
+    ids[0, 0, :64:3] = 1  # K's, at the finest level
+    ids[1, 0, 64:80] = 1
+    fine_ids = np.full((3, 1, 128), 2, np.uint16)
+    wide = {f"{sign}{number}": 60 for number in range(1, 13) for sign in "pm"}
+    tables = [table(p1=100, m1=90, p2=9, m2=11, p3=3, m3=2, escape=4), table(**wide, escape=1)]
+    tables += [table(p1=40, m1=40), table(p1=500, m1=600), table(p1=700, m1=700)]
+    return Profile(
+        means=torch.from_numpy(means).float(),
+        basis=torch.from_numpy(basis).bfloat16(),
+        active=np.array([[[1, 0, 1, 0]], [[1, 0, 1, 0]], [[1, 0, 0, 0]], [[0, 0, 0, 0]]], np.uint8),
+        ids=ids,
+        fine_ids=fine_ids,
+        tables=TableSet(np.stack(tables)),
+        about={"model": "golden"},
+    )
+
+
+def source() -> KV:
+    """Quarters of steps from -7½ to 7½, fewer in later columns, a few far outside; each token once more, mirrored."""
+    profile = handmade()
+    noise = np.frombuffer(hashlib.shake_128(b"kvtool").digest(2 * HEADS * TOKENS // 2 * DIM), np.uint8).astype(int)
+    steps = ((noise.reshape(2, HEADS, TOKENS // 2, DIM) % 61 - 30) >> (np.arange(DIM) // 5)) / 4
+    steps[:, 1] = np.where(noise.reshape(steps.shape)[:, 1] % 16 == 0, steps[:, 1], 0)  # groups that are not coded
+    steps[0, 0, 0, 2], steps[1, 0, 5, 19], steps[1, 1, 3, 7] = 130.25, -90.0, 40.5
+    steps = np.concatenate([steps, -steps], 2)
+    sides = (steps @ profile.basis[0].double().numpy()).transpose(0, 2, 1, 3).reshape(2, TOKENS, -1)
+    keys, values = (torch.from_numpy(sides).float() + profile.means[0, :, None]).view(2, TOKENS, HEADS, DIM)
+    return keys.transpose(0, 1), values.transpose(0, 1)
+
+
+def file_of(name: str) -> Path:
+    """Named by its format's version: a new one needs new files, and those of the old stay."""
+    return FOLDER / f"{name}.v{PROFILE_FORMAT if name == 'profile' else FORMAT}.bin"
+
+
+def stored(name: str) -> bytes:
+    """Committed bytes."""
+    return file_of(name).read_bytes()
+
+
+def noted(name: str) -> str:
+    """Committed digests: of the tables' file, of the profile, of the numbers that a record holds."""
+    return str(json.loads((FOLDER / "digests.json").read_text())[name])
+
+
+def tables_digest() -> str:
+    """Of the file."""
+    return hashlib.sha256(files("kvtool.core.codec").joinpath("tables-1.npy").read_bytes()).hexdigest()
+
+
+def written(profile: Profile) -> dict[str, bytes]:
+    """Bytes of all kinds of records."""
+    kv = source()
+    out = {}
+    for level in LOSSY:
+        out[f"level-{level}"] = b"".join(CODECS[level].encode(*kv, 0, profile))
+    for level, parts in encode_levels(*kv, 0, LOSSY, profile).items():
+        if level in REFINED:
+            out[f"refined-{level}"] = b"".join(parts)
+    for name in PLAIN:
+        predictor, level = name.split("-")
+        out[name] = b"".join(encode_levels(*kv, 0, [level], predictor=predictor)[level])
+    return out
+
+
+def committed(name: str, like: torch.Tensor) -> Encoded:
+    """A record with those that it refines."""
+    kind, level = name.split("-")
+    coarse = str(int(level) + 1)
+    base = None
+    if kind == "refined":
+        base = committed(f"refined-{coarse}" if coarse in REFINED else f"level-{coarse}", like)
+    return item_of(stored(name), like, base)
+
+
+def decoded(name: str, dtype: torch.dtype = torch.float32) -> KV:
+    """What is read from the committed bytes."""
+    like = torch.empty((HEADS, TOKENS, DIM), dtype=dtype)
+    profile = Profile.from_bytes(stored("profile"))
+    return CODECS[name[-1]].decode([committed(name, like)], 0, shelf(profile))[0]
+
+
+def digest_of(kv: KV) -> str:
+    """blake2b of keys, then values, float32."""
+    return hashlib.blake2b(b"".join(side.contiguous().numpy().tobytes() for side in kv), digest_size=16).hexdigest()
+
+
+@pytest.fixture(params=native.available())
+def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the entropy coder's."""
+    monkeypatch.setenv(native.VARIABLE, str(request.param))
+
+
+def test_the_shipped_tables() -> None:
+    assert tables_digest() == noted("tables")
+
+
+def test_a_profile_is_written_as_it_was() -> None:
+    assert handmade().data == stored("profile")
+    assert handmade().digest.hex() == noted("profile")
+
+
+def test_a_profile_is_read_as_it_was() -> None:
+    read, made = Profile.from_bytes(stored("profile")), handmade()
+    assert read.digest.hex() == noted("profile")
+    assert read.about == made.about
+    assert torch.equal(read.means, made.means)
+    assert torch.equal(read.basis, made.basis)
+    assert all(np.array_equal(getattr(read, name), getattr(made, name)) for name in ("active", "ids", "fine_ids"))
+    assert np.array_equal(read.tables.frequencies, made.tables.frequencies)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformed_records_are_written_as_they_were(name: str, back_end: None) -> None:
+    assert written(Profile.from_bytes(stored("profile")))[name] == stored(name)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_records_are_written_as_they_were(name: str, back_end: None) -> None:
+    """But for the last bit of the errors that they state: float32 sums of numbers that are not dyadic."""
+    made, old = (Coded.parse(data) for data in (written(handmade())[name], stored(name)))
+    assert made.errors == pytest.approx(old.errors, rel=1e-6)
+    assert b"".join(dataclasses.replace(made, errors=old.errors).pack()) == stored(name)
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
+def test_records_are_read_as_they_were(name: str, back_end: None) -> None:
+    assert digest_of(decoded(name)) == noted(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
+def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    for half, full in zip(decoded(name, dtype), decoded(name), strict=True):
+        assert half.dtype == dtype
+        assert (half.float() - full).abs().max() <= 2**-7 * full.abs().max()
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_to_the_nearest_step(name: str) -> None:
+    """Nothing in this file is the codec's own opinion: steps are read off the profile."""
+    profile = handmade()
+    wide = 3 ** (int(name[-1]) - 1)
+    layout = profile.layout
+    numbers = []
+    for kv in (source(), decoded(name)):
+        sides = torch.stack(kv).transpose(1, 2).reshape(2, TOKENS, -1) - profile.means[0, :, None]
+        grouped = sides.view(2, TOKENS, layout.groups, layout.size).transpose(1, 2).double()
+        numbers.append((grouped @ torch.linalg.inv(profile.basis[0].double())).numpy())
+    fine = np.rint(numbers[0])
+    assert np.array_equal(numbers[1], np.floor((fine + wide // 2) / wide) * wide)
+
+
+def test_the_header() -> None:
+    """Offsets as payload.py has them."""
+    for name in [*TRANSFORMED, *PLAIN]:
+        data, coded = stored(name), Coded.parse(stored(name))
+        kind, level = name.split("-")
+        assert data[:4] == b"kvg" + bytes([FORMAT])
+        predictor = {"mean": 0, "anchor": 1}.get(kind, 2)
+        assert data[4:8] == bytes([predictor, predictor, int(level), int(level) + 1 if kind == "refined" else 0])
+        assert struct.unpack_from("<2I", data, 8) == (TOKENS, len(coded.streams[0].states) and coded.columns)
+        words = [len(stream.words) for stream in coded.streams]
+        assert struct.unpack_from("<4I", data, 16) == (*words, *[0] * (4 - len(words)))
+        escapes = coded.escapes
+        counts = len(escapes.places), len(escapes.marked), len(escapes.columns)
+        assert struct.unpack_from("<4I", data, 32) == (*counts, len(coded.side))
+        assert struct.unpack_from("<4f", data, 48) == (*coded.steps, *coded.errors)
+        assert data[64:80].hex() == (noted("profile") if predictor == 2 else "00" * 16)
+        sizes = [2 * count + 4 * 64 for count in words]
+        assert len(data) == 80 + sum(sizes) + len(coded.side) + 6 * counts[0] + 2 * counts[1] + 2 * counts[2]
+
+
+def test_all_that_a_record_may_hold_is_here() -> None:
+    coded = {name: Coded.parse(stored(name)) for name in [*TRANSFORMED, *PLAIN]}
+    assert len(coded["level-1"].escapes.places) > 3
+    assert len(coded["level-1"].escapes.columns) > 1
+    assert len(coded["refined-1"].escapes.places) > 3
+    assert not coded["level-4"].columns
+    assert len(coded["mean-1"].escapes.marked) > 0
+    assert len(coded["anchor-1"].streams) == 4
+    assert {one.predictors[0] for one in coded.values()} == set(Predictor)
+
+
+def _write() -> None:
+    """Make the files anew."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, data in {"profile": handmade().data, **written(handmade())}.items():
+        file_of(name).write_bytes(data)
+    digests = {"tables": tables_digest(), "profile": handmade().digest.hex()}
+    digests |= {name: digest_of(decoded(name)) for name in [*TRANSFORMED, *PLAIN]}
+    (FOLDER / "digests.json").write_text(json.dumps(digests, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    _write()

@@ -1,0 +1,99 @@
+"""The tables that come with kvtool: what they hold, and that they are the ones records were written with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO
+from kvtool.core.codec.integers import bounds
+from kvtool.core.codec.parametric import bell, frequencies, made, shipped
+
+DIGEST = "b9c0f1000a6b8c4edce0785ebc46f1cc"  # of version 1: records name its tables by number
+
+
+def test_the_shipped_tables_never_change() -> None:
+    assert shipped().digest.hex() == DIGEST
+    assert shipped() is shipped()
+
+
+def test_they_are_what_the_formula_gives() -> None:
+    """Up to a slot: exp and erf may differ by a last bit from machine to machine."""
+    ours = made()
+    assert ours.shape == shipped().frequencies.shape == (49, ALPHABET)
+    assert ours.dtype == np.uint16
+    assert np.abs(ours.astype(int) - shipped().frequencies).max() <= 1
+    assert (ours != shipped().frequencies).sum() < 100
+
+
+def test_a_table_id_is_a_byte() -> None:
+    assert len(shipped()) <= 256
+
+
+def test_every_table_has_an_escape_and_zero() -> None:
+    rows = shipped().frequencies
+    assert (rows[:, ESCAPE] >= 1).all()
+    assert (rows[:, ZERO] >= 1).all()
+
+
+def test_wider_and_wider() -> None:
+    """The first knows nothing but zeros; each of the others has a wider peak than the one before."""
+    rows = shipped().frequencies.astype(float)
+    low, high = bounds(shipped())
+    assert (low[0], high[0]) == (0, 0)
+    assert (np.diff(low) <= 0).all()
+    assert (np.diff(high) >= 0).all()
+    assert (np.diff(rows[1:, ZERO]) <= 0).all()
+    numbers = np.arange(ESCAPE) - ZERO
+    spreads = np.sqrt((rows[:, :ESCAPE] * numbers**2).sum(1) / rows[:, :ESCAPE].sum(1))
+    assert (np.diff(spreads) > 0).all()
+    assert spreads[1] < 0.15
+    assert spreads[-1] > 35
+
+
+def test_neither_side_is_preferred() -> None:
+    rows = shipped().frequencies.astype(int)
+    assert np.abs(rows[:, ZERO + 1 : ESCAPE] - rows[:, ZERO - 1 : ZERO - 127 : -1]).max() <= 1
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 4.0, 20.0])
+def test_a_bell_has_its_spread(spread: float) -> None:
+    weights = bell(spread)
+    numbers = np.arange(ALPHABET) - ZERO
+    assert weights.sum() == pytest.approx(1, abs=0.01)
+    assert weights.argmax() == ZERO
+    measured = (weights * numbers**2).sum()
+    assert measured == pytest.approx(spread**2 + (1 / 12 if spread > 0.8 else 0), rel=0.05, abs=0.03)
+
+
+@given(
+    weights=st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=ALPHABET, max_size=ALPHABET),
+    few=st.integers(0, ALPHABET),
+)
+def test_a_table_of_any_weights(weights: list[float], few: int) -> None:
+    """A sum of 2048, an escape, and no hole between the least and the largest number that it has."""
+    given_weights = np.array(weights)
+    given_weights[few:] = 0
+    if not given_weights.sum():
+        given_weights[ZERO] = 1.0
+    row = frequencies(given_weights.copy())
+    assert row.dtype == np.uint16
+    assert int(row.sum()) == SLOTS
+    assert row[ESCAPE] >= 1
+    there = np.flatnonzero(row[:ESCAPE])
+    assert len(there) == 0 or len(there) == there[-1] - there[0] + 1
+    share = given_weights / given_weights.sum()
+    assert set(np.flatnonzero(share[:ESCAPE] >= 1 / 8000)) <= set(there)
+    if share[:ESCAPE].max() >= 1 / 8000:  # else there is no number at all, or that of 0 alone
+        assert min(share[there[0]], share[there[-1]]) >= 1 / 8200
+
+
+@given(st.integers(0, ESCAPE), st.floats(1e-3, 1e9))
+def test_a_table_of_one_symbol(symbol: int, weight: float) -> None:
+    weights = np.zeros(ALPHABET)
+    weights[symbol] = weight
+    row = frequencies(weights)
+    assert row[symbol] >= SLOTS - 2
+    assert int(row.sum()) == SLOTS
