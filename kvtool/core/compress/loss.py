@@ -10,15 +10,17 @@ from typing import Protocol
 import torch
 
 from kvtool.core.cache.record import OVERHEAD_BYTES
+from kvtool.core.cache.store import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.cachegen import encode_levels
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, forced_logits, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import Reuse
-from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats
+from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.scoring import kl, score
@@ -80,9 +82,13 @@ class Held:
 
     @classmethod
     def exact(cls, source: KVSource, plan: Plan, layers: int) -> Held:
-        """What a source gives."""
+        """What a source gives; raises DamagedError: a loss against a chunk computed anew would say nothing of it."""
         stats, starts = ReadStats(), [segment.start for segment in plan.cached]
-        read = (source.read(plan.cached, layer, stats) for layer in range(layers))
+        try:
+            read = [source.read(plan.cached, layer, stats) for layer in range(layers)]
+        except RecordMissing as missing:
+            chunk = missing.segment.source.chunk_id.hex()[:12]
+            raise DamagedError(f"the exact record of chunk {chunk} cannot be read: {missing.reason}", REPAIR) from None
         return cls([dict(zip(starts, found, strict=True)) for found in read])
 
     def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> Held:
@@ -136,7 +142,7 @@ def measure(
 
     Parameters
     ----------
-    exact : gives the chunks' exact KV.
+    exact : gives the chunks' exact KV. What of it is damaged is raised as DamagedError.
 
     Returns
     -------
