@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache import environment as tables
+from kvtool.core.cache import keys
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.lossless import Lossless
@@ -18,11 +21,25 @@ from tests.cli.working import (
     PREFIX,
     QUESTION,
     SHORT,
+    Done,
     chunks_of,
     damages,
     files_below,
     kvtool,
     write_corpus,
+)
+from tests.compress.making import (
+    damage_profile,
+    drop,
+    drop_profile,
+    flip,
+    levels_in,
+    make_fitted,
+    make_plain,
+    prefix_of,
+    replace_record,
+    rows,
+    spoil,
 )
 
 
@@ -106,3 +123,165 @@ def test_a_payload_that_cannot_be_decoded_is_a_hole(lossless: Path, tmp_path: Pa
     assert "miss" not in {chunk["status"] for chunk in again["chunks"]}
     assert again["answer"] == row["answer"]
     assert damages(path) == []
+
+
+# ---- lossy levels ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two documents at all levels, nested."""
+    return make_fitted(make_plain(tiny, tmp_path_factory.mktemp("plain")), tmp_path_factory.mktemp("fitted"))
+
+
+@pytest.fixture
+def fitted(fitted_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))
+
+
+def know(path: Path, **losses: float) -> None:
+    """Record measured losses of levels, given as `l1=0.5`."""
+    with Store.open(path) as store, store.writer() as writer:
+        rows = {name[1:]: {"kl_answer": loss} for name, loss in losses.items()}
+        writer.set_codec_state(store.codec_state() | {"losses": rows})
+
+
+def ask(path: Path, *args: object) -> Done:
+    """One document's chunks, nothing computed again: every byte of them is read."""
+    return kvtool("query", "Where?", "--store", path, "--documents", "mill0.md", "--fusion", "reuse",
+                  *SHORT, *args, "--json").fine()  # fmt: skip
+
+
+def statuses(done: Done) -> set[str]:
+    return {chunk["status"] for chunk in done.json["chunks"]}
+
+
+def payload_bytes(path: Path, *levels: str) -> int:
+    """Bytes of the document's records at these levels, and of the prompt's beginning."""
+    wanted = [(chunk, level) for chunk in chunks_of(path, "mill0.md") for level in levels]
+    wanted.append((prefix_of(path), "raw"))
+    return sum(len(rows(path, level)[chunk, layer]) - 80 for chunk, level in wanted for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize(("level", "read"), [("raw", "raw"), ("4", "4"), ("3", "34"), ("2", "234"), ("1", "1234")])
+def test_a_level_is_read_with_what_it_refines(level: str, read: str, fitted: Path) -> None:
+    done = ask(fitted, "--level", level)
+    assert statuses(done) <= {"hit", "exact"}
+    assert done.json["bytes_read"] == payload_bytes(fitted, *([read] if level == "raw" else read))
+
+
+@pytest.mark.parametrize(
+    ("losses", "read"),
+    [
+        ({}, "raw"),  # nothing is known
+        ({"l1": 0.001, "l2": 0.002, "l3": 0.005, "l4": 0.01}, "4"),
+        ({"l1": 0.001, "l2": 0.002, "l3": 0.005, "l4": 0.0101}, "34"),
+        ({"l1": 0.001, "l2": 0.2, "l3": 0.5, "l4": 0.9}, "1234"),
+        ({"l1": 0.1, "l2": 0.2, "l3": 0.5, "l4": 0.9}, "raw"),
+    ],
+)
+def test_auto_reads_the_smallest_that_loses_little_enough(losses: dict[str, float], read: str, fitted: Path) -> None:
+    """The prompt's own beginning is read exactly whatever is known."""
+    know(fitted, **losses)
+    done = ask(fitted)
+    assert done.err.count("computed in place") == 0
+    assert done.json["bytes_read"] == payload_bytes(fitted, *([read] if read == "raw" else read))
+    exact = ask(fitted, "--level", "raw").json
+    assert (done.json["bytes_read"] < exact["bytes_read"]) == (read != "raw")
+
+
+def test_auto_without_anything_exact_reads_what_loses_least(fitted: Path) -> None:
+    know(fitted, l1=0.1, l2=0.2, l3=0.3, l4=0.4)
+    for level in ("raw", "1"):
+        drop(fitted, level)
+    assert ask(fitted).json["bytes_read"] == payload_bytes(fitted, "2", "3", "4")
+
+
+def test_mixed_stores_are_normal(fitted: Path) -> None:
+    """Raw here, lossy there, lossless and both elsewhere: no hole, and about the same answer."""
+    know(fitted, l1=0.001, l2=0.002, l3=0.5, l4=0.9)
+    one, two, three, *_ = chunks = chunks_of(fitted, "mill0.md")
+    kvtool("compress", "--store", fitted, "--level", "lossless", "--chunks", three, "--questions", "0").fine()
+    with Store.open(fitted) as store, store.writer() as writer:
+        for chunk, levels in ((one, "1234"), (two, ["raw", "1"]), (three, ["raw", *"1234"])):
+            for level in levels:
+                writer.drop_level([bytes.fromhex(chunk)], level)
+    found = levels_in(fitted)
+    assert (found[one], found[two], found[three]) == (["raw"], ["2", "3", "4"], ["lossless"])
+    done = ask(fitted)
+    assert statuses(done) <= {"hit", "exact"}
+    wanted = {one: ["raw"], two: ["2", "3", "4"], three: ["lossless"]} | {
+        chunk: ["2", "3", "4"] for chunk in chunks[3:]
+    }
+    wanted[prefix_of(fitted)] = ["raw"]
+    assert done.json["bytes_read"] == sum(
+        len(rows(fitted, level)[chunk, layer]) - 80
+        for chunk, levels in wanted.items()
+        for level in levels
+        for layer in range(LAYERS)
+    )
+    assert damages(fitted) == []
+
+
+def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed in place, and said; nothing is stored, and nothing that is stored goes."""
+    monkeypatch.setattr(fill, "prefill_chunks", None)
+    one, *others = chunks_of(fitted, "mill0.md")
+    for level in "123":
+        drop(fitted, level, one)
+    before = files_below(fitted)
+    done = ask(fitted, "--level", "2")
+    assert [chunk["status"] for chunk in done.json["chunks"]] == ["miss", *["hit"] * len(others)]
+    assert done.json["chunks"][0]["reason"] == "not stored at level 2"
+    assert done.err.count("was computed in place: not stored at level 2") == 1
+    assert files_below(fitted) == before
+
+
+@pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload"])
+@pytest.mark.parametrize("level", ["2", "4"])
+def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitted: Path) -> None:
+    """Answered as if it were missing, and filled with an exact record for the next time."""
+    know(fitted, l1=0.001, l2=0.5, l3=0.5, l4=0.5)
+    one, two, *others = chunks_of(fitted, "mill0.md")
+    sound = ask(fitted, "--level", "raw").json
+    if hurt == "gone":
+        drop(fitted, level, two)
+    elif hurt == "damaged":
+        replace_record(fitted, two, level, LAYERS - 1, flip)
+    else:
+        spoil(fitted, two, level, LAYERS - 1, at=0)
+    done = ask(fitted)
+    assert {chunk["id"] for chunk in done.json["chunks"] if chunk["status"] == "miss"} == {two}
+    assert ("not stored" if hurt == "gone" else "damaged") in done.json["chunks"][1]["reason"]
+    assert done.err.count("was computed in place") == 1
+    assert levels_in(fitted)[two] == ["raw"]
+    assert all("1" in levels_in(fitted)[chunk] for chunk in (one, *others))
+    again = ask(fitted)
+    assert statuses(again) <= {"hit", "exact"}
+    assert damages(fitted) == []
+    assert ask(fitted, "--level", "raw").json["answer"] == sound["answer"]
+
+
+@pytest.mark.parametrize("lose", [drop_profile, damage_profile])
+def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], None], fitted: Path) -> None:
+    """Every chunk is computed and stored anew; the answer is the exact one."""
+    know(fitted, l4=0.001)
+    lose(fitted)
+    done = ask(fitted)
+    assert statuses(done) == {"miss"}
+    assert all("profile" in chunk["reason"] for chunk in done.json["chunks"])
+    assert {tuple(levels_in(fitted)[chunk]) for chunk in chunks_of(fitted, "mill0.md")} == {("raw",)}
+    assert statuses(ask(fitted)) <= {"hit", "exact"}
+
+
+def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
+    """Nothing is known then, so exact records are read."""
+    know(fitted, l4=0.001)
+    with Store.open(fitted) as store, store._read() as snapshot:
+        data = bytearray(snapshot.get(tables.META, keys.CODEC_KEY) or b"")
+    flip(data)
+    with Store.open(fitted) as store:
+        store._current().write(lambda transaction: transaction.put(tables.META + keys.CODEC_KEY, bytes(data)), 0)
+    done = ask(fitted)
+    assert statuses(done) <= {"hit", "exact"}
+    assert done.json["bytes_read"] == payload_bytes(fitted, "raw")

@@ -1,0 +1,332 @@
+"""`kvtool compress`: its contract (CLI.md), its exit codes, its forms."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.cachegen import CacheGen
+from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY
+from kvtool.core.errors import DamagedError
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, files_below, kvtool, process
+from tests.compress.making import (
+    LOSSES,
+    chunks_in,
+    drop,
+    drop_profile,
+    fixed_losses,
+    levels_in,
+    make_fitted,
+    make_plain,
+    prefix_of,
+    run,
+    state_of,
+)
+from tests.families import save_tiny
+
+FAST = ("--questions", "0")  # the loss is most of the time
+NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
+
+
+@pytest.fixture(scope="module")
+def plain_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_plain(tiny, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def fitted_store(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_fitted(plain_store, tmp_path_factory.mktemp("fitted"))
+
+
+@pytest.fixture
+def plain(plain_store: Path, tmp_path: Path) -> Path:
+    """A small store of one's own, raw."""
+    return Path(shutil.copytree(plain_store, tmp_path / "plain"))
+
+
+@pytest.fixture
+def fitted(fitted_store: Path, tmp_path: Path) -> Path:
+    """With a profile and all levels, too."""
+    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))
+
+
+@pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])
+def form(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def check_report(row: dict[str, Any], path: Path, before: dict[str, Any]) -> None:
+    """The JSON of CLI.md, against the store's own counts before and after."""
+    with Store.open(path) as store:
+        after = store.stats()
+    for level in row["levels"]:
+        assert isinstance(level["level"], str)
+        assert type(level["chunks"]) is type(level["bytes"]) is int
+        assert all(isinstance(level[name], float | int) and level[name] >= 0 for name in NUMBERS)
+        assert level["ratio_vs_16bit"] == pytest.approx(2 * level["ratio_vs_8bit"], abs=2e-3)
+        assert level["ratio_vs_16bit"] == pytest.approx(16 / level["bits_per_element"], abs=2e-3)
+        assert level["bytes"] >= after["levels"][level["level"]]["bytes"]
+    assert row["bytes_before"] == before["bytes"]
+    assert row["bytes_after"] == after["bytes"]
+    assert row["seconds"] > 0
+    for name in ("encode_gb_per_s", "decode_gb_per_s"):
+        assert row[name] is None or row[name] >= 0
+    assert set(row["chunks"]) == {"encoded", "unchanged", "skipped", "exact_dropped"}
+    assert all(type(count) is int for count in row["chunks"].values())
+    assert isinstance(row["warnings"], list)
+
+
+def stats(path: Path) -> dict[str, Any]:
+    with Store.open(path) as store:
+        return store.stats()
+
+
+def test_fit_and_several_levels(plain: Path) -> None:
+    """Measured, reported, remembered; and nothing but one object on stdout."""
+    before = stats(plain)
+    done = kvtool("compress", "--store", plain, "--fit", "--level", *LOSSY, "--questions", "2", "--json").fine()
+    row = done.json
+    assert done.err == ""
+    check_report(row, plain, before)
+    assert [level["level"] for level in row["levels"]] == list(LOSSY)
+    for level in row["levels"]:
+        assert level["kl_answer"] >= 0
+        assert level["kl_first"] >= 0
+        assert 0 < level["top1_agrees"] <= 1
+    bits = [level["bits_per_element"] for level in row["levels"]]
+    assert bits == sorted(bits, reverse=True)
+    assert row["chunks"] == {"encoded": len(chunks_in(plain)), "unchanged": 0, "skipped": 0, "exact_dropped": 0}
+    assert row["encode_gb_per_s"] is not None
+    assert row["decode_gb_per_s"] is not None
+    assert row["profile"]["digest"] == state_of(plain)["profile"]
+    assert row["profile"]["chunks"] == len(chunks_in(plain))
+    assert damages(plain) == []
+
+
+def test_the_default(plain: Path) -> None:
+    before = stats(plain)
+    done = kvtool("compress", "--store", plain, "--json", *FAST).fine()
+    check_report(done.json, plain, before)
+    assert [level["level"] for level in done.json["levels"]] == [DEFAULT_LOSSY]
+    assert done.json["profile"] is None
+    assert done.err.startswith("warning: no profile is fitted")
+    assert "--fit" in done.err
+    before, files = stats(plain), files_below(plain)
+    again = kvtool("compress", "--store", plain, "--json", *FAST).fine().json
+    check_report(again, plain, before)
+    assert again["chunks"] == {"encoded": 0, "unchanged": len(chunks_in(plain)), "skipped": 0, "exact_dropped": 0}
+    assert again["encode_gb_per_s"] is None
+    assert [level | {} for level in again["levels"]] == done.json["levels"]
+    assert files_below(plain) == files
+
+
+def test_levels_by_any_spelling(fitted: Path) -> None:
+    """Repeated, after one flag, in any order, the same one twice."""
+    for words in (("--level", "3", "--level", "1"), ("--level", "1", "3"), ("--level", "1", "--level", "3", "1")):
+        row = kvtool("compress", "--store", fitted, *words, *FAST, "--json").fine().json
+        assert [level["level"] for level in row["levels"]] == ["1", "3"]
+
+
+def test_drop_raw_then_ask(fitted: Path) -> None:
+    """Answers come from the lossy level; nothing is encoded again; other levels are out of reach, which is said."""
+    for level in ("1", "3", "4"):
+        drop(fitted, level)
+    chunks, before = chunks_in(fitted), stats(fitted)
+    at = ("--store", fitted, *FAST, "--json")
+    row = kvtool("compress", *at, "--level", "2", "--drop-raw").fine().json
+    check_report(row, fitted, before)
+    assert row["chunks"]["exact_dropped"] == len(chunks)
+    assert row["bytes_after"] < row["bytes_before"]
+    assert levels_in(fitted) == {chunk: ["2"] for chunk in chunks} | {prefix_of(fitted): ["raw"]}
+    for more in ((), ("--level", "2"), ("--fusion", "reuse")):
+        reply = kvtool("query", QUESTION, "--store", fitted, *SHORT, *more, "--json").fine()
+        assert {chunk["status"] for chunk in reply.json["chunks"]} <= {"hit", "exact"}
+        assert "computed in place" not in reply.err
+    again = kvtool("compress", *at, "--level", "2", "--drop-raw").fine().json
+    assert again["chunks"] == {"encoded": 0, "unchanged": len(chunks), "skipped": 0, "exact_dropped": 0}
+    other = kvtool("compress", *at, "--level", "3").fine()
+    assert other.json["chunks"]["skipped"] == len(chunks)
+    assert other.json["levels"][0]["chunks"] == 0
+    assert f"warning: {len(chunks)} chunks stay as they are" in other.err
+    assert any("stay as they are" in text for text in other.json["warnings"])
+    assert levels_in(fitted)[chunks[0]] == ["2"]
+    assert kvtool("compress", "--store", fitted, "--level", "3", *FAST).fine().out.count("\n") == 3
+
+
+def test_auto(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_losses(monkeypatch)
+    at = ("compress", "--store", fitted, "--json")
+    for words, chosen in (
+        (("--level", "auto"), "2"),
+        (("--level", "auto", "--max-loss", "0.03"), "3"),
+        (("--max-loss", "0.5"), "4"),
+        (("--max-loss", "0"), "lossless"),
+    ):
+        done = kvtool(*at, *words).fine()
+        assert [level["level"] for level in done.json["levels"]] == [chosen]
+        assert ("no level loses as little as 0 nats" in done.err) == (chosen == "lossless")
+    assert state_of(fitted)["losses"]["3"]["kl_answer"] == LOSSES["3"]
+
+
+def test_only_some_chunks(plain: Path) -> None:
+    one, two, *_ = chunks_in(plain)
+    row = kvtool("compress", "--store", plain, "--chunks", one, two[:10], "--level", "4", *FAST, "--json").fine().json
+    assert row["chunks"]["encoded"] == row["levels"][0]["chunks"] == 2
+    assert {chunk for chunk, levels in levels_in(plain).items() if "4" in levels} == {one, two}
+
+
+def test_profile_of_another_store(plain: Path, fitted: Path) -> None:
+    row = kvtool("compress", "--store", plain, "--profile", fitted, "--level", "2", *FAST, "--json").fine().json
+    assert row["profile"]["digest"] == state_of(fitted)["profile"]
+    assert row["warnings"] == []
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--level", "raw"),
+        ("--level", "5"),
+        ("--level", "0"),
+        ("--level", "-1"),
+        ("--level", "fine"),
+        ("--level", "1", "--level", "raw"),
+        ("--level", "auto", "--questions", "0"),
+        ("--max-loss", "0.1", "--questions", "0"),
+        ("--max-loss", "-1"),
+        ("--max-loss", "little"),
+        ("--questions", "-1"),
+        ("--predictor", "oracle"),
+        ("--fit", "--profile", "nowhere"),
+        ("--chunks", "00" * 20),
+        ("--chunks", "no hex"),
+        ("more",),
+    ],
+    ids=" ".join,
+)
+def test_2_usage(args: tuple[str, ...], plain: Path, form: Any) -> None:
+    before = files_below(plain)
+    kvtool("compress", "--store", plain, *args, *form).failed(2)
+    assert files_below(plain) == before
+
+
+def test_2_the_prompts_own_beginning(plain: Path) -> None:
+    kvtool("compress", "--store", plain, "--chunks", prefix_of(plain), *FAST).failed(2, "is not in the store")
+
+
+def test_10_no_store(tmp_path: Path, plain: Path, form: Any) -> None:
+    kvtool("compress", "--store", tmp_path / "nowhere", *form).failed(10, "no store at")
+    assert not (tmp_path / "nowhere").exists()
+    Store.create_or_open(tmp_path / "empty").close()
+    kvtool("compress", "--store", tmp_path / "empty", *form).failed(10, "is empty")
+    kvtool("compress", "--store", plain, "--profile", tmp_path / "nowhere", *form).failed(10, "no store at")
+
+
+def test_11_locked(plain: Path, form: Any) -> None:
+    with Store.open(plain) as held, held.writer():
+        kvtool("compress", "--store", plain, "--lock-wait", "0", *FAST, *form).failed(11)
+    assert set(map(tuple, levels_in(plain).values())) == {("raw",)}
+
+
+def test_12_another_model(plain: Path, fitted: Path, tmp_path: Path, form: Any) -> None:
+    other = save_tiny("llama", tmp_path / "other", seed=1)
+    kvtool("compress", "--store", plain, "--fit", "--model", other, *FAST, *form).failed(12, "another model")
+    foreign = make_plain(other, tmp_path, 1, 1)
+    kvtool("compress", "--store", foreign, "--profile", fitted, *FAST, *form).failed(12, "another model's")
+
+
+def test_1_no_profile_there(plain: Path, fitted: Path, form: Any) -> None:
+    kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form).failed(1, "has no profile", "--fit")
+
+
+def test_13_a_lost_profile(fitted: Path, form: Any) -> None:
+    drop_profile(fitted)
+    kvtool("compress", "--store", fitted, *FAST, *form).failed(13, "is not in the store", "--fit")
+
+
+def test_13_what_does_not_come_back(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing exact is dropped."""
+
+    def decode(*_: Any) -> Any:
+        raise DamagedError("a compressed record that ends too early", "tell us")
+
+    monkeypatch.setattr(CacheGen, "decode", decode)
+    kvtool("compress", "--store", plain, "--drop-raw", *FAST, *form).failed(13, "ends too early")
+    assert all("raw" in levels for levels in levels_in(plain).values())
+
+
+def test_130_interrupted(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheGen, "decode", decode)
+        done = kvtool("compress", "--store", plain, "--drop-raw", *FAST, *form).failed(130, "interrupted")
+    assert "run the same command again" in done.err
+    assert all("raw" in levels for levels in levels_in(plain).values())
+    assert kvtool("compress", "--store", plain, *FAST, "--json").fine().json["chunks"]["skipped"] == 0
+
+
+def test_1_read_only(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "_writable", lambda *_: False)
+    kvtool("compress", "--store", plain, *FAST, *form).failed(1, "read-only")
+
+
+# ---- forms -------------------------------------------------------------------------------------------------------
+
+
+def test_the_table(fitted: Path) -> None:
+    run(fitted, "2", questions=1)
+    done = kvtool("compress", "--store", fitted, "--level", "2", "3", *FAST).fine()
+    head, two, three, store, end = done.out.split("\n")
+    for word in ("level", "chunks", "MB", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers"):
+        assert word in head
+    count = str(len(chunks_in(fitted)))
+    assert two.split()[:2] == ["2", count]
+    assert two.endswith("%")  # what is known of it
+    assert three.split()[:2] == ["3", count]
+    assert three.split()[-2:] == ["-", "-"]  # nothing was measured
+    assert store.startswith("store: ")
+    assert f"{count} unchanged" in store
+    assert end == done.err == ""
+
+
+def test_quiet(plain: Path) -> None:
+    done = kvtool("compress", "--store", plain, "--fit", "--questions", "1", "-q").fine()
+    assert (done.out, done.err) == ("", "")
+    assert any(DEFAULT_LOSSY in levels for levels in levels_in(plain).values())
+
+
+def test_jsonl(plain: Path) -> None:
+    before = stats(plain)
+    done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
+    *events, summary = done.lines
+    assert {event["type"] for event in events} == {"status", "warning"}
+    assert all(event["schema"] == 1 for event in done.lines)
+    assert any("no profile is fitted" in event["message"] for event in events)
+    assert summary["type"] == "summary"
+    check_report(summary, plain, before)
+    (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines
+    assert (error["type"], error["exit_code"]) == ("error", 2)
+
+
+def test_any_script(tiny: Path, tmp_path: Path) -> None:
+    """Names of the store, of the corpus and in the corpus; in a process of its own, with its own streams."""
+    folder, path = tmp_path / "말뭉치", tmp_path / "창고 ☃ é"
+    folder.mkdir()
+    (folder / "방앗간.txt").write_text("강가의 첫 방앗간은 누가 지었는가? 빵을 굽는 사람이 1874년에 지었다.", "utf-8")
+    kvtool("ingest", folder, "--store", path, "--model", tiny, *CHUNKS, *PREFIX).fine()
+    row = kvtool("compress", "--store", path, "--fit", "--level", "2", "--questions", "1", "--json").fine().json
+    assert row["chunks"]["encoded"] == len(chunks_in(path))
+    done = process("compress", "--store", path, "--drop-raw", "--level", "2", *FAST, "--json").fine()
+    assert done.json["chunks"]["exact_dropped"] == len(chunks_in(path))
+    kvtool("query", "방앗간은 누가 지었는가?", "--store", path, *SHORT).fine()
+    wrong = kvtool("compress", "--store", tmp_path / "없는 곳", "--json").failed(10, "없는 곳")
+    assert "없는 곳" in json.loads(wrong.out)["error"]["message"]

@@ -1,0 +1,137 @@
+"""`kvtool inspect codec`: bits beside loss, for every level and for what others do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LOSSY
+from tests.cli.working import QUESTION, kvtool
+from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, make_fitted, make_plain, replace_record
+
+SCHEMES = {"int8", "int4", *(f"{name}-{level}" for name in ("anchor", "mean") for level in LOSSY)}
+
+
+@pytest.fixture(scope="module")
+def stores(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    plain = make_plain(tiny, tmp_path_factory.mktemp("plain"))
+    return plain, make_fitted(plain, tmp_path_factory.mktemp("fitted"))
+
+
+@pytest.fixture
+def plain(stores: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stores[0], tmp_path / "plain"))
+
+
+@pytest.fixture
+def fitted(stores: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stores[1], tmp_path / "fitted"))
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    rows = [
+        {"id": "a", "question": QUESTION, "answers": ["nobody"], "documents": ["mill1.md"]},
+        {"id": "b", "question": "When was the first mill built?"},
+        {"id": "c", "question": "Where?", "documents": ["mill0.md"]},
+    ]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def inspect(store: Path, *args: object) -> Any:
+    return kvtool("inspect", "codec", "--store", store, *args)
+
+
+@pytest.mark.parametrize("profile", [False, True])
+def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> None:
+    path = fitted if profile else plain
+    row = inspect(path, "--batch", batch, "--limit", "2", "--json").fine().json
+    assert row["questions"] == 2
+    assert set(row["exact"]) >= {"f1", "questions"}
+    found = {scheme["scheme"]: scheme for scheme in row["schemes"]}
+    assert set(found) == SCHEMES | (set(LOSSY) if profile else set())
+    for scheme in found.values():
+        assert scheme["bits_per_element"] > 0
+        assert scheme["ratio_vs_16bit"] == pytest.approx(16 / scheme["bits_per_element"])
+        assert scheme["kl_answer"] >= 0
+        assert scheme["kl_first"] >= 0
+        assert 0 <= scheme["top1_agrees"] <= 1
+        assert 0 <= scheme["f1"] <= 1
+        assert scheme["questions"] == 2
+    for names in (("int8", "int4"), *([LOSSY] if profile else []), *([f"mean-{n}" for n in LOSSY],)):
+        bits, losses = ([found[name][key] for name in names] for key in ("bits_per_element", "kl_answer"))
+        assert bits == sorted(bits, reverse=True)
+        assert losses[0] < losses[-1]
+    assert 8 < found["int8"]["bits_per_element"] < 9.1  # a 16-bit scale for 16 numbers
+    assert found["int4"]["bits_per_element"] == pytest.approx(found["int8"]["bits_per_element"] - 4)
+
+
+def test_the_table(fitted: Path, batch: Path) -> None:
+    done = inspect(fitted, "--batch", batch, "--limit", "2", "--scheme", "2", "--scheme", "int8").fine()
+    head, *rows, last, end = done.out.split("\n")
+    for word in ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1"):
+        assert word in head
+    assert [row.split()[0] for row in rows] == ["2", "int8"]
+    assert last.startswith("F1 from exact records: ")
+    assert last.endswith("2 questions")
+    assert end == done.err == ""
+
+
+def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
+    """Bits of a level that stands alone, on one document's chunks, are those of its records."""
+    one = batch.with_name("one.jsonl")
+    one.write_text(json.dumps({"question": "Where?", "documents": ["mill0.md"]}) + "\n")
+    for level in LOSSY:
+        drop(fitted, level)
+    with Store.open(fitted) as store:
+        (document,) = [entry for entry in store.documents() if entry.source.endswith("mill0.md")]
+        chunks = [ref.chunk_id.hex() for ref in document.chunks]
+    at = ("--store", fitted, "--questions", "0", "--json")
+    (stored,) = kvtool("compress", *at, "--level", "2", "--chunks", *chunks).fine().json["levels"]
+    (row,) = inspect(fitted, "--batch", one, "--scheme", "2", "--json").fine().json["schemes"]
+    assert row["bits_per_element"] == pytest.approx(stored["bits_per_element"], abs=1e-3)
+
+
+def test_errors(plain: Path, batch: Path, tmp_path: Path) -> None:
+    inspect(plain).failed(2, "needs questions", "--batch")
+    inspect(plain, "--batch", tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
+    inspect(plain, "--batch", batch, "--scheme", "int3").failed(2, "no scheme int3", "known: int8")
+    inspect(plain, "--batch", batch, "--scheme", "1").failed(2, "no scheme 1")  # without a profile
+    inspect(plain, "--batch", batch, "--limit", "0").failed(2)
+    inspect(tmp_path / "nowhere", "--batch", batch).failed(10)
+
+
+def test_a_chunk_without_an_exact_record(fitted: Path, batch: Path) -> None:
+    drop(fitted, "raw")
+    done = inspect(fitted, "--batch", batch, "--scheme", "int8", "--json")
+    done.failed(1, "is not stored exactly")
+
+
+def test_a_lossless_record_is_exact(fitted: Path, batch: Path) -> None:
+    before = inspect(fitted, "--batch", batch, "--scheme", "int8", "--json").fine().json
+    kvtool("compress", "--store", fitted, "--level", "lossless", "--drop-raw", "--questions", "0").fine()
+    assert inspect(fitted, "--batch", batch, "--scheme", "int8", "--json").fine().json == before
+
+
+def test_a_level_that_was_measured_to_lose_nothing_is_not_taken_for_exact(fitted: Path, batch: Path) -> None:
+    with Store.open(fitted) as store, store.writer() as writer:
+        losses = {level: {"kl_answer": 0.0} for level in LOSSY}
+        writer.set_codec_state(store.codec_state() | {"losses": losses})
+    inspect(fitted, "--batch", batch, "--scheme", "int8", "--limit", "1").fine()
+
+
+def test_damage_on_the_way(fitted: Path, batch: Path) -> None:
+    """A loss against what was computed anew would say nothing of the records."""
+    (one,) = chunks_in(fitted)[:1]
+    replace_record(fitted, one, "raw", LAYERS - 1, flip)
+    done = inspect(fitted, "--batch", batch, "--scheme", "int8", "--json")
+    done.failed(13, f"the exact record of chunk {one[:12]} cannot be read: damaged", "--repair")
+    drop_profile(fitted)
+    inspect(fitted, "--batch", batch, "--scheme", "int8").failed(13, "profile", "--fit")

@@ -1,0 +1,193 @@
+"""What the tests of compression count and read by themselves, past the code that they test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.cache import environment as tables
+from kvtool.core.cache import keys
+from kvtool.core.cache.record import decode_record, encode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.payload import Coded
+from kvtool.core.compress import fitting, loss
+from kvtool.core.compress.chunks import read_chunk
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
+from kvtool.core.levels import ProfileShelf
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.query.session import store_identity
+from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
+
+__all__ = ["LAYERS", "damages"]
+
+LOSSES = {"1": 0.001, "2": 0.004, "3": 0.02, "4": 0.05}  # what `fixed_losses` measures
+
+
+def run(path: Path, *levels: str, events: CompressEvents | None = None, **options: Any) -> CompressReport:
+    """Compress without measuring, which is most of the time of such a small store."""
+    options = {"questions": 0} | options
+    return compress(path, CompressOptions(levels=levels, **options), events)
+
+
+def chunks_in(path: Path) -> list[str]:
+    """Ids of all chunks but the prompt's own beginning."""
+    with Store.open(path) as store:
+        prefix = store_identity(store).prefix_id
+        return [chunk.hex() for chunk in store.chunk_ids() if chunk != prefix]
+
+
+def prefix_of(path: Path) -> str:
+    with Store.open(path) as store:
+        return store_identity(store).prefix_id.hex()
+
+
+def levels_in(path: Path) -> dict[str, list[str]]:
+    """Levels of every chunk, the prompt's own beginning included."""
+    with Store.open(path) as store:
+        return {chunk.hex(): store.levels(chunk) for chunk in store.chunk_ids()}
+
+
+def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
+    """Every record of a level as it stands in the store, envelope included."""
+    found = {}
+    with Store.open(path) as store, store._read() as snapshot:
+        for key, data in snapshot.items(tables.RECORDS):
+            chunk, own, layer = keys.split_record_key(key)
+            if own == level:
+                found[chunk.hex(), layer] = bytes(data)
+    return found
+
+
+def coded_in(path: Path, level: str) -> dict[tuple[str, int], Coded]:
+    """Every record of a lossy level, its envelope checked and its payload parsed."""
+    return {
+        (chunk, layer): Coded.parse(decode_record(bytes.fromhex(chunk), data)[1])
+        for (chunk, layer), data in rows(path, level).items()
+    }
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    with Store.open(path) as store:
+        return store.codec_state()
+
+
+def decoded(path: Path, chunk: str, level: str) -> ChunkKV:
+    """A chunk as it comes back from a level."""
+    with Store.open(path) as store:
+        return read_chunk(store, bytes.fromhex(chunk), level, LAYERS, ProfileShelf(store))
+
+
+def error_of(path: Path, chunk: str, level: str) -> float:
+    """Relative error of a chunk at a level: the mean over layers and sides."""
+    exact, made = decoded(path, chunk, "raw"), decoded(path, chunk, level)
+    found = []
+    for side, other in ((exact.keys, made.keys), (exact.values, made.values)):
+        for one, two in zip(side, other, strict=True):
+            found.append(float((two - one).norm() / one.norm()))
+    return sum(found) / len(found)
+
+
+def check_sound(path: Path) -> None:
+    """Nothing is damaged, and every level of every chunk decodes to what its records state."""
+    assert damages(path) == []
+    for chunk, levels in levels_in(path).items():
+        for level in levels:
+            kv = decoded(path, chunk, level)
+            assert torch.isfinite(kv.keys).all()
+            assert torch.isfinite(kv.values).all()
+            if level in LOSSY and "raw" in levels:
+                assert error_of(path, chunk, level) < 0.5
+
+
+def replace_record(path: Path, chunk: str, level: str, layer: int, change: Callable[[bytearray], None]) -> None:
+    """Put other bytes where a record stands, which no writer does."""
+    key = keys.record_key(bytes.fromhex(chunk), level, layer)
+    data = bytearray(rows(path, level)[chunk, layer])
+    change(data)
+    with Store.open(path) as store:
+        store._current().write(lambda transaction: transaction.put(tables.RECORDS + key, bytes(data)), 0)
+
+
+def flip(data: bytearray) -> None:
+    data[len(data) // 2] ^= 4
+
+
+def drop_profile(path: Path) -> None:
+    """Take away the profile that the store's records name."""
+    digest = bytes.fromhex(state_of(path)["profile"])
+    with Store.open(path) as store:
+        store._current().write(lambda transaction: transaction.delete(tables.PROFILES + digest), 0)
+
+
+def damage_profile(path: Path) -> None:
+    """Flip a bit of it."""
+    digest = bytes.fromhex(state_of(path)["profile"])
+    with Store.open(path) as store:
+        with store._read() as snapshot:
+            data = bytearray(snapshot.get(tables.PROFILES, digest) or b"")
+        flip(data)
+        store._current().write(lambda transaction: transaction.put(tables.PROFILES + digest, bytes(data)), 0)
+
+
+def drop(path: Path, level: str, *chunks: str) -> None:
+    """Take a level away from chunks; from all where none is named."""
+    with Store.open(path) as store, store.writer() as writer:
+        writer.drop_level([bytes.fromhex(chunk) for chunk in chunks or chunks_in(path)], level)
+
+
+def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
+    """Another payload under a right digest: only the codec can tell."""
+    header, payload = decode_record(bytes.fromhex(chunk), rows(path, level)[chunk, layer])
+    changed = bytearray(payload)
+    changed[at] ^= 0xFF
+    key = keys.record_key(bytes.fromhex(chunk), level, layer)
+    data = encode_record(bytes.fromhex(chunk), header, [changed])
+    with Store.open(path) as store:
+        store._current().write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
+
+
+# ---- stores ------------------------------------------------------------------------------------------------------
+
+
+def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4) -> Path:
+    """A store of raw records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        write_corpus(folder / "in", documents, paragraphs)
+        kvtool("ingest", folder / "in", "--store", folder / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()
+    return folder / "store"
+
+
+def make_fitted(plain: Path, folder: Path) -> Path:
+    """A store with a profile and with all levels beside the raw records."""
+    store = Path(shutil.copytree(plain, folder / "store"))
+    run(store, *LOSSY, fit=True)
+    return store
+
+
+def refit(path: Path, monkeypatch: pytest.MonkeyPatch, *levels: str, **options: Any) -> CompressReport:
+    """Fit another profile: on fewer prompts."""
+    monkeypatch.setattr(fitting, "CONTEXTS", 3)
+    return run(path, *levels, fit=True, **options)
+
+
+def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOSSES) -> list[list[str]]:
+    """Measure these losses instead; returns which schemes are asked for, a list a call."""
+    asked: list[list[str]] = []
+
+    def measure(decoder: Any, exact: Any, prompts: Any, schemes: Sequence[str], *_: Any) -> dict[str, loss.Loss]:
+        asked.append(list(schemes))
+        return {
+            level: loss.Loss(kl_first=[losses[level]], kl_answer=[losses[level]], top1_agrees=[1.0])
+            for level in schemes
+        }
+
+    monkeypatch.setattr(loss, "measure", measure)
+    return asked

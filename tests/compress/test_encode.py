@@ -1,0 +1,362 @@
+"""Encoding is nested, incremental and safe to interrupt; nothing exact goes before what stands for it was read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.cache import writer as writers
+from kvtool.core.cache.store import REPAIR, Store
+from kvtool.core.codec.cachegen import CacheGen
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.lossless import Lossless
+from kvtool.core.compress import encode
+from kvtool.core.errors import DamagedError
+from tests.cli.working import QUESTION, SHORT, files_below, kvtool
+from tests.compress.making import (
+    LAYERS,
+    check_sound,
+    chunks_in,
+    coded_in,
+    damages,
+    decoded,
+    drop,
+    flip,
+    levels_in,
+    prefix_of,
+    refit,
+    replace_record,
+    rows,
+    run,
+    state_of,
+)
+
+
+def bases_in(path: Path, level: str) -> set[int]:
+    return {coded.base for coded in coded_in(path, level).values()}
+
+
+def profiles_in(path: Path, *chunks: str) -> set[str]:
+    """Profiles that the lossy records of chunks name; of all where none is named."""
+    every = {(chunk, coded.profile.hex()) for level in LOSSY for (chunk, _), coded in coded_in(path, level).items()}
+    return {profile for chunk, profile in every if not chunks or chunk in chunks}
+
+
+# ---- several levels ----------------------------------------------------------------------------------------------
+
+
+def test_several_levels_at_once_are_nested(fitted: Path) -> None:
+    assert [bases_in(fitted, level) for level in LOSSY] == [{2}, {3}, {4}, {0}]
+    check_sound(fitted)
+    raw, lossy = (sum(len(data) for data in rows(fitted, level).values()) for level in ("raw", "1"))
+    assert lossy < raw
+
+
+def test_one_after_the_other_is_as_at_once(fitted: Path) -> None:
+    """The coarser ones first; in any other order they stand alone and come back the same."""
+    expected = {level: rows(fitted, level) for level in LOSSY}
+    chunk = chunks_in(fitted)[0]
+    whole = {level: decoded(fitted, chunk, level) for level in LOSSY}
+    for level in LOSSY:
+        drop(fitted, level)
+    for level in reversed(LOSSY):
+        assert run(fitted, level).encoded == len(chunks_in(fitted))
+    assert {level: rows(fitted, level) for level in LOSSY} == expected
+    for level in LOSSY:
+        drop(fitted, level)
+    for level in LOSSY:
+        run(fitted, level)
+        assert bases_in(fitted, level) == {0}
+    check_sound(fitted)
+    for level, kv in whole.items():
+        again = decoded(fitted, chunk, level)
+        assert torch.equal(again.keys, kv.keys)
+        assert torch.equal(again.values, kv.values)
+
+
+@pytest.mark.parametrize("profile", [False, True])
+def test_running_again_encodes_nothing(
+    profile: bool, plain: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fitted if profile else plain
+    run(path, *LOSSY, "lossless")
+    before = files_below(path)
+    monkeypatch.setattr(encode, "encode_levels", None)
+    report = run(path, *LOSSY, "lossless")
+    assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
+    assert report.bytes_before == report.bytes_after
+    assert all(level.chunks == report.kept and level.bytes for level in report.levels)
+    assert files_below(path) == before
+
+
+def test_a_new_chunk_alone_is_encoded(fitted: Path, tmp_path: Path) -> None:
+    count = len(chunks_in(fitted))
+    (tmp_path / "new.md").write_text("A mill that nobody has seen, by a river that has no name.")
+    kvtool("ingest", tmp_path / "new.md", "--store", fitted).fine()
+    report = run(fitted, *LOSSY)
+    assert (report.encoded, report.kept) == (1, count)
+    check_sound(fitted)
+
+
+# ---- interruptions -----------------------------------------------------------------------------------------------
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int, error: BaseException) -> None:
+    """Let a function work `after` times, then raise."""
+    works, calls = getattr(place, name), [0]
+
+    def call(*args: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            raise error
+        return works(*args, **more)
+
+    monkeypatch.setattr(place, name, call)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("keep_raw", [True, False])
+def test_an_interrupted_run_is_taken_up_again(
+    error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every chunk has either what it had or what it shall have; the rest is done by the next run."""
+    monkeypatch.setattr(encode, "_AT_ONCE", 2)
+    exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
+    with monkeypatch.context() as patch:
+        breaking(patch, encode, "encode_levels", 5 * LAYERS + 1, error)
+        with pytest.raises(type(error)):
+            run(plain, "1", "2", keep_raw=keep_raw)
+    done = ["1", "2", "raw"] if keep_raw else ["1", "2"]
+    found = levels_in(plain)
+    assert found.pop(prefix_of(plain)) == ["raw"]
+    assert sorted(found.values()) == sorted([done] * 4 + [["raw"]] * (len(exact) - 4))
+    check_sound(plain)
+    report = run(plain, "1", "2", keep_raw=keep_raw)
+    assert (report.encoded, report.kept) == (len(exact) - 4, 4)
+    assert set(map(tuple, levels_in(plain).values())) == {tuple(done), ("raw",)}
+    check_sound(plain)
+    for chunk, kv in exact.items():
+        assert float((decoded(plain, chunk, "1").keys - kv.keys).norm() / kv.keys.norm()) < 0.3
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a slow run ends, whose every record is written at once."""
+    for level in LOSSY:
+        drop(fitted, level)
+    monkeypatch.setattr(writers, "BATCH_SECONDS", -1.0)
+    with monkeypatch.context() as patch:
+        breaking(patch, writers.Writer, "put_chunk", after, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(fitted, "1", "2", "3")
+    assert sum(len(levels) - 1 for levels in levels_in(fitted).values()) == after
+    check_sound(fitted)
+    run(fitted, "1")
+    check_sound(fitted)
+
+
+@pytest.mark.parametrize("after", [2, 5, 8])
+def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record is left on another profile's base, at no commit."""
+    old = state_of(fitted)["profile"]
+    monkeypatch.setattr(encode, "_AT_ONCE", 1)
+    with monkeypatch.context() as patch:
+        breaking(patch, writers.Writer, "_commit", after, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            refit(fitted, monkeypatch, "1", "2")
+    check_sound(fitted)
+    assert all("raw" in levels for levels in levels_in(fitted).values())
+    refit(fitted, monkeypatch, "1", "2")
+    check_sound(fitted)
+    assert profiles_in(fitted) == {state_of(fitted)["profile"]} != {old}
+
+
+# ---- records that are there but will not do ----------------------------------------------------------------------
+
+
+def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may refine a record of another profile."""
+    old = state_of(fitted)["profile"]
+    report = refit(fitted, monkeypatch, "2")
+    new = state_of(fitted)["profile"]
+    assert new != old
+    assert report.encoded == len(chunks_in(fitted))
+    assert profiles_in(fitted) == {new}
+    assert bases_in(fitted, "2") == {0}
+    check_sound(fitted)
+    assert run(fitted, "2").encoded == 0
+
+
+def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, (one, *others) = state_of(fitted)["profile"], chunks_in(fitted)
+    before = {level: decoded(fitted, one, level) for level in LOSSY}
+    drop(fitted, "raw", one)
+    report = refit(fitted, monkeypatch, "1", "2")
+    assert (report.encoded, report.kept, report.skipped) == (len(others), 0, 1)
+    assert any("no exact record" in text for text in report.warnings)
+    assert profiles_in(fitted, one) == {old}
+    assert profiles_in(fitted, *others) == {state_of(fitted)["profile"]}
+    for level, kv in before.items():
+        assert torch.equal(decoded(fitted, one, level).keys, kv.keys)
+    check_sound(fitted)
+    row = kvtool("query", QUESTION, "--store", fitted, "--chunks", one, others[0], "--level", "2", *SHORT, "--json")
+    assert {chunk["status"] for chunk in row.fine().json["chunks"]} <= {"hit", "exact"}
+
+
+def test_lossless_records_leave_other_profiles_alone(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {level: rows(fitted, level) for level in LOSSY}
+    report = refit(fitted, monkeypatch, "lossless")
+    assert report.encoded == len(chunks_in(fitted))
+    assert {level: rows(fitted, level) for level in LOSSY} == before
+
+
+@pytest.mark.parametrize("hurt", ["base gone", "base damaged", "damaged"])
+def test_what_cannot_be_read_is_encoded_again(hurt: str, fitted: Path) -> None:
+    one, *others = chunks_in(fitted)
+    if hurt == "base gone":
+        drop(fitted, "2", one)
+    else:
+        replace_record(fitted, one, "2" if hurt == "base damaged" else "1", 0, flip)
+    report = run(fitted, "1")
+    assert (report.encoded, report.kept) == (1, len(others))
+    assert levels_in(fitted)[one] == ["1", "raw"]
+    check_sound(fitted)
+
+
+def test_damage_deep_inside_says_what_to_do(fitted: Path) -> None:
+    one, two, *_ = chunks_in(fitted)
+    replace_record(fitted, one, "1", LAYERS - 1, flip)
+    replace_record(fitted, two, "2", LAYERS - 1, flip)
+    with pytest.raises(DamagedError, match=f"layer {LAYERS - 1} of chunk .* at level") as raised:
+        run(fitted, "1", keep_raw=False)
+    assert raised.value.hint == REPAIR
+    assert all("raw" in levels for levels in levels_in(fitted).values())
+    kvtool("store", "verify", "--repair", "--store", fitted).fine()
+    assert run(fitted, "1").encoded == 2
+    check_sound(fitted)
+
+
+# ---- giving up what is exact -------------------------------------------------------------------------------------
+
+
+def test_exact_records_go(fitted: Path) -> None:
+    """But for the prompt's own beginning."""
+    chunks = chunks_in(fitted)
+    run(fitted, "lossless", chunks=tuple(chunks[:2]))
+    report = run(fitted, "2", keep_raw=False)
+    assert report.dropped == len(chunks) + 2
+    assert report.bytes_after < report.bytes_before
+    assert levels_in(fitted) == {chunk: list(LOSSY) for chunk in chunks} | {prefix_of(fitted): ["raw"]}
+    assert damages(fitted) == []
+    again = run(fitted, "2", keep_raw=False)
+    assert (again.encoded, again.kept, again.dropped) == (0, len(chunks), 0)
+
+
+def test_lossless_records_that_were_asked_for_stay(plain: Path) -> None:
+    chunks = chunks_in(plain)
+    exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks}
+    report = run(plain, "lossless", keep_raw=False)
+    assert (report.encoded, report.dropped) == (len(chunks), len(chunks))
+    assert levels_in(plain) == {chunk: ["lossless"] for chunk in chunks} | {prefix_of(plain): ["raw"]}
+    report = run(plain, "1", "lossless", keep_raw=False)  # from the lossless ones
+    assert (report.encoded, report.dropped) == (len(chunks), 0)
+    assert levels_in(plain)[chunks[0]] == ["1", "lossless"]
+    for chunk, kv in exact.items():
+        assert torch.equal(decoded(plain, chunk, "lossless").keys, kv.keys)
+        assert torch.equal(decoded(plain, chunk, "lossless").values, kv.values)
+
+
+def test_nothing_exact_is_left_to_make_another_level_of(plain: Path) -> None:
+    others = chunks_in(plain)[1:]
+    run(plain, "2", keep_raw=False, chunks=tuple(others))
+    report = run(plain, "1", "2")
+    assert (report.encoded, report.kept, report.skipped) == (1, 0, len(others))
+    assert f"{len(others)} chunks stay as they are" in " ".join(report.warnings)
+    assert [(level.level, level.chunks) for level in report.levels] == [("1", 1), ("2", 1)]
+    assert levels_in(plain)[others[0]] == ["2"]
+
+
+def not_decoding(works: Callable[..., Any]) -> Callable[..., Any]:
+    def decode(self: Any, items: Any, layer: int = 0, *more: Any) -> Any:
+        if layer == 2:
+            raise DamagedError("a compressed record that ends too early")
+        return works(self, items, layer, *more)
+
+    return decode
+
+
+def changing(change: Callable[[torch.Tensor], object]) -> Callable[..., Any]:
+    """A decoder whose values are wrong at the last layer."""
+
+    def wrap(works: Callable[..., Any]) -> Callable[..., Any]:
+        def decode(self: Any, items: Any, layer: int = 0, *more: Any) -> Any:
+            out = [(keys.clone(), values.clone()) for keys, values in works(self, items, layer, *more)]
+            if layer == LAYERS - 1:
+                change(out[0][1])
+            return out
+
+        return decode
+
+    return wrap
+
+
+def one_not_a_number(values: torch.Tensor) -> None:
+    values[0, 0, 0] = float("nan")
+
+
+BROKEN = {
+    "fails": not_decoding,
+    "other numbers": changing(lambda values: values.mul_(1.6)),
+    "zeros": changing(lambda values: values.zero_()),
+    "tokens moved": changing(lambda values: values.copy_(values.roll(1, 1))),
+    "no number": changing(one_not_a_number),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("level", ["1", "lossless"])
+def test_exact_records_stay_where_the_others_do_not_come_back(
+    how: str, level: str, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
+    kind = CacheGen if level == "1" else Lossless
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "decode", BROKEN[how](kind.decode))
+        with pytest.raises(DamagedError):
+            run(plain, level, keep_raw=False)
+    assert all("raw" in levels for levels in levels_in(plain).values())
+    for chunk, kv in before.items():
+        assert torch.equal(decoded(plain, chunk, "raw").keys, kv.keys)
+    check_sound(plain)
+
+
+def test_a_single_bit_of_a_lossless_record_matters(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nudge(values: torch.Tensor) -> None:
+        values[0, 0, 0] = torch.nextafter(values[0, 0, 0], torch.tensor(9e9))
+
+    monkeypatch.setattr(Lossless, "decode", changing(nudge)(Lossless.decode))
+    with pytest.raises(DamagedError, match="did not come back") as raised:
+        run(plain, "lossless", keep_raw=False)
+    assert "nothing was dropped" in raised.value.hint
+    assert all("raw" in levels for levels in levels_in(plain).values())
+
+
+def test_exact_records_go_only_when_the_others_are_durable(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process's view at the moment of dropping has the new records."""
+    seen: list[tuple[str, set[tuple[str, ...]]]] = []
+    works = writers.Writer.drop_level
+
+    def drop_level(self: writers.Writer, chunk_ids: Any, level: str) -> int:
+        chunks = list(chunk_ids)
+        with Store.open(plain) as store:
+            seen.append((level, {tuple(store.levels(chunk)) for chunk in chunks}))
+        return works(self, chunks, level)
+
+    monkeypatch.setattr(writers.Writer, "drop_level", drop_level)
+    run(plain, "1", keep_raw=False)
+    assert ("raw", {("1", "raw")}) in seen
+    assert all("1" in levels for _, found in seen for levels in found)

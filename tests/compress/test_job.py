@@ -1,0 +1,339 @@
+"""What is compressed, with which profile, to which level, and what is reported of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.record import decode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY
+from kvtool.core.codec.payload import NO_PROFILE, Predictor
+from kvtool.core.compress import fitting
+from kvtool.core.compress.job import check_levels
+from kvtool.core.compress.report import CompressEvents, CompressOptions
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
+from tests.cli.working import files_below
+from tests.compress.making import (
+    LAYERS,
+    LOSSES,
+    chunks_in,
+    coded_in,
+    damage_profile,
+    damages,
+    decoded,
+    drop,
+    drop_profile,
+    error_of,
+    fixed_losses,
+    levels_in,
+    make_plain,
+    prefix_of,
+    refit,
+    rows,
+    run,
+    state_of,
+)
+from tests.families import save_tiny
+
+
+def test_without_a_profile_the_default_level_is_made_and_the_profile_missed(plain: Path) -> None:
+    said: list[str] = []
+    report = run(plain, events=CompressEvents(warn=lambda text, hint: said.append(f"{text}: {hint}")))
+    chunks = chunks_in(plain)
+    assert [level.level for level in report.levels] == [DEFAULT_LOSSY]
+    assert (report.encoded, report.kept, report.skipped) == (len(chunks), 0, 0)
+    assert len(said) == len(report.warnings) == 1
+    assert "no profile is fitted" in said[0]
+    assert "--fit" in said[0]
+    found = coded_in(plain, DEFAULT_LOSSY)
+    assert set(found) == {(chunk, layer) for chunk in chunks for layer in range(LAYERS)}
+    assert {coded.profile for coded in found.values()} == {NO_PROFILE}
+    assert levels_in(plain) == {chunk: [DEFAULT_LOSSY, "raw"] for chunk in chunks} | {prefix_of(plain): ["raw"]}
+    assert damages(plain) == []
+
+
+@pytest.mark.parametrize("predictor", ["mean", "anchor"])
+def test_a_named_predictor(predictor: str, fitted: Path) -> None:
+    """It goes before the profile, and over records of another one."""
+    run(fitted, "1", predictor=predictor)
+    kinds = {kind for coded in coded_in(fitted, "1").values() for kind in coded.predictors}
+    assert kinds == {Predictor[predictor.upper()]}
+    assert run(fitted, "1", predictor=predictor).encoded == 0
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [("1",), ("4", "2"), LOSSY, ("lossless", "3")], ids=" ".join)
+@pytest.mark.parametrize("profile", [False, True], ids=["no profile", "profile"])
+def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, fitted: Path, plain: Path) -> None:
+    """Envelopes, and the coarser records that a level needs, included; counted from the rows themselves."""
+    path = fitted if profile else plain
+    if profile:
+        for level in LOSSY:
+            drop(path, level)
+    with Store.open(path) as store:
+        before = store.stats()["bytes"]
+    report = run(path, *levels)
+    with Store.open(path) as store:
+        stats = store.stats()
+    assert [level.level for level in report.levels] == sorted(levels, key=["lossless", *LOSSY].index)
+    assert report.bytes_before == before
+    assert report.bytes_after == stats["bytes"]
+    chunks = chunks_in(path)
+    for level in report.levels:
+        needed = [level.level]
+        while level.level in LOSSY and (base := next(iter(coded_in(path, needed[-1]).values())).base):
+            needed.append(str(base))
+        stored = {name: sum(len(data) for data in rows(path, name).values()) for name in needed}
+        assert stored == {name: stats["levels"][name]["bytes"] for name in needed}
+        elements = 0
+        for (chunk, _), data in rows(path, level.level).items():
+            header, payload = decode_record(bytes.fromhex(chunk), data)
+            assert len(data) == len(payload) + 80
+            elements += header.kv_heads * header.tokens * (header.head_dim_k + header.head_dim_v)
+        row = level.to_json()
+        assert (row["chunks"], row["bytes"]) == (len(chunks), sum(stored.values()))
+        bits = 8 * sum(stored.values()) / elements
+        assert row["bits_per_element"] == pytest.approx(bits, abs=1e-4)
+        assert row["ratio_vs_16bit"] == pytest.approx(16 / bits, abs=1e-3)
+        assert row["ratio_vs_8bit"] == pytest.approx(8 / bits, abs=1e-3)
+
+
+def test_errors_are_those_of_what_is_read(fitted: Path) -> None:
+    report = run(fitted, *LOSSY, "lossless")
+    with Store.open(fitted) as store:
+        tokens = {chunk: len(store.chunk_info(bytes.fromhex(chunk)).token_ids) for chunk in chunks_in(fitted)}
+    found = {level.level: level.to_json()["relative_error"] for level in report.levels}
+    for level, error in found.items():
+        own = sum(error_of(fitted, chunk, level) * count for chunk, count in tokens.items()) / sum(tokens.values())
+        assert error == pytest.approx(own, rel=1e-3)
+    assert found["lossless"] == 0 < found["1"] < found["2"] < found["3"] < found["4"]
+
+
+def test_the_loss_is_measured_and_remembered(fitted: Path) -> None:
+    report = run(fitted, *LOSSY, questions=2)
+    lost = [level.to_json()["kl_answer"] for level in report.levels]
+    assert lost[0] > 0
+    assert lost == sorted(set(lost))
+    assert all(level.to_json()["questions"] == 2 for level in report.levels)
+    assert all(0 < level.to_json()["top1_agrees"] <= 1 for level in report.levels)
+    kept = state_of(fitted)
+    assert kept["losses"] == {level.level: level.loss for level in report.levels}
+
+
+def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fixed_losses(monkeypatch)
+    run(fitted, "2", questions=1)
+    run(fitted, "2", "3", questions=1)
+    report = run(fitted, "3", "2", questions=1)
+    assert asked == [["2"], ["3"]]
+    assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
+
+
+def test_what_was_measured_of_another_profile_is_forgotten(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = fixed_losses(monkeypatch)
+    run(fitted, "1", "2", questions=1)
+    refit(fitted, monkeypatch, "2", questions=1)
+    assert asked == [["1", "2"], ["2"]]
+    assert set(state_of(fitted)["losses"]) == {"2"}
+
+
+def test_losses_of_a_named_predictor_are_not_the_levels(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_losses(monkeypatch)
+    run(fitted, "2", questions=1)
+    before = state_of(fitted)
+    fixed_losses(monkeypatch, {"2": 0.7})
+    assert run(fitted, "2", predictor="anchor", questions=1).levels[0].to_json()["kl_answer"] == 0.7
+    assert state_of(fitted) == before
+
+
+# ---- profiles ----------------------------------------------------------------------------------------------------
+
+
+def test_fit_keeps_a_profile_that_records_name(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it some level is both smaller and less lossy than one without, and never the other way round."""
+    untransformed = run(plain, *LOSSY, questions=2)
+    monkeypatch.setattr(fitting, "CONTEXTS", 12)
+    report = run(plain, *LOSSY, fit=True, questions=2)
+    assert report.warnings == []
+    assert report.profile is not None
+    digest = bytes.fromhex(report.profile["digest"])
+    with Store.open(plain) as store:
+        data = store.profile(digest)
+        assert store.stats()["profiles"]["count"] == 1
+    assert data is not None
+    assert report.profile["bytes"] == len(data)
+    assert state_of(plain)["profile"] == digest.hex()
+    for level in LOSSY:
+        assert {coded.profile for coded in coded_in(plain, level).values()} == {digest}
+    plains, fitted = ([(row.to_json()["bits_per_element"], row.loss["kl_answer"]) for row in one.levels]
+                      for one in (untransformed, report))  # fmt: skip
+    assert any(bits < others and lost < lose for bits, lost in fitted for others, lose in plains)
+    assert not any(others < bits and lose < lost for bits, lost in fitted for others, lose in plains)
+
+
+def test_a_profile_once_fitted_serves_later_runs(fitted: Path) -> None:
+    drop(fitted, "2")
+    report = run(fitted, "2")
+    assert report.warnings == []
+    assert report.encoded == len(chunks_in(fitted))
+    assert {coded.profile.hex() for coded in coded_in(fitted, "2").values()} == {state_of(fitted)["profile"]}
+
+
+def test_fit_needs_exact_records(fitted: Path) -> None:
+    drop(fitted, "raw")
+    before = state_of(fitted)
+    with pytest.raises(KvtoolError, match="no exact record") as raised:
+        run(fitted, "1", fit=True)
+    assert raised.value.hint
+    assert state_of(fitted) == before
+
+
+def test_another_stores_profile(plain: Path, fitted: Path) -> None:
+    """The store has it for itself then: the other one may go."""
+    digest, before = state_of(fitted)["profile"], files_below(fitted)
+    report = run(plain, "2", profile=fitted)
+    assert files_below(fitted) == before
+    shutil.rmtree(fitted)
+    assert report.profile is not None
+    assert report.profile["digest"] == state_of(plain)["profile"] == digest
+    assert {coded.profile.hex() for coded in coded_in(plain, "2").values()} == {digest}
+    assert all(error_of(plain, chunk, "2") < 0.1 for chunk in chunks_in(plain))
+
+
+def test_its_own_profile_is_another_stores_as_well(fitted: Path) -> None:
+    assert run(fitted, "2", profile=fitted).encoded == 0
+
+
+def test_a_profile_of_another_model_is_refused(fitted: Path, tmp_path: Path) -> None:
+    other = make_plain(save_tiny("llama", tmp_path / "model", seed=1), tmp_path, 1, 1)
+    before = state_of(other), levels_in(other)
+    with pytest.raises(ModelError, match="another model's"):
+        run(other, "1", profile=fitted)
+    assert (state_of(other), levels_in(other)) == before
+
+
+def test_a_store_that_has_no_profile_gives_none(fitted: Path, plain: Path) -> None:
+    with pytest.raises(KvtoolError, match="has no profile") as raised:
+        run(fitted, "1", profile=plain)
+    assert "--fit" in raised.value.hint
+    with pytest.raises(StoreNotFoundError):
+        run(fitted, "1", profile=fitted / "nowhere")
+
+
+@pytest.mark.parametrize("lose", [drop_profile, damage_profile])
+def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path], None], fitted: Path) -> None:
+    """Then all records can be read again."""
+    other = Path(shutil.copytree(fitted, fitted.with_name("other")))
+    digest, chunk = state_of(fitted)["profile"], chunks_in(fitted)[0]
+    lose(fitted)
+    with pytest.raises(DamagedError, match="profile") as raised:
+        run(fitted, "1")
+    assert raised.value.hint
+    report = run(fitted, "1", profile=other)
+    assert state_of(fitted)["profile"] == digest
+    assert report.encoded == 0
+    assert error_of(fitted, chunk, "4") < 0.5
+    assert damages(fitted) == []
+
+
+def test_fitting_again_changes_nothing(fitted: Path) -> None:
+    """The same chunks give the same profile: neither it nor any record is written again."""
+    before = files_below(fitted)
+    assert run(fitted, *LOSSY, fit=True).encoded == 0
+    assert files_below(fitted) == before
+
+
+# ---- which level -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bound", "chosen"),
+    [(None, "2"), (0.0005, "lossless"), (0.001, "1"), (0.0039, "1"), (0.004, "2"), (0.03, "3"), (1.0, "4")],
+)
+def test_auto_takes_the_smallest_that_is_allowed(
+    bound: float | None, chosen: str, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound without a level means auto."""
+    fixed_losses(monkeypatch)
+    asked = ("auto",) if bound in (None, 0.004) else ()
+    report = run(plain, *asked, max_loss=bound, questions=1, chunks=tuple(chunks_in(plain)[:1]))
+    assert [level.level for level in report.levels] == [chosen]
+    assert any("no level loses as little" in text for text in report.warnings) == (chosen == "lossless")
+
+
+def test_auto_beside_others(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_losses(monkeypatch)
+    report = run(plain, "1", "auto", "2", questions=1, chunks=tuple(chunks_in(plain)[:1]))
+    assert [level.level for level in report.levels] == ["1", "2"]
+
+
+def test_auto_with_nothing_to_measure_on(fitted: Path) -> None:
+    """Nothing is exact any more: nothing is known, nothing is lost."""
+    drop(fitted, "raw")
+    before = levels_in(fitted)
+    report = run(fitted, "auto", questions=1)
+    assert [level.level for level in report.levels] == ["lossless"]
+    assert report.skipped == len(chunks_in(fitted))
+    assert levels_in(fitted) == before
+    assert any("no exact record is left to measure" in text for text in report.warnings)
+
+
+@pytest.mark.parametrize("levels", [("raw",), ("5",), ("0",), ("",), ("1", "5"), ("auto", "raw"), ("-1",), ("Auto",)])
+def test_levels_that_there_are_not(levels: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as raised:
+        check_levels(CompressOptions(levels=levels))
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("options", [{"levels": ("auto",)}, {"max_loss": 0.1}])
+def test_auto_needs_questions(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="measured loss"):
+        check_levels(CompressOptions(questions=0, **options))  # type: ignore[arg-type]
+
+
+# ---- which chunks ------------------------------------------------------------------------------------------------
+
+
+def test_only_these_chunks(plain: Path) -> None:
+    """By their ids' beginnings too, each once."""
+    one, two, *others = chunks_in(plain)
+    report = run(plain, "2", chunks=(two, one[:8].upper(), one))
+    assert (report.encoded, report.kept, report.levels[0].chunks) == (2, 0, 2)
+    found = levels_in(plain)
+    assert found[one] == found[two] == ["2", "raw"]
+    assert all(found[chunk] == ["raw"] for chunk in (*others, prefix_of(plain)))
+
+
+def test_only_these_chunks_lose_their_raw_records(plain: Path) -> None:
+    one, *others = chunks_in(plain)
+    run(plain, "2", chunks=(one,), keep_raw=False)
+    found = levels_in(plain)
+    assert found[one] == ["2"]
+    assert all(found[chunk] == ["raw"] for chunk in (*others, prefix_of(plain)))
+
+
+def test_chunks_that_there_are_not(plain: Path) -> None:
+    """The prompt's own beginning is none: it is exact in every prompt."""
+    one = chunks_in(plain)[0]
+    for text in ("00" * 20, one[:5], "", "no hex", prefix_of(plain), one + "00"):
+        with pytest.raises(UsageError, match="is not in the store"):
+            run(plain, "1", chunks=(one, text))
+    assert set(map(tuple, levels_in(plain).values())) == {("raw",)}
+
+
+def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
+    """Bits and time are of the chunks that were asked for alone."""
+    one = chunks_in(plain)[0]
+    report = run(plain, "lossless", chunks=(one,))
+    kv = decoded(plain, one, "lossless")
+    assert report.levels[0].elements == 2 * kv.keys.numel()
+    assert report.encoded_bytes == report.decoded_bytes == 2 * kv.keys.numel() * 4
+    assert report.encode_seconds > 0
+    assert report.decode_seconds > 0
+    assert report.seconds > report.encode_seconds + report.decode_seconds

@@ -1,0 +1,86 @@
+"""`ingest --level`: records that are small from the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.payload import NO_PROFILE
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, write_corpus
+from tests.compress.making import chunks_in, coded_in, damage_profile, decoded, levels_in, prefix_of, run, state_of
+
+
+@pytest.fixture
+def at(tiny: Path, tmp_path: Path) -> tuple[Any, ...]:
+    return ("--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX)
+
+
+@pytest.mark.parametrize("level", ["2", "4", "lossless"])
+def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> None:
+    """The prompt's own beginning is exact; what is there is not computed again; the answers come from it."""
+    corpus, path = write_corpus(tmp_path / "in", 3, 3), tmp_path / "store"
+    row = kvtool("ingest", corpus, *at, "--level", level, "--json").fine().json
+    chunks = chunks_in(path)
+    assert row["chunks"]["computed"] == len(chunks)
+    prefix = "lossless" if level == "lossless" else "raw"
+    assert levels_in(path) == {chunk: [level] for chunk in chunks} | {prefix_of(path): [prefix]}
+    if level != "lossless":
+        assert {coded.profile for coded in coded_in(path, level).values()} == {NO_PROFILE}
+    stored = kvtool("store", "stats", "--store", path, "--json").json
+    assert row["kv_bytes"] == stored["bytes"]
+    again = kvtool("ingest", corpus, *at, "--level", level, "--json").fine().json
+    assert (again["documents"]["unchanged"], again["chunks"]["computed"]) == (3, 0)
+    other = kvtool("ingest", corpus, *at, "--json").fine().json  # another level is no reason to compute
+    assert (other["documents"]["unchanged"], other["chunks"]["computed"]) == (3, 0)
+    assert levels_in(path)[chunks[0]] == [level]
+    assert damages(path) == []
+    reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json
+    assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
+
+
+def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
+    """New chunks are encoded with it, an edited document's too; the old ones stay as they are."""
+    corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
+    kvtool("ingest", corpus, *at).fine()
+    run(path, "2", fit=True)
+    digest, old = state_of(path)["profile"], set(chunks_in(path))
+    before = levels_in(path)
+    (corpus / "new.md").write_text("# The new mill\n\nIt was built in 1999 and grinds nothing.")
+    row = kvtool("ingest", corpus, "--store", path, "--level", "2", "--json").fine().json
+    assert row["documents"] == {"added": 1, "changed": 0, "unchanged": 2, "removed": 0, "failed": 0}
+    new = set(chunks_in(path)) - old
+    assert row["chunks"]["computed"] == len(new) > 0
+    found = levels_in(path)
+    assert {chunk: found[chunk] for chunk in before} == before
+    assert all(found[chunk] == ["2"] for chunk in new)
+    assert {coded.profile.hex() for coded in coded_in(path, "2").values()} == {digest}
+    report = run(path, "2")
+    assert (report.encoded, report.kept, report.skipped) == (0, len(old | new), 0)
+    assert damages(path) == []
+    for chunk in new:
+        assert bool(decoded(path, chunk, "2").keys.isfinite().all())
+
+
+def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Path) -> None:
+    corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
+    kvtool("ingest", corpus, *at, "--level", "2").fine()
+    kvtool("ingest", corpus, *at, "--store", tmp_path / "raw").fine()
+    run(tmp_path / "raw", "2")
+    with Store.open(path) as one, Store.open(tmp_path / "raw") as two:
+        for chunk in map(bytes.fromhex, chunks_in(path)):
+            assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
+
+
+def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:
+    """And nothing is stored without it."""
+    corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
+    kvtool("ingest", corpus, *at).fine()
+    run(path, "2", fit=True)
+    damage_profile(path)
+    before = levels_in(path)
+    (corpus / "new.md").write_text("A new mill.")
+    kvtool("ingest", corpus, "--store", path, "--level", "2").failed(13, "codec profile")
+    assert levels_in(path) == before
