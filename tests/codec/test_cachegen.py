@@ -541,6 +541,17 @@ def test_a_transformed_record_among_those_without_a_profile() -> None:
             CODECS["1"].decode(items, 0, shelf())
 
 
+@pytest.mark.parametrize("predictor", ["mean", "anchor"])
+def test_side_information_that_does_not_fit(predictor: str) -> None:
+    kv = model().kv(0, 30)
+    coded = Coded.parse(encoded(*kv, ["1"], predictor=predictor)["1"].payload)
+    unknown = bytes([len(shipped())])
+    for side in (coded.side + b"\0", coded.side[:-1], b"", coded.side[:-1] + unknown, b"\xff" * len(coded.side)):
+        payload = b"".join(dataclasses.replace(coded, side=side).pack())
+        with pytest.raises(DamagedError):
+            decoded(item_of(payload, kv[0]), "1")
+
+
 def test_marks_that_are_not_those_of_the_stream() -> None:
     of = profile()
     keys, values = model().kv(0, 30)
