@@ -149,6 +149,7 @@ def test_places_are_even_in_number_and_within_the_row(groups: int, size: int, da
     places = layout.places(active)
     assert len(places) % 2 == 0
     assert len(places) - active.sum() in (0, 1)
+    assert (np.diff(places) > 0).all()
     wanted = {layout.start(group // groups, group % groups) + BLOCK * n for group in range(2 * groups)
               for n in range(active[group])}  # fmt: skip
     assert wanted <= set(places.tolist())
