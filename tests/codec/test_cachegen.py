@@ -22,7 +22,7 @@ from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, KvtoolError
 from tests.codec.synthetic import KV, Model, encoded, fitted, item_of, model, profile, relative, shelf
 
 SCHEMES = ["whole", "heads", "mean", "anchor", "auto"]
@@ -578,3 +578,11 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
             payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())
             with pytest.raises(DamagedError):
                 decoded(item_of(payload, keys), "1", *profiles)
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
+    keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    values[1, 2, 3] = odd
+    with pytest.raises(KvtoolError, match="finite"):
+        encode_levels(keys, values, 0, ["2"])

@@ -240,7 +240,7 @@ def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: p
 @pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload", "not these numbers"])
 @pytest.mark.parametrize("level", ["2", "4"])
 def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitted: Path) -> None:
-    """Answered as if it were missing, and filled with an exact record for the next time."""
+    """Answered as if it were missing; what is lossy of it goes, and the exact record serves the next time."""
     know(fitted, l1=0.001, l2=0.5, l3=0.5, l4=0.5)
     one, two, *others = chunks_of(fitted, "mill0.md")
     sound = ask(fitted, "--level", "raw").json
@@ -285,3 +285,26 @@ def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
     done = ask(fitted)
     assert statuses(done) <= {"hit", "exact"}
     assert done.json["bytes_read"] == payload_bytes(fitted, "raw")
+
+
+def test_a_lossy_record_is_never_exact(fitted: Path) -> None:
+    """Right behind its own lead-in it is still not what full prefill gives, so the modes may recompute it."""
+    done = ask(fitted, "--level", "2")
+    assert "exact" not in statuses(done)
+
+
+def test_what_is_exact_and_sound_is_not_computed_again(fitted: Path) -> None:
+    """A damaged lossy record costs nothing but itself: the exact rows stay, byte for byte."""
+    know(fitted, l1=0.5, l2=0.001, l3=0.5, l4=0.5)
+    one = chunks_of(fitted, "mill0.md")[0]
+    before = read_all(fitted, one, "raw")
+    replace_record(fitted, one, "2", 0, flip)
+    assert "miss" in statuses(ask(fitted))
+    assert levels_in(fitted)[one] == ["raw"]
+    assert read_all(fitted, one, "raw") == before
+
+
+def read_all(store: Path, chunk: str, level: str) -> list[bytes]:
+    with Store.open(store) as opened:
+        records = [opened.read_kv(bytes.fromhex(chunk), level, layer) for layer in range(LAYERS)]
+    return [bytes(record[1]) for record in records if record is not None]

@@ -15,7 +15,7 @@ from kvtool.core.codec.levels import LOSSY, coarser
 from kvtool.core.codec.payload import Coded, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, KvtoolError
 
 PREDICTORS = {"mean": Predictor.MEAN, "anchor": Predictor.ANCHOR}
 _PLAIN = tuple(PREDICTORS.values())
@@ -109,6 +109,8 @@ def encode_levels(
     The parts of a record for each level.
     """
     sides = _flat(keys, values)
+    if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
+        raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
     if profile is not None and predictor == "auto":
         finest = transform.finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
         there = {*levels, *bases}

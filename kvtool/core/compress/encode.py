@@ -79,7 +79,8 @@ class Encoder:
         if stale and any(level in LOSSY for level in wanted):  # one may refine another: they go together
             for level in LOSSY:
                 self._writer.drop_level([chunk], level)
-            wanted = [level for level in levels if level not in there or level in LOSSY]
+            wanted = [level for level in levels if level not in LOSSY and level not in there]
+            wanted += [level for level in LOSSY if level in levels or level in there]
         kept = [level for level in there if level in LOSSY and not stale]
         self._encode(chunk, source, wanted, kept)
         return True

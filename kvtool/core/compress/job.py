@@ -58,6 +58,8 @@ def check_levels(options: CompressOptions) -> list[str]:
             raise UsageError("raw is what there is before compression", "leave --level raw out")
         if level != AUTO:
             check_level(level)
+    if options.max_loss is not None and AUTO not in levels:
+        raise UsageError("--max-loss chooses a level, and one is named", "leave --level out, or add --level auto")
     if AUTO in levels and options.questions == 0:
         raise UsageError("--level auto needs a measured loss", "leave --questions 0 out, or name a level")
     return levels

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from kvtool.core.cache.identity import ids_digest
+from kvtool.core.codec.levels import LOSSY
 
 Status = Literal["hit", "exact", "miss", "fresh"]
 
@@ -100,8 +101,8 @@ class Plan:
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
     """Lay out a prompt.
 
-    A cached segment is exact when the ids before it in the prompt are the lead-in it was prefilled behind: its rows
-    are then what full prefill gives. Stored rows know their lead-in by digest.
+    A cached segment is exact when the ids before it in the prompt are the lead-in it was prefilled behind, and its
+    level loses nothing: its rows are then what full prefill gives. Stored rows know their lead-in by digest.
     """
     segments: list[Segment] = []
     before: list[int] = []
@@ -116,6 +117,6 @@ def _place(candidate: Candidate, before: list[int]) -> Segment:
     status: Status = "hit"
     if candidate.level is None:
         status = "miss"
-    elif candidate.lead_in == ids_digest(before):
+    elif candidate.lead_in == ids_digest(before) and candidate.level not in LOSSY:
         status = "exact"
     return Segment(candidate.ids, len(before), status, candidate, candidate.reason)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import KvtoolError
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.compress.chunks import exact_level, read_chunk
+from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.identity import NEIGHBOUR, StoreIdentity
 from kvtool.core.ingest.compute import encode_chunk
@@ -34,6 +36,10 @@ def fill_holes(
     try:
         with store.writer(wait) as writer:
             for chunk in wanted:
+                if _exact_is_sound(store, chunk.chunk_id):  # only what was made of it is damaged
+                    for level in LOSSY:
+                        writer.drop_level([chunk.chunk_id], level)
+                    continue
                 lead_in = LeadIn(decoder, () if chunk.chunk_id == identity.prefix_id else identity.lead_in.ids)
                 kv = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])[0]
                 layers = encode_chunk(chunk.chunk_id, kv, "raw")
@@ -43,6 +49,19 @@ def fill_holes(
         warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
         return 0
     return len(wanted)
+
+
+def _exact_is_sound(store: Store, chunk_id: bytes) -> bool:
+    """Whether a record that loses nothing can be read in all layers."""
+    level = exact_level(store, chunk_id)
+    info = store.chunk_info(chunk_id) if level is not None else None
+    if level is None or info is None:
+        return False
+    try:
+        read_chunk(store, chunk_id, level, info.layers)
+    except DamagedError:
+        return False
+    return True
 
 
 def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:

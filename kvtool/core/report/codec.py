@@ -99,6 +99,7 @@ def _prompts(session: Session, requests: Sequence[Request], options: QueryOption
         lossy = [s for s in plan.segments[:-1] if s.ids and s.source.level not in EXACT_LEVELS]
         if lossy:
             raise KvtoolError(
-                f"chunk {lossy[0].source.chunk_id.hex()[:12]} is not stored exactly", "ingest its document again"
+                f"chunk {lossy[0].source.chunk_id.hex()[:12]} is not stored exactly",
+                "ingest its document into a new store",
             )
         yield Prompt(plan, request.answers)
