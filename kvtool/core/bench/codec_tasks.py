@@ -29,6 +29,7 @@ from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.plain import padded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.transform import finest_numbers, pack
 
 SIDE = "K or V of a layer of a chunk"
 ONE = "a layer of a chunk"
@@ -189,7 +190,20 @@ def _lossy_tasks(
     jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
     yield Task("decode", level, jobs, raw_bytes, size, MANY)
     if profile is not None:
+        coders = _entropy_encoders(sample, level, profile)
+        yield Task("entropy encode", level, coders, raw_bytes, size, ONE, note="from the finest numbers; no transform")
         yield _backward_limit(sample, level, profile)
+
+
+def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]:
+    """Records from numbers that are there: coarsened, made symbols, coded."""
+    jobs: list[Job] = []
+    for layer in range(sample.layers):
+        for kv in sample.chunks:
+            sides = torch.stack([kv.keys[layer], kv.values[layer]]).transpose(1, 2).flatten(2).float()
+            finest = finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
+            jobs.append(partial(pack, profile, layer, level, finest, False))
+    return jobs
 
 
 def _outputs(sample: Sample, profile: Profile | None) -> list[Output]:
