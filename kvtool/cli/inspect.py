@@ -90,11 +90,13 @@ def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: l
 
 
 def _glance(run: Run, store: Any) -> None:
+    from kvtool.core.levels import recorded_losses
     from kvtool.core.query.session import store_identity
     from kvtool.core.verdicts import stored_verdict
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)
+    losses = recorded_losses(store)
     value = {
         "path": str(store.path),
         "model": identity.model,
@@ -102,6 +104,7 @@ def _glance(run: Run, store: Any) -> None:
         "fingerprint": identity.fingerprint,
         "lead_in": {"mode": identity.lead_in.mode, "tokens": len(identity.lead_in.ids)},
         "gate": None if verdict is None else verdict.passed,
+        "losses": losses,
         "store": store.stats(),
     }
 
@@ -113,7 +116,8 @@ def _glance(run: Run, store: Any) -> None:
         run.out.print(f"lead-in  {identity.lead_in.mode}, {len(identity.lead_in.ids)} tokens")
         run.out.print(f"content  {sizes['documents']} documents, {sizes['chunks']} chunks, {sizes['tokens']:,} tokens")
         for level, row in sizes["levels"].items():
-            run.out.print(f"level    {level}: {row['chunks']} chunks, {row['bytes'] / 1e6:,.1f} MB")
+            lost = f", {losses[level]:.4f} nats a token lost" if level in losses else ""
+            run.out.print(f"level    {level}: {row['chunks']} chunks, {row['bytes'] / 1e6:,.1f} MB{lost}")
         run.out.print(f"disk     {sizes['disk_free'] / 1e9:,.1f} GB free")
 
     run.out.result(value, human=show)
