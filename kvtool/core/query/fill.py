@@ -52,16 +52,17 @@ def fill_holes(
 
 
 def _exact_is_sound(store: Store, chunk_id: bytes) -> bool:
-    """Whether a record that loses nothing can be read in all layers."""
+    """Whether the chunk's description, and a record of it that loses nothing, can be read in all layers."""
     level = exact_level(store, chunk_id)
-    info = store.chunk_info(chunk_id) if level is not None else None
-    if level is None or info is None:
+    if level is None:
         return False
     try:
-        read_chunk(store, chunk_id, level, info.layers)
+        info = store.chunk_info(chunk_id)
+        if info is not None:
+            read_chunk(store, chunk_id, level, info.layers)
     except DamagedError:
         return False
-    return True
+    return info is not None
 
 
 def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
