@@ -30,6 +30,7 @@ RESERVED_ENV = (
     "KVTOOL_CACHE",
     "KVTOOL_CONFIG",
     "KVTOOL_DEBUG",
+    "KVTOOL_ENTROPY_CODER",
     "KVTOOL_DISK_RESERVE",  # these three size the store's map (core/cache)
     "KVTOOL_MAP_LIMIT",
     "KVTOOL_MAP_START",
