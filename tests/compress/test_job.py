@@ -149,7 +149,7 @@ def test_losses_of_a_named_predictor_are_not_the_levels(fitted: Path, monkeypatc
     before = state_of(fitted)
     fixed_losses(monkeypatch, {"2": 0.7})
     assert run(fitted, "2", predictor="anchor", questions=1).levels[0].to_json()["kl_answer"] == 0.7
-    assert state_of(fitted) == before
+    assert state_of(fitted) == before | {"losses": {}}
 
 
 # ---- profiles ----------------------------------------------------------------------------------------------------
@@ -337,3 +337,12 @@ def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
     assert report.encode_seconds > 0
     assert report.decode_seconds > 0
     assert report.seconds > report.encode_seconds + report.decode_seconds
+
+
+def test_a_named_predictors_records_are_not_judged_by_what_was_measured_of_others(fitted: Path) -> None:
+    """`auto` would read them, as if the profile's loss were theirs."""
+    with Store.open(fitted) as store, store.writer() as writer:
+        losses = {level: {"kl_answer": 0.001} for level in LOSSY}
+        writer.set_codec_state(store.codec_state() | {"losses": losses})
+    run(fitted, "2", predictor="anchor")
+    assert set(state_of(fitted)["losses"]) == set(LOSSY) - {"2"}

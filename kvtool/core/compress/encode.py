@@ -162,7 +162,6 @@ class Encoder:
             elements = keys.numel() + values.numel()
             self._report.decoded_bytes += elements * keys.element_size()
             report.elements += elements
-            report.item_bytes = keys.element_size()
             part = item
             while part is not None:
                 report.bytes += len(part.payload) + OVERHEAD_BYTES

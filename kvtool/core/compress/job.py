@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -199,7 +199,15 @@ class _Job:
             known |= self._measured(wanted, profile, chunks)
             if mine:
                 self.writer.set_codec_state({"profile": digest, "losses": known})
+        if not mine:
+            self._forget(levels, state)
         return known
+
+    def _forget(self, levels: Sequence[str], state: dict[str, Any]) -> None:
+        """What was measured of these levels is not true of a named predictor's records: `auto` must not read them."""
+        losses = {level: loss for level, loss in state.get("losses", {}).items() if level not in levels}
+        if losses != state.get("losses", {}):
+            self.writer.set_codec_state(state | {"losses": losses})
 
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]

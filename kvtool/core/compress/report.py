@@ -61,7 +61,6 @@ class LevelReport:
     chunks: int = 0
     bytes: int = 0
     elements: int = 0
-    item_bytes: int = 2
     error: float = 0.0
     loss: dict[str, float] = field(default_factory=dict)
 
