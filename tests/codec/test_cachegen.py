@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded, no_profiles
 from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.encoder import to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
-from kvtool.core.codec.integers import bounds, coarsened, refinement, to_symbols
+from kvtool.core.codec.integers import coarsened, refinement
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
@@ -346,26 +348,28 @@ def test_whole_numbers_nest(numbers: list[int]) -> None:
 @given(data=st.data())
 def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
     """A number that its column's table has, or a mark; the least and the greatest numbers too."""
-    low, high = bounds(shipped())
-    ids = np.array(data.draw(st.lists(st.integers(0, len(shipped()) - 1), min_size=1, max_size=9)), np.uint16)
+    some = data.draw(st.lists(st.integers(0, len(shipped()) - 1), min_size=1, max_size=9))
+    ids = np.resize(np.array(some, np.uint16), 64)
     any_number = st.integers(-32767, 32766) | st.integers(-130, 130)
-    numbers = np.array([[data.draw(any_number) for _ in ids] for _ in range(3)], np.int16)
-    symbols, marks = to_symbols(numbers, ids, (low, high))
+    drawn = [[data.draw(any_number) for _ in range(9)] for _ in range(3)]
+    numbers = np.array([np.resize(row, 64) for row in drawn], np.int16)
+    symbols, escapes = to_symbols(numbers, in_order(ids, shipped()))
+    assert escapes == np.count_nonzero(symbols == ESCAPE)
     for row in range(3):
         for column, table in enumerate(ids):
             number = int(numbers[row, column])
             known = -ZERO <= number < ESCAPE - ZERO and shipped().frequencies[table, number + ZERO] > 0
-            assert marks[row, column] == (not known)
             assert symbols[row, column] == (number + ZERO if known else ESCAPE)
 
 
-def test_bounds_of_a_table_that_knows_escapes_only() -> None:
+def test_a_table_that_knows_escapes_only() -> None:
     rows = np.zeros((2, 256), np.uint16)
     rows[0, ESCAPE] = rows[1, ZERO - 5] = 2048
-    low, high = bounds(TableSet(rows))
-    numbers = np.array([[0, -5], [-1, -4], [32766, -6]], np.int16)
-    symbols, marks = to_symbols(numbers, np.array([0, 1], np.uint16), (low, high))
-    assert marks.tolist() == [[True, False], [True, True], [True, True]]
+    columns = in_order(np.resize(np.array([0, 1], np.uint16), 64), TableSet(rows))
+    numbers = np.array([np.resize(row, 64) for row in ([0, -5], [-1, -4], [32766, -6])], np.int16)
+    symbols, escapes = to_symbols(numbers, columns)
+    assert (symbols[:, :2] == ESCAPE).tolist() == [[True, False], [True, True], [True, True]]
+    assert escapes == 5 * 32
     assert symbols[0, 1] == ZERO - 5
 
 

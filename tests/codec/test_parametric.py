@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO
-from kvtool.core.codec.integers import bounds
 from kvtool.core.codec.parametric import bell, frequencies, made, shipped
 
 DIGEST = "b9c0f1000a6b8c4edce0785ebc46f1cc"  # of version 1: records name its tables by number
@@ -41,7 +40,7 @@ def test_every_table_has_an_escape_and_zero() -> None:
 def test_wider_and_wider() -> None:
     """The first knows nothing but zeros; each of the others has a wider peak than the one before."""
     rows = shipped().frequencies.astype(float)
-    low, high = bounds(shipped())
+    low, high = shipped().bounds
     assert (low[0], high[0]) == (0, 0)
     assert (np.diff(low) <= 0).all()
     assert (np.diff(high) >= 0).all()

@@ -61,10 +61,10 @@ def test_there_and_back(kind: tuple[int, int, int], made: Profile) -> None:
         grouped = (sides - made.means[layer, :, None]).view(2, 50, layout.groups, layout.size).transpose(1, 2)
         numbers = grouped @ made.forward(layer)
         for at, level in enumerate(LOSSY):
-            back = made.backward(layer, level, torch.float32)[:, :, : layout.size]
+            back = made.backward(layer, level, torch.float32)[0][:, :, : layout.size]
             again = (numbers / 3**at) @ back
             assert (again - grouped).abs().max() < 2e-5 * grouped.abs().max()
-            assert not made.backward(layer, level, torch.float32)[:, :, layout.size :].any()
+            assert not made.backward(layer, level, torch.float32)[0][:, :, layout.size :].any()
 
 
 def test_a_step_costs_the_same_in_every_direction(made: Profile, kind: tuple[int, int, int]) -> None:
@@ -122,7 +122,7 @@ def test_all_tables_can_be_named(made: Profile) -> None:
     assert len(made.tables) <= TABLES + 48
     assert (made.fine_ids % 3 == made.fine_ids.min() % 3).all()
     assert made.fine_ids.min() > made.ids.max()  # tables of refinements are their own
-    low, high = made.bounds
+    low, high = made.tables.bounds
     assert (low[made.fine_ids] == -1).all()
     assert (high[made.fine_ids + 2] == 1).all()
 

@@ -19,10 +19,11 @@ from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, no_profiles
 from kvtool.core.codec.cachegen import encode_levels
-from kvtool.core.codec.entropy.coder import Decoding, decode_batch
+from kvtool.core.codec.entropy.columns import Columns, in_order
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch
 from kvtool.core.codec.entropy.reference import Stream
-from kvtool.core.codec.entropy.tables import ZERO, TableSet
-from kvtool.core.codec.layout import BLOCK, SIDES
+from kvtool.core.codec.entropy.tables import ZERO
+from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded
@@ -123,11 +124,12 @@ def _constriction(
     jobs: list[Job] = []
     size = 0
     for decoding in _decodings(profile, layer, item, outputs[at]):
-        numbers = np.empty((decoding.rows, len(decoding.ids)), np.int16)
-        decode_batch([_to_int16(decoding, numbers)])
-        for table in np.unique(decoding.ids):
-            symbols = (numbers[:, decoding.ids == table].astype(np.int32) + ZERO).reshape(-1)
-            share = decoding.tables.frequencies[table].astype(np.float32)
+        ids, tables = decoding.columns.ids, decoding.columns.tables
+        numbers = np.empty((decoding.rows, len(ids)), np.int16)
+        decode_batch([Decoding(decoding.stream, in_order(ids, tables), decoding.rows, numbers)])
+        for table in np.unique(ids):
+            symbols = (numbers[:, ids == table].astype(np.int32) + ZERO).reshape(-1)
+            share = tables.frequencies[table].astype(np.float32)
             model = stream.model.Categorical(np.maximum(share, 1e-9) / share.sum(), perfect=False)
             coder = stream.stack.AnsCoder()
             coder.encode_reverse(symbols, model)
@@ -217,32 +219,19 @@ def _decodings(profile: Profile | None, layer: int, item: Encoded, outs: Output)
     """Streams of a record straight to bfloat16."""
     coded = Coded.parse(item.payload)
     if profile is not None:
-        own = profile.coded(LOSSY[coded.level - 1], layer)
-        return [_decoding(coded.streams[0], own.ids, profile.tables, own.places, outs[0], 1.0)]
-    columns = padded(item.shape[0] * item.shape[2])
-    chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * columns :].reshape(SIDES, columns).astype(np.uint16)
-    places = np.arange(0, columns, BLOCK, dtype=np.int32)
+        columns = profile.coded(LOSSY[coded.level - 1], layer).alone
+        return [_decoding(coded.streams[0], columns, outs[0], 1.0)]
+    width = padded(item.shape[0] * item.shape[2])
+    chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * width :].reshape(SIDES, width).astype(np.uint16)
     return [
-        _decoding(coded.streams[side], chosen[side], shipped(), places, outs[side], coded.steps[side])
+        _decoding(coded.streams[side], in_order(chosen[side], shipped()), outs[side], coded.steps[side])
         for side in range(SIDES)
     ]
 
 
-def _decoding(
-    stream: Stream,
-    ids: npt.NDArray[np.uint16],
-    tables: TableSet,
-    places: npt.NDArray[np.int32],
-    out: npt.NDArray[np.uint16],
-    step: float,
-) -> Decoding:
-    scale, offset = np.full(len(ids), step, np.float32), np.zeros(len(ids), np.float32)
-    return Decoding(stream, ids, tables, len(out), places, out, "bfloat16", scale, offset)
-
-
-def _to_int16(decoding: Decoding, out: npt.NDArray[np.int16]) -> Decoding:
-    places = np.arange(0, len(decoding.ids), BLOCK, dtype=np.int32)
-    return replace(decoding, places=places, out=out, form="int16", scale=None, offset=None)
+def _decoding(stream: Stream, columns: Columns, out: npt.NDArray[np.uint16], step: float) -> Decoding:
+    scale, offset = np.full(len(columns), step, np.float32), np.zeros(len(columns), np.float32)
+    return Decoding(stream, columns, len(out), out, "bfloat16", Scaling(scale, offset))
 
 
 def _forward_limit(sample: Sample, profile: Profile) -> Task:
@@ -267,8 +256,8 @@ def _backward_limit(sample: Sample, level: str, profile: Profile) -> Task:
     jobs: list[Job] = []
     flops = 0
     for layer in range(sample.layers):
-        widths = profile.coded(level, layer).widths.tolist()
-        bases = profile.backward(layer, level, torch.bfloat16).flatten(0, 1)
+        widths = profile.coded(level, layer).widths
+        bases = profile.backward(layer, level, torch.bfloat16)[0].flatten(0, 1)
         for batch in sample.batches():
             tokens = sum(sample.shape(chunk)[1] for chunk in batch)
             pairs = [(ones[:tokens, :width], basis[:width]) for width, basis in zip(widths, bases, strict=True)]

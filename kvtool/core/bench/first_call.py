@@ -11,16 +11,17 @@ import sys
 _PROGRAM = """
 import time
 import numpy as np
-from kvtool.core.codec.entropy import coder, reference, tables
+from kvtool.core.codec.entropy import columns, decoder, reference, tables
 set = tables.TableSet(np.full((32, 256), 8, np.uint16))
 symbols = np.random.default_rng(0).integers(0, 256, (16, 256), np.uint8)
 ids = (np.arange(256) % 32).astype(np.uint16)
 stream = reference.encode(symbols, ids, set)
 set = tables.TableSet(set.frequencies)
 out, ones = np.empty((16, 256), np.uint16), np.ones(256, np.float32)
-places = np.arange(0, 256, 32, dtype=np.int32)
 started = time.perf_counter()
-coder.decode_batch([coder.Decoding(stream, ids, set, 16, places, out, "bfloat16", ones, np.zeros(256, np.float32))])
+of = columns.in_order(ids, set)
+scaling = decoder.Scaling(ones, np.zeros(256, np.float32))
+decoder.decode_batch([decoder.Decoding(stream, of, 16, out, "bfloat16", scaling)])
 print((time.perf_counter() - started) * 1e3)
 """
 INCLUDES = (

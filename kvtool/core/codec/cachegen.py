@@ -132,7 +132,7 @@ def _transformed(
 ) -> Coded:
     numbers = coarsened(finest, LOSSY.index(level))
     coded = transform.pack(profile, layer, level, numbers, refine)
-    made = transform.sides_of(profile, layer, level, numbers, [coded], dtype)
+    made = transform.sides_of(profile, layer, level, torch.from_numpy(numbers), [coded], dtype)
     return replace(coded, errors=_errors(sides, made.float()))
 
 

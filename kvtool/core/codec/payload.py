@@ -31,15 +31,20 @@ from __future__ import annotations
 import enum
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvtool.core.codec.base import Payload
+from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
 FORMAT = 1
@@ -50,6 +55,8 @@ _MAGIC = b"kvg" + bytes([FORMAT])
 _HEADER = struct.Struct("<4s4B10I4f16s")
 _MOST_STREAMS = 4
 _STATES_BYTES = 4 * LANES
+_U8, _U16, _U32, _I16 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i2"))
+_NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
 
 
 class Predictor(enum.IntEnum):
@@ -60,7 +67,7 @@ class Predictor(enum.IntEnum):
     TRANSFORM = 2  # the profile's mean, then its transform
 
 
-_KINDS = frozenset(Predictor)
+_PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for value in Predictor}
 
 
 def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
@@ -116,27 +123,48 @@ class Escapes:
             self.marked.astype("<i2").tobytes(),
         ]
 
-    def patch(self, numbers: npt.NDArray[np.int16]) -> None:
-        """Put the escapes into decoded numbers `[rows, stride]`.
 
-        Raises
-        ------
-        DamagedError : one lies outside, or the stream has not as many marks.
-        """
-        if len(self.places):
-            if int(self.places[-1]) >= numbers.size:
+def patch(escapes: Sequence[Escapes], outs: Sequence[npt.NDArray[Any]], form: Form = "int16") -> None:
+    """Put the escapes of some records into their decoded numbers, each `[rows, stride]` of a form.
+
+    Raises
+    ------
+    DamagedError : one lies outside, or a stream has not as many marks.
+    """
+    numbers = np.concatenate([part for one in escapes for part in (one.placed, one.marked)])
+    values, at = _in_form(numbers, form), 0
+    for one, out in zip(escapes, outs, strict=True):
+        placed, marked, _ = one.counts
+        if placed:
+            if int(one.places[-1]) >= out.size:
                 raise DamagedError("a compressed record with an escape outside of it")
-            numbers.reshape(-1)[self.places] = self.placed
-        if not len(self.columns):
-            return
-        if int(self.columns[-1]) >= numbers.shape[1]:
-            raise DamagedError("a compressed record with an escape outside of it")
-        some = numbers[:, self.columns]
-        marks = some == ESCAPE - ZERO
-        if np.count_nonzero(marks) != len(self.marked):
-            raise DamagedError("a compressed record whose escapes are not those of its stream")
-        some[marks] = self.marked
-        numbers[:, self.columns] = some
+            out.reshape(-1)[one.places] = values[at : at + placed]
+        at += placed
+        if len(one.columns):
+            _patch_marked(out, one.columns, values[at : at + marked], _MARKS[form])
+        at += marked
+
+
+def _patch_marked(
+    out: npt.NDArray[Any], columns: npt.NDArray[np.uint16], values: npt.NDArray[Any], mark: npt.NDArray[Any]
+) -> None:
+    if int(columns[-1]) >= out.shape[1]:
+        raise DamagedError("a compressed record with an escape outside of it")
+    found = np.flatnonzero(out[:, columns] == mark)
+    if len(found) != len(values):
+        raise DamagedError("a compressed record whose escapes are not those of its stream")
+    rows, which = np.divmod(found, len(columns))
+    out[rows, columns[which]] = values
+
+
+def _in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
+    """Whole numbers as a decoder writes them, the nearest that the form has."""
+    if form == "int16":
+        return numbers
+    return torch.from_numpy(numbers).to(DTYPES[form]).view(torch.int16).numpy().view(HELD[form])
+
+
+_MARKS = {form: _in_form(np.array(ESCAPE - ZERO, np.int16), form) for form in get_args(Form)}
 
 
 def _ascends(values: npt.NDArray[np.unsignedinteger]) -> bool:
@@ -195,48 +223,46 @@ class Coded:
         ------
         DamagedError : what no encoder writes.
         """
-        view = memoryview(payload)
-        if len(view) < _HEADER.size:
+        if len(payload) < _HEADER.size:
             raise DamagedError("a compressed record without its header")
-        magic, *fields = _HEADER.unpack_from(view)
-        kinds, (level, base, tokens, columns), words = fields[:2], fields[2:6], fields[6:10]
-        counts, side, steps, errors, profile = fields[10:13], fields[13], fields[14:16], fields[16:18], fields[18]
+        fields = _HEADER.unpack_from(payload)
+        magic, predictors, (level, base, tokens, columns) = fields[0], _PREDICTORS.get(fields[1:3]), fields[3:7]
+        words, counts, side, numbers = fields[7:11], fields[11:14], fields[14], fields[15:19]
         if magic != _MAGIC:
             raise DamagedError(f"a compressed record of another format than {FORMAT}")
         if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
             raise DamagedError("a compressed record of no known level")
-        if not _KINDS.issuperset(kinds) or columns % LANES:
+        if predictors is None or columns % LANES:
             raise DamagedError("a compressed record with an unknown predictor or layout")
-        if not all(math.isfinite(number) and number >= 0 for number in (*steps, *errors)):
+        if not all(0 <= number < math.inf for number in numbers):
             raise DamagedError("a compressed record whose step or error is no number")
-        predictors = (Predictor(kinds[0]), Predictor(kinds[1]))
         count = streams_of(predictors)
-        cut = _Cut(view, _HEADER.size)
-        streams = tuple(cut.stream(number) for number in words[:count])
-        about = bytes(cut.take(side))
-        escapes = Escapes(
-            np.frombuffer(cut.take(4 * counts[0]), "<u4"),
-            np.frombuffer(cut.take(2 * counts[0]), "<i2"),
-            np.frombuffer(cut.take(2 * counts[2]), "<u2"),
-            np.frombuffer(cut.take(2 * counts[1]), "<i2"),
-        )
-        if cut.at != len(view) or any(words[count:]):
-            raise DamagedError("a compressed record with bytes that belong to nothing")
-        if not (_ascends(escapes.places) and _ascends(escapes.columns)):
-            raise DamagedError("a compressed record whose escapes are out of order")
+        placed, marked, marks = counts
+        size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * (marks + marked)
+        if size != len(payload) or any(words[count:]):
+            what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
+            raise DamagedError(f"a compressed record {what}")
+        cut = _Cut(payload, _HEADER.size)
         return cls(
             predictors=predictors,
             level=level,
             base=base,
             tokens=tokens,
             columns=columns,
-            streams=streams,
-            escapes=escapes,
-            steps=(steps[0], steps[1]),
-            errors=(errors[0], errors[1]),
-            profile=profile,
-            side=about,
+            streams=tuple([Stream(cut.take(_U16, number), cut.take(_U32, LANES)) for number in words[:count]]),
+            side=cut.take(_U8, side).tobytes(),
+            escapes=_escapes(cut, placed, marked, marks),
+            steps=numbers[:2],
+            errors=numbers[2:],
+            profile=fields[19],
         )
+
+
+def _escapes(cut: _Cut, placed: int, marked: int, marks: int) -> Escapes:
+    found = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_U16, marks), cut.take(_I16, marked))
+    if not (_ascends(found.places) and _ascends(found.columns)):
+        raise DamagedError("a compressed record whose escapes are out of order")
+    return found
 
 
 def _stream_parts(stream: Stream) -> list[Payload]:
@@ -244,17 +270,14 @@ def _stream_parts(stream: Stream) -> list[Payload]:
 
 
 class _Cut:
-    """Takes one part after another off a payload, and never more than there is."""
+    """Takes one part after another off a payload that is long enough for all."""
 
-    def __init__(self, view: memoryview, at: int) -> None:
-        self._view, self.at = view, at
+    def __init__(self, payload: Payload, at: int) -> None:
+        self._payload, self._at = payload, at
 
-    def take(self, size: int) -> memoryview:
-        if size > len(self._view) - self.at:
-            raise DamagedError("a compressed record that ends too early")
-        self.at += size
-        return self._view[self.at - size : self.at]
-
-    def stream(self, words: int) -> Stream:
-        taken = np.frombuffer(self.take(2 * words), "<u2")
-        return Stream(taken, np.frombuffer(self.take(_STATES_BYTES), "<u4"))
+    def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        if not count:
+            return _NOTHING[dtype]
+        at = self._at
+        self._at += count * dtype.itemsize
+        return np.frombuffer(self._payload, dtype, count, at)

@@ -16,11 +16,13 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec import integers as whole
-from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.decoder import Decoding, decode_batch
+from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.parametric import shipped
-from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
+from kvtool.core.codec.payload import Coded, Escapes, Predictor, patch, streams_of
 from kvtool.core.errors import DamagedError
 
 GROUP = 10
@@ -137,8 +139,9 @@ def bits(side: Side) -> float:
     total = 0.0
     for rows in (side.rows, side.anchors):
         if rows is not None and rows.size:
-            symbols, escapes = whole.to_symbols(rows, choose_tables(rows, tables), whole.bounds(tables))
-            total += float(tables.costs[choose_tables(rows, tables)[None], symbols].sum()) + 16 * int(escapes.sum())
+            chosen = choose_tables(rows, tables)
+            symbols, escapes = to_symbols(rows, in_order(chosen, tables))
+            total += float(tables.costs[chosen[None], symbols].sum()) + 16 * escapes
     return total
 
 
@@ -148,17 +151,17 @@ def bits(side: Side) -> float:
 def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Coded:
     """The record of two quantised sides."""
     tables = shipped()
-    limits = whole.bounds(tables)
     parts = [sides[0].rows, sides[1].rows, *(side.anchors for side in sides if side.anchors is not None)]
     streams: list[Stream] = []
     ids: list[bytes] = []
     marks: list[npt.NDArray[np.bool_]] = []
     for part in parts:
         chosen = choose_tables(part, tables)
-        symbols, escapes = whole.to_symbols(part, chosen, limits)
-        streams.append(encode(symbols, chosen, tables))
+        columns = in_order(chosen, tables)
+        symbols, _ = to_symbols(part, columns)
+        streams.append(encode(symbols, columns))
         ids.append(chosen.astype(np.uint8).tobytes())
-        marks.append(escapes)
+        marks.append(symbols == ESCAPE)
     return Coded(
         predictors=(sides[0].predictor, sides[1].predictor),
         level=level,
@@ -193,14 +196,13 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
-    blocks = np.arange(0, columns, 32, dtype=np.int32)
     decode_batch(
         [
-            Decoding(stream, chosen, tables, len(part), blocks, part)
+            Decoding(stream, in_order(chosen, tables), len(part), part)
             for stream, chosen, part in zip(coded.streams, ids, parts, strict=True)
         ]
     )
-    coded.escapes.patch(whole_rows)
+    patch([coded.escapes], [whole_rows])
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
         return _restored(coded, parameters, [part[:, :channels] for part in parts])
 

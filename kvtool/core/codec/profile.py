@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
+from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.tables import TableSet
-from kvtool.core.codec.integers import bounds
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout, columns_of
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
@@ -33,18 +33,14 @@ class CodedColumns:
 
     Attributes
     ----------
-    places : first columns of the blocks, int32.
-    columns : all of them, int64.
-    widths : how many each group has, its first ones, int64 `[2 * groups]`.
-    ids : their tables where the level stands alone, uint16.
-    fine_ids : where it refines the next coarser one; the coarsest level has none.
+    alone : columns of a record that stands alone.
+    fine : of one that refines the next coarser level; None: there is none.
+    widths : how many columns each group has, its first ones: K's groups, then V's.
     """
 
-    places: npt.NDArray[np.int32]
-    columns: npt.NDArray[np.int64]
-    widths: npt.NDArray[np.int64]
-    ids: npt.NDArray[np.uint16]
-    fine_ids: npt.NDArray[np.uint16]
+    alone: Columns
+    fine: Columns | None
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +98,6 @@ class Profile:
         """How many layers the model has."""
         return int(self.basis.shape[0])
 
-    @cached_property
-    def bounds(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int16]]:
-        """Least and largest number that each table has a symbol for."""
-        return bounds(self.tables)
-
-    def places(self, level: str, layer: int) -> npt.NDArray[np.int32]:
-        """First columns of the blocks that are coded."""
-        return self.coded(level, layer).places
-
     def coded(self, level: str, layer: int) -> CodedColumns:
         """The columns that are coded."""
         found = self._coded.get((level, layer))
@@ -119,8 +106,11 @@ class Profile:
             places = self.layout.places(self.active[at, layer])
             columns = columns_of(places)
             widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
-            fine_ids = self.fine_ids[at, layer, columns] if at < len(self.fine_ids) else np.empty(0, np.uint16)
-            found = CodedColumns(places, columns, widths, self.ids[at, layer, columns], fine_ids)
+            alone = Columns(self.ids[at, layer, columns], self.tables, places)
+            fine = None
+            if at < len(self.fine_ids):
+                fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
+            found = CodedColumns(alone, fine, tuple(widths.tolist()))
             self._coded[level, layer] = found
         return found
 
@@ -136,14 +126,15 @@ class Profile:
             self._forward[layer] = found
         return found
 
-    def backward(self, layer: int, level: str, dtype: torch.dtype) -> torch.Tensor:
-        """`[2, groups, padded, size]`: numbers of a level times this, plus the mean, are the channels."""
+    def backward(self, layer: int, level: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[2, groups, padded, size]`, and means `[2, groups, size]`: numbers times the one, plus the other."""
         key = (layer, level, dtype)
         found = self._backward.get(key)
         if found is None:
             steps = float(_WIDENING ** LOSSY.index(level))
-            found = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
-            found[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
+            bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
+            bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
+            found = bases, self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
             self._backward[key] = found
         return found
 
@@ -156,7 +147,7 @@ class Profile:
         return {}
 
     @cached_property
-    def _backward(self) -> dict[tuple[int, str, torch.dtype], torch.Tensor]:
+    def _backward(self) -> dict[tuple[int, str, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
         return {}
 
     # ---- bytes ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +12,20 @@ import torch
 
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode, refine_batch
+from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode_batch, refine_batch
+from kvtool.core.codec.entropy.encoder import encode, to_symbols
+from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
+from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor, patch
 from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
 I16 = npt.NDArray[np.int16]
+Numbers = npt.NDArray[Any]  # int16, or bits of a float form
+_FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 _BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 
 
@@ -42,34 +49,41 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
 def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -> Coded:
     """A record of a level's numbers `[tokens, stride]`, alone or as what the coarser level lacks. States no error."""
     own = profile.coded(level, layer)
-    taken = _taken(profile.layout, own, numbers)
-    if refine:
+    columns, marked = np.empty(0, np.uint16), np.empty(0, np.int16)
+    if refine and own.fine is not None:
+        taken = _taken(profile.layout, own, numbers)
         symbols, contexts = whole.refinement(taken, whole.coarsened(taken))
-        stream = encode(symbols, own.fine_ids, profile.tables, contexts)
-        columns, marked = np.empty(0, np.int64), np.empty(0, np.int16)
+        stream = encode(symbols, own.fine, contexts)
     else:
-        symbols, marks = whole.to_symbols(taken, own.ids, profile.bounds)
-        stream = encode(symbols, own.ids, profile.tables)
-        columns = np.flatnonzero(marks.any(0))
-        marked = taken[:, columns][marks[:, columns]]
+        symbols, escapes = to_symbols(numbers, own.alone)
+        stream = encode(symbols, own.alone)
+        if escapes:
+            columns, marked = _marked(numbers, symbols, own.alone)
     places = _outside(profile.layout, own, numbers)
     return Coded(
         predictors=_BOTH,
         level=LOSSY.index(level) + 1,
         base=LOSSY.index(level) + 2 if refine else 0,
         tokens=len(numbers),
-        columns=len(own.columns),
+        columns=len(own.alone),
         streams=(stream,),
-        escapes=Escapes(
-            places.astype(np.uint32), numbers.reshape(-1)[places], own.columns[columns].astype(np.uint16), marked
-        ),
+        escapes=Escapes(places.astype(np.uint32), numbers.reshape(-1)[places], columns, marked),
         profile=profile.digest,
     )
 
 
+def _marked(numbers: I16, symbols: npt.NDArray[np.uint8], columns: Columns) -> tuple[npt.NDArray[np.uint16], I16]:
+    """Columns with escapes among coded ones, and the numbers, row by row."""
+    rows, which = np.divmod(np.flatnonzero(symbols == ESCAPE), symbols.shape[1])
+    which = columns.numbers[which]
+    there = np.zeros(numbers.shape[1], np.bool_)
+    there[which] = True
+    return np.flatnonzero(there).astype(np.uint16), numbers[rows, which]
+
+
 def _taken(layout: Layout, own: CodedColumns, numbers: I16) -> I16:
     """The columns that are coded, side by side."""
-    if len(own.columns) == layout.stride:
+    if len(own.alone) == layout.stride:
         return numbers
     starts = range(0, layout.stride, layout.padded)
     return np.concatenate([numbers[:, at : at + width] for at, width in zip(starts, own.widths, strict=True)], 1)
@@ -78,7 +92,7 @@ def _taken(layout: Layout, own: CodedColumns, numbers: I16) -> I16:
 def _outside(layout: Layout, own: CodedColumns, numbers: I16) -> npt.NDArray[np.int64]:
     """Flat places, ascending, of the numbers other than 0 in the other columns."""
     found = [np.empty(0, np.int64)]
-    for group, width in enumerate(own.widths.tolist()):
+    for group, width in enumerate(own.widths):
         first, end = group * layout.padded + width, (group + 1) * layout.padded
         rest = numbers[:, first:end]
         if rest.any():
@@ -88,18 +102,20 @@ def _outside(layout: Layout, own: CodedColumns, numbers: I16) -> npt.NDArray[np.
 
 
 def sides_of(
-    profile: Profile, layer: int, level: str, numbers: I16, records: Sequence[Coded], dtype: torch.dtype
+    profile: Profile, layer: int, level: str, numbers: torch.Tensor, records: Sequence[Coded], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sides `[2, tokens, C]` from the numbers `[tokens, stride]` of some records of one level, end to end."""
+    """Sides `[2, tokens, C]` from the numbers `[tokens, stride]` of some records of one level, end to end.
+
+    `numbers` are int16, or of this dtype.
+    """
     layout = profile.layout
-    back = profile.backward(layer, level, dtype)
-    means = profile.means[layer].to(dtype).view(SIDES, layout.groups, layout.size)
-    wide = torch.from_numpy(numbers).to(dtype)
+    back, means = profile.backward(layer, level, dtype)
+    wide = numbers.to(dtype)
     out = torch.empty((SIDES, len(numbers), layout.groups, layout.size), dtype=dtype)
     widths = profile.coded(level, layer).widths
     for side in range(SIDES):
         for group in range(layout.groups):
-            start, width = layout.start(side, group), int(widths[side * layout.groups + group])
+            start, width = layout.start(side, group), widths[side * layout.groups + group]
             taken = wide[:, start : start + width]
             torch.addmm(means[side, group], taken, back[side, group, :width], out=out[side, :, group])
     _add_outside(layout, back, widths, records, out)
@@ -114,34 +130,46 @@ def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded
     DamagedError : a record that does not fit the profile or its shape.
     """
     tokens = [coded.tokens for coded, _ in items]
-    ends = np.cumsum(tokens)
-    dtype = DTYPES[items[0][1].dtype]
-    numbers = np.zeros((int(ends[-1]), profile.layout.stride), np.int16)
-    parts = [numbers[end - count : end] for end, count in zip(ends, tokens, strict=True)]
-    fill(profile, layer, list(zip([coded for coded, _ in items], [item for _, item in items], parts, strict=True)))
+    ends = list(accumulate(tokens))
+    name = items[0][1].dtype
+    dtype = DTYPES[name]
+    shape = (ends[-1], profile.layout.stride)
+    if name in _FLOAT_FORMS and not any(coded.base for coded, _ in items):
+        numbers = torch.empty(shape, dtype=dtype)
+        form: Form = _FLOAT_FORMS[name]
+    else:
+        numbers = torch.zeros(shape, dtype=torch.int16)  # a finer level codes more columns than its base
+        form = "int16"
+    held = numbers.view(torch.int16).numpy().view(HELD[form])
+    jobs = [(*item, held[end - count : end]) for item, end, count in zip(items, ends, tokens, strict=True)]
+    fill(profile, layer, jobs, form)
     sides = sides_of(profile, layer, level, numbers, [coded for coded, _ in items], dtype)
-    return [sides[:, end - count : end] for end, count in zip(ends, tokens, strict=True)]
+    return list(sides.split(tokens, 1))
 
 
-def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, I16]]) -> None:
-    """Decode records into zeroed numbers `[tokens, stride]`, coarser levels first; raises DamagedError."""
+def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, Numbers]], form: Form = "int16") -> None:
+    """Decode records into numbers `[tokens, stride]`, coarser levels first; raises DamagedError.
+
+    Only coded columns are written, and for a form other than int16 none may be refined.
+    """
     alone = [job for job in jobs if not job[0].base]
     refined = [job for job in jobs if job[0].base]
     if refined:
         fill(profile, layer, [(_base_of(coded, item), _base_item(item), out) for coded, item, out in refined])
     for group, run in ((alone, decode_batch), (refined, refine_batch)):
         if group:
-            run([_job(profile, layer, coded, out) for coded, _, out in group])
-        for coded, _, out in group:
-            coded.escapes.patch(out)
+            run([_job(profile, layer, coded, out, form) for coded, _, out in group])
+            patch([coded.escapes for coded, _, _ in group], [out for _, _, out in group], form)
 
 
-def _job(profile: Profile, layer: int, coded: Coded, out: I16) -> Decoding:
+def _job(profile: Profile, layer: int, coded: Coded, out: Numbers, form: Form) -> Decoding:
     own = profile.coded(LOSSY[coded.level - 1], layer)
-    if coded.columns != len(own.columns) or coded.profile != profile.digest or coded.predictors != _BOTH:
+    columns = own.fine if coded.base else own.alone
+    if columns is None or coded.columns != len(columns):
         raise DamagedError("a compressed record that does not fit its profile")
-    ids = own.fine_ids if coded.base else own.ids
-    return Decoding(coded.streams[0], ids, profile.tables, coded.tokens, own.places, out)
+    if coded.profile != profile.digest or coded.predictors != _BOTH:
+        raise DamagedError("a compressed record that does not fit its profile")
+    return Decoding(coded.streams[0], columns, coded.tokens, out, form)
 
 
 def _base_item(item: Encoded) -> Encoded:
@@ -160,7 +188,7 @@ def _base_of(coded: Coded, item: Encoded) -> Coded:
 def _add_outside(
     layout: Layout,
     back: torch.Tensor,
-    widths: npt.NDArray[np.int64],
+    widths: Sequence[int],
     records: Sequence[Coded],
     out: torch.Tensor,
 ) -> None:
@@ -172,7 +200,7 @@ def _add_outside(
             continue
         rows, columns = np.divmod(coded.escapes.places.astype(np.int64), layout.stride)
         group, within = np.divmod(columns, layout.padded)
-        outside = within >= widths[group]
+        outside = within >= np.asarray(widths)[group]
         for number in np.unique(group[outside]):
             here = outside & (group == number)
             side, part = divmod(int(number), layout.groups)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from kvtool.core.codec.entropy import reference
-from kvtool.core.codec.entropy.coder import Decoding
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.decoder import Decoding
 from kvtool.core.codec.entropy.reference import U8, U16, Stream
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet, quantised
 
@@ -60,15 +61,10 @@ def sample(rows: int, columns: int, seed: int = 0, tables: TableSet = TABLES) ->
     return symbols_for(tables, np.broadcast_to(ids.astype(np.int64), (rows, columns)), random), ids
 
 
-def in_order(columns: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Blocks side by side."""
-    return np.arange(0, columns, 32, dtype=np.int32)
-
-
-def int16_job(stream: Stream, ids: U16, rows: int, tables: TableSet = TABLES) -> Decoding:
+def int16_job(stream: Stream, ids: U16, rows: int, tables: TableSet = TABLES, refines: bool = False) -> Decoding:
     """Into an array of its own, full of a number that no symbol gives."""
     out = np.full((rows, len(ids)), 999, np.int16)
-    return Decoding(stream, ids, tables, rows, in_order(len(ids)), out)
+    return Decoding(stream, in_order(ids, tables, refines), rows, out)
 
 
 def stream_of(symbols: U8, ids: U16, tables: TableSet = TABLES) -> Stream:

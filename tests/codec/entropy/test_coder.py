@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtool.core.codec.entropy import native, reference
-from kvtool.core.codec.entropy.coder import Decoding, decode_batch, encode, refine_batch
+from kvtool.core.codec.entropy.columns import Columns, in_order
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch, refine_batch
+from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.reference import Stream
-from kvtool.core.codec.entropy.tables import TableSet
 from tests.codec.entropy.streams import (
     TABLES,
     TERNARY,
     bfloat16_bits,
-    in_order,
     int16_job,
     sample,
     stream_of,
@@ -49,7 +49,7 @@ def test_machine_code_is_what_is_tested() -> None:
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_bytes_and_symbols_of_the_reference(back_end: str, rows: int, columns: int) -> None:
     symbols, ids = sample(rows, columns, seed=rows + columns)
-    stream = encode(symbols, ids, TABLES)
+    stream = encode(symbols, in_order(ids, TABLES))
     assert same(stream, stream_of(symbols, ids))
     assert stream.words.dtype == np.uint16
     assert stream.states.dtype == np.uint32
@@ -63,7 +63,7 @@ def test_one_table_for_all_columns(back_end: str, table: int) -> None:
     random = np.random.default_rng(table)
     ids = np.full(64, table, np.uint16)
     symbols = symbols_for(TABLES, np.full((40, 64), table), random)
-    stream = encode(symbols, ids, TABLES)
+    stream = encode(symbols, in_order(ids, TABLES))
     assert same(stream, stream_of(symbols, ids))
     job = int16_job(stream, ids, 40)
     decode_batch([job])
@@ -83,7 +83,7 @@ def test_golden(back_end: str) -> None:
     golden = Stream(
         np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
     )
-    assert same(encode(symbols, ids, TABLES), golden)
+    assert same(encode(symbols, in_order(ids, TABLES)), golden)
     job = int16_job(golden, ids, 3)
     decode_batch([job])
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
@@ -102,7 +102,7 @@ def test_encoding_any_symbols(back_end: str, rows: int, groups: int, seed: int, 
     above = random.integers(0, 3, (rows, len(ids))).astype(np.uint8)
     symbols = symbols_for(tables, ids.astype(np.int64) + above * contexts, random)
     chosen = above if contexts else None
-    stream = encode(symbols, ids, tables, chosen)
+    stream = encode(symbols, in_order(ids, tables, refines=contexts), chosen)
     assert same(stream, reference.encode(symbols, ids, tables, chosen))
     assert np.array_equal(reference.decode(stream, rows, ids, tables, chosen), symbols)
 
@@ -114,7 +114,7 @@ def float_job(form: Any, scale: Any, offset: Any, rows: int = 9, seed: int = 0) 
     symbols[0] = 128  # the number 0: the offset itself
     ids = np.zeros(len(scale), np.uint16)
     out = np.full(symbols.shape, 7, np.float16 if form == "float16" else np.uint16)
-    job = Decoding(stream_of(symbols, ids), ids, TABLES, rows, in_order(len(ids)), out, form, scale, offset)
+    job = Decoding(stream_of(symbols, ids), in_order(ids, TABLES), rows, out, form, Scaling(scale, offset))
     with np.errstate(over="ignore"):
         return job, (symbols.astype(np.float32) - 128) * scale + offset
 
@@ -155,16 +155,20 @@ def test_values_of_every_size(back_end: str, form: str) -> None:
         assert np.array_equal(job.out.view(np.uint16), wanted_bits(form, values))
 
 
-@pytest.mark.parametrize("form", ["int16", "bfloat16", "float16"])
-def test_blocks_go_to_their_places(back_end: str, form: Any) -> None:
+@pytest.mark.parametrize(
+    ("form", "scaled"),
+    [("int16", False), ("bfloat16", False), ("float16", False), ("bfloat16", True), ("float16", True)],
+)
+def test_blocks_go_to_their_places(back_end: str, form: Any, scaled: bool) -> None:
     """In any order, at any column, into rows of a larger array; what lies between keeps its content."""
     symbols, ids = sample(17, 128, seed=5)
     places = np.array([101, 3, 133, 50], np.int32)
     dtype = {"int16": np.int16, "bfloat16": np.uint16, "float16": np.float16}[form]
     whole = np.full((3, 17, 2, 170), 77, dtype)
     out = whole[1, :, 1]
-    scaling = {} if form == "int16" else {"scale": np.ones(128, np.float32), "offset": np.zeros(128, np.float32)}
-    decode_batch([Decoding(stream_of(symbols, ids), ids, TABLES, 17, places, out, form, **scaling)])
+    stream, columns = stream_of(symbols, ids), Columns(ids, TABLES, places)
+    scaling = Scaling(np.ones(128, np.float32), np.zeros(128, np.float32)) if scaled else None
+    decode_batch([Decoding(stream, columns, 17, out, form, scaling)])
     numbers = symbols.astype(np.int16) - 128
     values = {"int16": numbers, "float16": numbers.astype(np.float16), "bfloat16": bfloat16_bits(np.float32(numbers))}
     expected = np.full_like(whole, 77)
@@ -189,7 +193,9 @@ def test_a_batch_of_all_kinds(back_end: str) -> None:
         if index % 4 == 3:
             ones, zeros = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
             out = job.out.astype(np.float16)
-            job = Decoding(job.stream, ids, tables, rows, job.places, out, "float16", ones, zeros)
+            job = Decoding(
+                job.stream, job.columns, rows, out, "float16", Scaling(ones, zeros) if index % 8 == 3 else None
+            )
         jobs.append(job)
     decode_batch(jobs)
     for job, (*_, symbols) in zip(jobs, expected, strict=True):
@@ -210,13 +216,14 @@ def test_refining(back_end: str, columns: int) -> None:
     ids = random.integers(0, len(TERNARY) - 2, columns).astype(np.uint16)
     contexts = np.minimum(np.abs(coarse.astype(np.int32)), 2).astype(np.uint8)
     symbols = symbols_for(TERNARY, ids.astype(np.int64) + contexts, random)
-    stream = encode(symbols, ids, TERNARY, contexts)
+    places = np.arange(columns - 27, 0, -32).astype(np.int32)
+    fine = Columns(ids, TERNARY, places, refines=True)
+    stream = encode(symbols, fine, contexts)
     assert same(stream, reference.encode(symbols, ids, TERNARY, contexts))
-    places = (in_order(columns)[::-1] + 5).astype(np.int32)
     out = np.full((17, columns + 20), -5, np.int16)
     order = (places[:, None] + np.arange(32)).reshape(-1)
     out[:, order] = coarse
-    refine_batch([Decoding(stream, ids, TERNARY, 17, places, out)])
+    refine_batch([Decoding(stream, fine, 17, out)])
     change = np.where(coarse < 0, 128 - symbols.astype(np.int32), symbols.astype(np.int32) - 128)
     expected = np.full_like(out, -5)
     expected[:, order] = (3 * coarse.astype(np.int32) + change).astype(np.int16)
@@ -228,7 +235,7 @@ def test_refining_by_any_number(back_end: str) -> None:
     random = np.random.default_rng(2)
     ids = random.integers(0, len(TABLES) - 2, 64).astype(np.uint16)
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
-    job = int16_job(stream_of(symbols, ids), ids, 5)
+    job = int16_job(stream_of(symbols, ids), ids, 5, refines=True)
     job.out[:] = 0
     refine_batch([job])
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
@@ -247,7 +254,7 @@ def test_two_threads(back_end: str) -> None:
         for _ in range(3 if back_end == "numpy" else 30):
             jobs = [int16_job(stream, ids, 64) for _ in range(4)]
             decode_batch(jobs)
-            again = encode(symbols, ids, TABLES)
+            again = encode(symbols, in_order(ids, TABLES))
             if not same(again, stream) or any((job.out != symbols.astype(np.int16) - 128).any() for job in jobs):
                 wrong.append(seed)
 
@@ -266,24 +273,62 @@ def test_symbols_without_frequency_are_refused(back_end: str) -> None:
         ids_ = ids.copy()
         ids_[column], wrong[:, column], wrong[row, column] = 1, 128, 129  # table 1 has symbol 128 only
         with pytest.raises(ValueError, match="does not have"):
-            encode(wrong, ids_, TABLES)
+            encode(wrong, in_order(ids_, TABLES))
 
 
 def test_an_encoder_refuses_wrong_arrays(back_end: str) -> None:
     symbols, ids = sample(4, 64)
     contexts = np.zeros((4, 64), np.uint8)
-    bad: list[tuple[Any, Any, Any, TableSet]] = [
-        (symbols[:, :32], ids[:32], None, TABLES),
-        (symbols.astype(np.int16), ids, None, TABLES),
-        (np.asfortranarray(symbols), ids, None, TABLES),
-        (symbols.reshape(-1), ids, None, TABLES),
-        (symbols, ids[:32], None, TABLES),
-        (symbols, ids.astype(np.int64), None, TABLES),
-        (symbols, np.full(64, len(TABLES), np.uint16), None, TABLES),
-        (symbols, ids, contexts[:3], TABLES),
-        (symbols, ids, contexts.astype(np.int8), TABLES),
-        (symbols, np.full(64, len(TABLES) - 1, np.uint16), contexts + np.uint8(1), TABLES),
+    plain = in_order(ids, TABLES)
+    fine = in_order(ids % 3, TABLES, refines=True)
+    bad: list[tuple[Any, Any, Any]] = [
+        (symbols[:, :32], plain, None),
+        (symbols.astype(np.int16), plain, None),
+        (np.asfortranarray(symbols), plain, None),
+        (symbols.reshape(-1), plain, None),
+        (symbols, fine, contexts[:3]),
+        (symbols, fine, contexts.astype(np.int8)),
+        (symbols, fine, np.asfortranarray(contexts)),
+        (symbols, fine, contexts + np.uint8(3)),
+        (symbols, plain, contexts),
     ]
-    for wrong, columns, above, tables in bad:
+    for wrong, columns, above in bad:
         with pytest.raises(ValueError):
-            encode(wrong, columns, tables, above)
+            encode(wrong, columns, above)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("behind", [False, True])
+def test_symbols_of_numbers(back_end: str, rows: int, behind: bool) -> None:
+    """At the columns' places; an escape where the table lacks the number, at both ends of int16 too."""
+    random = np.random.default_rng(rows)
+    ids = random.integers(0, len(TABLES), 128).astype(np.uint16)
+    places = np.array([101, 3, 133, 50], np.int32)
+    columns = Columns(ids, TABLES, places)
+    numbers = random.integers(-6, 7, (rows, 170)).astype(np.int16)
+    if rows:
+        numbers[rows // 2] = np.resize(np.array([-32768, 32767, -129, -128, 126, 127, 128, 255, -256], np.int16), 170)
+    given_ = np.asfortranarray(numbers) if behind else np.ascontiguousarray(np.pad(numbers, ((0, 0), (0, 9))))[:, :170]
+    symbols, escapes = to_symbols(given_, columns)
+    taken = np.concatenate([numbers[:, place : place + 32] for place in places], 1).astype(np.int64) + 128
+    known = (taken >= 0) & (taken < 255)
+    # What a table has, it has without gaps: between its least and its largest number nothing is an escape.
+    low = np.array([np.flatnonzero(TABLES.frequencies[one, :255]).min(initial=999) for one in ids])
+    high = np.array([np.flatnonzero(TABLES.frequencies[one, :255]).max(initial=-1) for one in ids])
+    known &= (taken >= low) & (taken <= high)
+    assert np.array_equal(symbols, np.where(known, taken, 255).astype(np.uint8))
+    assert escapes == int((~known).sum())
+
+
+def test_numbers_that_are_none_are_refused(back_end: str) -> None:
+    columns = in_order(np.zeros(64, np.uint16), TABLES)
+    for wrong in (np.zeros((2, 64), np.int32), np.zeros((2, 63), np.int16), np.zeros(64, np.int16)):
+        with pytest.raises(ValueError):
+            to_symbols(wrong, columns)
+
+
+def test_an_encoder_leaves_its_stream_in_one_piece(back_end: str) -> None:
+    """So a decoder reads it where it is."""
+    symbols, ids = sample(5, 64)
+    made = encode(symbols, in_order(ids, TABLES))
+    assert made.states.ctypes.data == made.words.ctypes.data + made.words.nbytes

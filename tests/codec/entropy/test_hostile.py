@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.entropy import coder, native, reference
-from kvtool.core.codec.entropy.coder import Decoding, decode_batch, refine_batch
+from kvtool.core.codec.entropy import decoder, native, reference
+from kvtool.core.codec.entropy.columns import Columns, address, in_order
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch, refine_batch
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.errors import DamagedError
-from tests.codec.entropy.streams import TABLES, TERNARY, in_order, int16_job, sample, stream_of
+from tests.codec.entropy.streams import TABLES, TERNARY, int16_job, sample, stream_of
 
 MUTATIONS = 3000
 MARGIN, CANARY = 96, 4321
@@ -58,9 +59,9 @@ def test_mutations(back_end: str) -> None:
         except DamagedError:
             refused += 1
             with pytest.raises(DamagedError):
-                decode_batch([Decoding(stream, ids, TABLES, rows, in_order(len(ids)), out)])
+                decode_batch([Decoding(stream, in_order(ids, TABLES), rows, out)])
         else:
-            decode_batch([Decoding(stream, ids, TABLES, rows, in_order(len(ids)), out)])
+            decode_batch([Decoding(stream, in_order(ids, TABLES), rows, out)])
             assert np.array_equal(out, expected.astype(np.int16) - 128)
         out[:] = CANARY
         assert (canvas == CANARY).all()
@@ -84,7 +85,7 @@ def test_one_bad_stream_among_many(back_end: str) -> None:
     for bad in (
         Stream(stream.words[:-1], stream.states),
         Stream(np.append(stream.words, np.uint16(0)), stream.states),
-        Stream(stream.words, stream.states[::-1]),
+        Stream(stream.words, stream.states[::-1].copy()),
     ):
         for place in range(3):
             jobs = [int16_job(bad if index == place else stream, ids, 8) for index in range(3)]
@@ -107,27 +108,24 @@ def test_wrong_sizes_and_ids(back_end: str) -> None:
     symbols, ids = sample(2, 64)
     stream = stream_of(symbols, ids)
     good = int16_job(stream, ids, 2)
-    wide = np.full(64, len(TABLES), np.uint16)
-    bad: list[dict[str, Any]] = [
-        {"ids": ids[:32], "places": good.places[:1]},
-        {"stream": Stream(stream.words, stream.states[:63])},
-        {"stream": Stream(stream.words, np.append(stream.states, np.uint32(1)))},
-    ]
-    for change in bad:
+    for states in (stream.states[:63], np.append(stream.states, np.uint32(1))):
         with pytest.raises(DamagedError):
-            decode_batch([good, dataclasses.replace(good, **change)])
+            decode_batch([good, dataclasses.replace(good, stream=Stream(stream.words, states))])
+    wide = np.full(64, len(TABLES), np.uint16)
+    with pytest.raises(DamagedError):
+        in_order(ids[:32], TABLES)
     with pytest.raises(DamagedError, match="names no table"):
-        decode_batch([good, dataclasses.replace(good, ids=wide)])
+        in_order(wide, TABLES)
+    in_order(wide - np.uint16(2), TABLES)
     with pytest.raises(DamagedError, match="names no table"):
-        refine_batch([good, dataclasses.replace(good, ids=wide - np.uint16(2))])
+        in_order(wide - np.uint16(2), TABLES, refines=True)
     ones = np.ones(64, np.float32)
-    floats = Decoding(stream, ids, TABLES, 2, good.places, np.zeros((2, 64), np.float16), "float16", ones, ones)
     for number in (np.nan, np.inf, -np.inf):
-        for name in ("scale", "offset"):
-            wrong = ones.copy()
-            wrong[33] = number
+        wrong = ones.copy()
+        wrong[33] = number
+        for pair in ((ones, wrong), (wrong, ones)):
             with pytest.raises(DamagedError):
-                decode_batch([dataclasses.replace(floats, **{name: wrong})])
+                Scaling(*pair)
 
 
 def test_a_callers_mistakes(back_end: str) -> None:
@@ -135,57 +133,75 @@ def test_a_callers_mistakes(back_end: str) -> None:
     good = int16_job(stream_of(symbols, ids), ids, 2)
     fixed = good.out.copy()
     fixed.flags.writeable = False
-    ones = np.ones(64, np.float32)
+    bits, ones = good.out.view(np.uint16), Scaling(np.ones(64, np.float32), np.ones(64, np.float32))
+    few = Scaling(np.ones(32, np.float32), np.ones(32, np.float32))
+    words, states = good.stream.words, good.stream.states
     bad: list[dict[str, Any]] = [
-        {"places": np.array([0, 33], np.int32)},
-        {"places": np.array([-1, 32], np.int32)},
-        {"places": np.array([0, 2**31 - 1], np.int32)},
-        {"places": np.array([0], np.int32)},
-        {"places": np.array([0, 32], np.int64)},
-        {"places": np.array([[0], [32]], np.int32)},
-        {"ids": ids.astype(np.int32)},
-        {"ids": ids[:, None]},
+        {"columns": Columns(ids, TABLES, np.array([0, 33], np.int32))},
+        {"columns": Columns(ids, TABLES, np.array([0, 2**31 - 1], np.int32))},
         {"rows": 3},
         {"out": good.out.astype(np.int32)},
-        {"out": good.out.view(np.uint16)},
+        {"out": bits},
         {"out": np.zeros((2, 20), np.int16)},
         {"out": np.zeros((64, 2), np.int16).T},
         {"out": np.zeros(128, np.int16)},
         {"out": fixed},
-        {"scale": ones, "offset": ones},
-        {"form": "bfloat16", "out": good.out.view(np.uint16)},
-        {"form": "bfloat16", "out": good.out.view(np.uint16), "scale": ones},
-        {"form": "bfloat16", "out": good.out.view(np.uint16), "scale": ones, "offset": ones[:32]},
-        {"form": "bfloat16", "out": good.out.view(np.uint16), "scale": ones, "offset": ones.astype(np.float64)},
-        {"form": "float32", "out": np.zeros((2, 64), np.float32), "scale": ones, "offset": ones},
-        {"stream": Stream(good.stream.words.astype(np.int64), good.stream.states)},
-        {"stream": Stream(good.stream.words, good.stream.states.astype(np.int64))},
+        {"scaling": ones},
+        {"form": "bfloat16"},
+        {"form": "bfloat16", "out": bits, "scaling": few},
+        {"form": "float32", "out": np.zeros((2, 64), np.float32)},
+        {"stream": Stream(words.astype(np.int64), states)},  # type: ignore[arg-type]
+        {"stream": Stream(words, states.astype(np.int64))},  # type: ignore[arg-type]
+        {"stream": Stream(words[::-1], states)},
+        {"stream": Stream(words, states[::-1])},
+        {"stream": Stream(words[None], states)},
+        {"stream": Stream(words, states[None])},
     ]
     for change in bad:
         with pytest.raises(ValueError):
             decode_batch([good, dataclasses.replace(good, **change)])
-    with pytest.raises(ValueError):
-        refine_batch([dataclasses.replace(good, form="bfloat16", out=good.out.view(np.uint16))])
+    fine = dataclasses.replace(good, columns=in_order(ids % 3, TABLES, refines=True))
+    for wrong in (good, dataclasses.replace(fine, form="bfloat16", out=bits)):
+        with pytest.raises(ValueError):
+            refine_batch([fine, wrong])
+
+
+def test_mistakes_of_columns_and_scales() -> None:
+    ids, places, ones = np.zeros(64, np.uint16), np.array([0, 32], np.int32), np.ones(64, np.float32)
+    bad: list[tuple[Any, Any]] = [
+        (ids, np.array([-1, 32], np.int32)),
+        (ids, places[:1]),
+        (ids, places.astype(np.int64)),
+        (ids, places[:, None]),
+        (ids.astype(np.int32), places),
+        (ids[:, None], places),
+    ]
+    for wrong in bad:
+        with pytest.raises(ValueError):
+            Columns(wrong[0], TABLES, wrong[1])
+    for scale, offset in ((ones, ones[:32]), (ones, ones.astype(np.float64)), (ones[None], ones), (ones, ones[::-1])):
+        with pytest.raises(ValueError):
+            Scaling(scale, offset)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
 @pytest.mark.parametrize("kind", ["int16", "refine"])
 @pytest.mark.parametrize("name", [name for name in native.available() if name != native.NUMPY])
-def test_a_kernel_reads_128_bytes_behind_the_words_at_most(name: str, kind: str) -> None:
+def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind those lies a page that ends the process when it is read. All lanes ask for words in the same steps."""
     kernel = native._kernel(name, kind)
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 0) == 0
+    assert libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 0) == 0
     ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
+    monkeypatch.setattr(decoder, "_words_at", lambda job, kept: address(job.stream.words))  # no copy with more behind
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
-        stream = Stream(words, np.full(LANES, 2**32 - 1, np.uint32))
-        job = int16_job(stream, ids, 300, tables)
-        joined = coder._Joined.of(kind, [job])
-        assert joined.words.nbytes == 2 * count + 128
-        joined = dataclasses.replace(joined, words=words)
-        assert coder._run(kernel, [job], joined)[0] > count + 64
-    libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 3)
+        job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)
+        (read,) = decoder.run(kernel, [job])
+        assert ~read > count + 64
+    libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

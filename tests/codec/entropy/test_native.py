@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from kvtool.core.codec.entropy import ir, ir_encode, native
-from kvtool.core.codec.entropy.coder import decode_batch, encode
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.decoder import decode_batch
+from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.errors import UsageError
 from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
 
@@ -27,7 +29,7 @@ def _fresh() -> Iterator[None]:
 
 def round_trip() -> None:
     symbols, ids = sample(3, 64)
-    stream = encode(symbols, ids, TABLES)
+    stream = encode(symbols, in_order(ids, TABLES))
     assert np.array_equal(stream.words, stream_of(symbols, ids).words)
     job = int16_job(stream, ids, 3)
     decode_batch([job])

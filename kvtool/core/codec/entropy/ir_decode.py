@@ -1,8 +1,8 @@
 """Decoders as LLVM IR: one module for each instruction set and form of output (the bytes: reference.py).
 
 A kernel checks nothing but its own reading: at every step it reads from no later than the end of the words, and never
-more than 64 words on, so 128 bytes behind them must be readable. It counts the words a stream asks for; the caller
-compares that number, and the states that are left, with what the encoder began with.
+more than 64 words on, so 128 bytes behind them must be readable. It counts the words a stream asks for, and the caller
+compares that number with theirs; it compares the states that are left with what the encoder began with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtool.core.codec.entropy.ir import (
     Isa,
     Loop,
     fields,
-    look_up,
+    look_up_by_memory,
     module,
     ones,
     permutations,
@@ -30,10 +30,18 @@ from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, SLOTS
 
 FORMS = ("int16", "bfloat16", "float16")
 REFINE = "refine"
+
+
+def whole(form: str) -> str:
+    """Name of the kernel that gives numbers as they are in a float form."""
+    return f"whole {form}"
+
+
+KINDS = (*FORMS, *(whole(form) for form in FORMS[1:]), REFINE)
 FIELDS = {
     "words": "ptr",  # u16
     "count": "i64",  # of words
-    "states": "ptr",  # u32 [64], replaced by those at the end
+    "states": "ptr",  # u32 [64]
     "bases": "ptr",  # u32 [columns]: first slot of the column's table
     "slots": "ptr",  # u32 [tables * 2048]
     "places": "ptr",  # i32 [columns / 32]
@@ -41,9 +49,9 @@ FIELDS = {
     "stride": "i64",  # bytes from row to row of `out`
     "rows": "i64",  # at least 1
     "groups": "i64",  # columns / 64, at least 1
-    "scale": "ptr",  # float [columns]
+    "scale": "ptr",  # float [columns]; of the scaled forms only
     "offset": "ptr",
-    "read": "ptr",  # i64: words the stream asked for
+    "read": "ptr",  # i64: words the stream asked for; their complement: its states do not end right
 }
 _EXPAND = "declare <16 x i16> @llvm.x86.avx512.mask.expand.v16i16(<16 x i16>, <16 x i16>, <16 x i1>)\n"
 
@@ -55,9 +63,10 @@ def decode_module(isa: Isa, form: str) -> str:
     """
     body, width = Body(), isa.width
     ints = vector(width, "i32")
+    memory = [body(f"alloca {ints}, align 64") for _ in range(LANES // width)]
     jobs = Loop(body, "%number")
     job = fields(body, jobs.index, FIELDS)
-    starts = [(ints, body.load(ints, job["states"], lane)) for lane in range(0, LANES, width)]
+    starts = [(ints, body.load(ints, job["states"], lane, aligned=1)) for lane in range(0, LANES, width)]
     rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0"), *starts])
     row, position, *states = rows.values
     steps = Loop(body, job["groups"], [("i64", position), *zip(repeat(ints), states, strict=False)])
@@ -68,7 +77,7 @@ def decode_module(isa: Isa, form: str) -> str:
     outs = [place(body, job, row, body(f"add i64 {block}, {half}")) for half in range(2)]
     lanes = [(outs[lane // output.BLOCK], lane % output.BLOCK) for lane in range(0, LANES, width)]
     firsts, coarse = first_slots(body, width, form, body.at("i32", job["bases"], column), lanes)
-    entries = [_entry(body, width, job, *pair) for pair in zip(firsts, states, strict=True)]
+    entries = [_entry(body, width, job, *part) for part in zip(firsts, states, memory, strict=True)]
     states = [moved(body, ints, *pair) for pair in zip(entries, states, strict=True)]
     position, states = _filled(body, isa, job, position, states)
     write(body, isa, form, parameters(body, job, column), list(zip(entries, coarse, lanes, strict=True)))
@@ -76,11 +85,10 @@ def decode_module(isa: Isa, form: str) -> str:
     position, *states = steps.close([position, *states])
     row = body.at("i8", row, job["stride"])
     row, position, *states = rows.close([row, position, *states])
-    body.store("i64", position, job["read"])
-    for lane, state in zip(range(0, LANES, width), states, strict=True):
-        body.store(ints, state, job["states"], lane)
+    finish(body, width, job, position, states)
     jobs.close()
-    return module(body, _EXPAND if isa is AVX512 else permutations("expand", _expansions()))
+    head = _EXPAND if isa is AVX512 else permutations("expand", _expansions())
+    return module(body, head + reduction(width))
 
 
 def place(body: Body, job: dict[str, str], row: str, block: str) -> str:
@@ -99,10 +107,25 @@ def first_slots(
     return [output.with_context(body, width, *pair) for pair in zip(first, coarse, strict=True)], coarse
 
 
-def _entry(body: Body, width: int, job: dict[str, str], base: str, state: str) -> str:
+def finish(body: Body, width: int, job: dict[str, str], position: str, states: list[str]) -> None:
+    """Leave how many words were asked for, or that number's complement, which is negative."""
+    ints, wrong = vector(width, "i32"), "zeroinitializer"
+    for state in states:
+        wrong = body(f"or {ints} {wrong}, {body(f'xor {ints} {state}, {splat(LEAST_STATE)}')}")
+    any_ = body(f"icmp ne i32 {body(f'call i32 @llvm.vector.reduce.or.v{width}i32({ints} {wrong})')}, 0")
+    flipped = body(f"xor i64 {position}, -1")
+    body.store("i64", body(f"select i1 {any_}, i64 {flipped}, i64 {position}"), job["read"])
+
+
+def reduction(width: int) -> str:
+    """What `finish` calls."""
+    return f"declare i32 @llvm.vector.reduce.or.v{width}i32({vector(width, 'i32')})\n"
+
+
+def _entry(body: Body, width: int, job: dict[str, str], base: str, state: str, memory: str) -> str:
     ints = vector(width, "i32")
     slot = body(f"and {ints} {state}, {splat(SLOTS - 1)}")
-    return look_up(body, width, job["slots"], body(f"add {ints} {base}, {slot}"))
+    return look_up_by_memory(body, width, job["slots"], body(f"add {ints} {base}, {slot}"), memory)
 
 
 def moved(body: Body, kind: str, entry: str, state: str) -> str:
@@ -136,7 +159,7 @@ def _filled(body: Body, isa: Isa, job: dict[str, str], position: str, states: li
 def _expanded(body: Body, isa: Isa, words: str, mask: str, bits: str) -> str:
     """The next words, one to each lane of the mask, as i32; what other lanes get does not matter."""
     shorts, ints = vector(isa.width, "i16"), vector(isa.width, "i32")
-    loaded = body.load(shorts, words)
+    loaded = body.load(shorts, words, aligned=1)
     if isa is AVX512:
         # From a register: the instruction that expands from memory is slow on Zen 4.
         expand = f"call {shorts} @llvm.x86.avx512.mask.expand.v16i16"
@@ -164,8 +187,10 @@ def write(
         values = output.numbers(body, width, entry)
         if form == REFINE:
             values = output.refined(body, width, coarse, values)
-        elif form != "int16":
+        elif form in FORMS[1:]:
             scale, offset = (body.load(vector(width, "float"), part, index * width) for part in scaling)
             values = output.scaled(body, width, values, scale, offset)
             values = output.rounded(body, width, form, values, by_cpu=isa is not SCALAR)
+        elif form != "int16":
+            values = output.exactly(body, width, form.removeprefix(whole("")), values, by_cpu=isa is not SCALAR)
         output.write(body, width, values, out, at)

@@ -49,6 +49,15 @@ def scaled(body: Body, width: int, found: str, scale: str, offset: str) -> str:
     return body(f"fadd {floats} {body(f'fmul {floats} {exact}, {scale}')}, {offset}")
 
 
+def exactly(body: Body, width: int, form: str, found: str, *, by_cpu: bool) -> str:
+    """Bits of a form of numbers of 8 bits, which it holds without rounding; in i32."""
+    ints, floats = vector(width, "i32"), vector(width, "float")
+    exact = body(f"sitofp {ints} {found} to {floats}")
+    if form == "bfloat16":
+        return body(f"lshr {ints} {body(f'bitcast {floats} {exact} to {ints}')}, {splat(16)}")
+    return rounded(body, width, form, exact, by_cpu=by_cpu)
+
+
 def rounded(body: Body, width: int, form: str, values: str, *, by_cpu: bool) -> str:
     """Bits of a form, in i32; `by_cpu` where the CPU has an instruction for float16."""
     if form == "bfloat16":

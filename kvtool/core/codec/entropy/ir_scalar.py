@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from kvtool.core.codec.entropy.ir import SCALAR, Body, Loop, fields, module, vector
-from kvtool.core.codec.entropy.ir_decode import FIELDS, REFINE, first_slots, moved, parameters, place, words_at, write
+from kvtool.core.codec.entropy.ir_decode import (
+    FIELDS,
+    REFINE,
+    finish,
+    first_slots,
+    moved,
+    parameters,
+    place,
+    reduction,
+    words_at,
+    write,
+)
 from kvtool.core.codec.entropy.ir_output import BLOCK
-from kvtool.core.codec.entropy.reference import LEAST_STATE
+from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
 from kvtool.core.codec.entropy.tables import SLOTS
 
 _UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
@@ -14,9 +25,13 @@ _UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
 def decode_module(form: str) -> str:
     """The kernel for a form of output, or for `refine`; as ir_decode.decode_module for the rest."""
     body, width = Body(), SCALAR.width
+    ints = vector(width, "i32")
     found, chosen = (body(f"alloca [{BLOCK} x i32], align 64") for _ in range(2))
+    states = body(f"alloca [{LANES} x i32], align 64")
     jobs = Loop(body, "%number")
     job = fields(body, jobs.index, FIELDS)
+    for lane in range(0, LANES, width):
+        body.store(ints, body.load(ints, job["states"], lane, aligned=1), states, lane)
     rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0")])
     row, position = rows.values
     blocks = Loop(body, body(f"shl i64 {job['groups']}, 1"), [("i64", position)])
@@ -30,18 +45,18 @@ def decode_module(form: str) -> str:
     if form == REFINE:
         firsts, coarse = first_slots(body, width, form, tables, lanes)
         for lane, first in zip(range(0, BLOCK, width), firsts, strict=True):
-            body.store(vector(width, "i32"), first, chosen, lane)
+            body.store(ints, first, chosen, lane)
         tables = chosen
     half = body(f"and i64 {column}, {BLOCK}")
-    position = _block(body, job, tables, body.at("i32", job["states"], half), position, found)
-    entries = [body.load(vector(width, "i32"), found, lane) for _, lane in lanes]
+    position = _block(body, job, tables, body.at("i32", states, half), position, found)
+    entries = [body.load(ints, found, lane) for _, lane in lanes]
     write(body, SCALAR, form, parameters(body, job, column), list(zip(entries, coarse, lanes, strict=True)))
 
     (position,) = blocks.close([position])
     row, position = rows.close([body.at("i8", row, job["stride"]), position])
-    body.store("i64", position, job["read"])
+    finish(body, width, job, position, [body.load(ints, states, lane) for lane in range(0, LANES, width)])
     jobs.close()
-    return module(body)
+    return module(body, reduction(width))
 
 
 def _block(body: Body, job: dict[str, str], tables: str, states: str, position: str, found: str) -> str:
@@ -58,7 +73,7 @@ def _block(body: Body, job: dict[str, str], tables: str, states: str, position: 
         body.store("i32", entry, found, lane)
         state = moved(body, "i32", entry, state)
         empty = body(f"icmp ult i32 {state}, {LEAST_STATE}")
-        word = body(f"zext i16 {body.load('i16', words)} to i32")
+        word = body(f"zext i16 {body.load('i16', words, aligned=1)} to i32")
         filled = body(f"or i32 {body(f'shl i32 {state}, 16')}, {word}")
         body.store("i32", body(f"select i1 {empty}, i32 {filled}, i32 {state}"), states, lane)
         words = body.at("i16", words, body(f"zext i1 {empty} to i64"))

@@ -14,15 +14,17 @@ from typing import Any
 
 from kvtool.core.codec.entropy import ir_scalar
 from kvtool.core.codec.entropy.ir import AVX2, AVX512, SCALAR, Isa
-from kvtool.core.codec.entropy.ir_decode import FORMS, REFINE, decode_module
+from kvtool.core.codec.entropy.ir_decode import KINDS as DECODERS
+from kvtool.core.codec.entropy.ir_decode import decode_module
 from kvtool.core.codec.entropy.ir_encode import encode_module
+from kvtool.core.codec.entropy.ir_symbols import symbols_module
 from kvtool.core.errors import UsageError
 
 VARIABLE = "KVTOOL_ENTROPY_CODER"
 ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
 NUMPY = "numpy"
-ENCODE, ENCODE_CONTEXTS = "encode", "encode with contexts"
-KINDS = (*FORMS, REFINE, ENCODE, ENCODE_CONTEXTS)
+ENCODE, ENCODE_CONTEXTS, SYMBOLS = "encode", "encode with contexts", "symbols"
+KINDS = (*DECODERS, ENCODE, ENCODE_CONTEXTS, SYMBOLS)
 
 Kernel = Callable[[int, int], None]  # address of the jobs' fields, number of jobs; the GIL is free while it runs
 
@@ -104,6 +106,8 @@ def _kernel(name: str, kind: str) -> Kernel:
 
 
 def _text(isa: Isa, kind: str) -> str:
+    if kind == SYMBOLS:
+        return symbols_module()
     if kind in (ENCODE, ENCODE_CONTEXTS):
         return encode_module(isa, kind == ENCODE_CONTEXTS)
     return ir_scalar.decode_module(kind) if isa is SCALAR else decode_module(isa, kind)
