@@ -219,18 +219,18 @@ def test_the_header() -> None:
         words = [len(stream.words) for stream in coded.streams]
         assert struct.unpack_from("<4I", data, 16) == (*words, *[0] * (4 - len(words)))
         escapes = coded.escapes
-        counts = len(escapes.places), len(escapes.marked), len(escapes.columns)
+        counts = len(escapes.places), len(escapes.marked), 0
         assert struct.unpack_from("<4I", data, 32) == (*counts, len(coded.side))
         assert struct.unpack_from("<4f", data, 48) == (*coded.steps, *coded.errors)
         assert data[64:80].hex() == (noted("profile") if predictor == 2 else "00" * 16)
         sizes = [2 * count + 4 * 64 for count in words]
-        assert len(data) == 80 + sum(sizes) + len(coded.side) + 6 * counts[0] + 2 * counts[1] + 2 * counts[2]
+        assert len(data) == 80 + sum(sizes) + len(coded.side) + 6 * counts[0] + 2 * counts[1]
 
 
 def test_all_that_a_record_may_hold_is_here() -> None:
     coded = {name: Coded.parse(stored(name)) for name in [*TRANSFORMED, *PLAIN]}
     assert len(coded["level-1"].escapes.places) > 3
-    assert len(coded["level-1"].escapes.columns) > 1
+    assert len(coded["level-1"].escapes.marked) > 1
     assert len(coded["refined-1"].escapes.places) > 3
     assert not coded["level-4"].columns
     assert len(coded["mean-1"].escapes.marked) > 0

@@ -11,14 +11,14 @@ offset     type         field
 8          I            tokens
 12         I            columns of the first stream (a multiple of 64)
 16         4I           words of the streams; 0 for those that there are not
-32         4I           placed escapes, marked escapes, their columns, bytes of side information
+32         4I           placed escapes, marked escapes, 0, bytes of side information
 48         f, f         step of K, of V (untransformed predictors)
 56         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
 64         16s          digest of the profile, or zeros
 80         u16[words]   a stream's words, then u32[64], its states: for each stream
 …          bytes        side information of the untransformed predictors (plain.py)
 …          u32[], i16[] placed escapes: where in the numbers `[rows, stride]`, ascending; and which number
-…          u16[], i16[] columns with marked escapes, ascending; the numbers, row by row
+…          i16[]        the numbers that marked escapes stand for, stream by stream, row by row
 =========  ===========  =====================================================================
 
 Transformed records have one stream, K's and V's columns side by side. Others have one for K, one for V, and one more
@@ -31,9 +31,8 @@ from __future__ import annotations
 import enum
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,12 +41,11 @@ import torch
 from kvtool.core.codec.base import Payload
 from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
-from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
-FORMAT = 1
+FORMAT = 2
 NO_PROFILE = bytes(16)
 MOST_NUMBER = 32767
 
@@ -90,81 +88,41 @@ class Escapes:
     Attributes
     ----------
     places, placed : in columns that are not coded: uint32, flat in the numbers `[rows, stride]`; and int16.
-    columns, marked : in columns that are: uint16; and int16, row by row, for each symbol ESCAPE in these columns.
+    marked : in columns that are, int16: for each symbol ESCAPE, stream by stream, row by row.
     """
 
     places: npt.NDArray[np.uint32]
     placed: npt.NDArray[np.int16]
-    columns: npt.NDArray[np.uint16]
     marked: npt.NDArray[np.int16]
-
-    @classmethod
-    def of(cls, numbers: npt.NDArray[np.int16], marks: npt.NDArray[np.bool_], left: npt.NDArray[np.int64]) -> Escapes:
-        """The escapes of numbers `[rows, stride]`: where `marks` is true, and at the flat places `left`."""
-        columns = np.flatnonzero(marks.any(0))
-        return cls(
-            left.astype(np.uint32),
-            numbers.reshape(-1)[left],
-            columns.astype(np.uint16),
-            numbers[:, columns][marks[:, columns]],
-        )
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Placed ones, marked ones, columns of these."""
-        return len(self.places), len(self.marked), len(self.columns)
 
     def pack(self) -> list[Payload]:
         """As they stand in a record."""
         return [
             self.places.astype("<u4").tobytes(),
             self.placed.astype("<i2").tobytes(),
-            self.columns.astype("<u2").tobytes(),
             self.marked.astype("<i2").tobytes(),
         ]
 
+    def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
+        """Put those of columns that are not coded into decoded numbers `[rows, stride]` of a form.
 
-def patch(escapes: Sequence[Escapes], outs: Sequence[npt.NDArray[Any]], form: Form = "int16") -> None:
-    """Put the escapes of some records into their decoded numbers, each `[rows, stride]` of a form.
-
-    Raises
-    ------
-    DamagedError : one lies outside, or a stream has not as many marks.
-    """
-    numbers = np.concatenate([part for one in escapes for part in (one.placed, one.marked)])
-    values, at = _in_form(numbers, form), 0
-    for one, out in zip(escapes, outs, strict=True):
-        placed, marked, _ = one.counts
-        if placed:
-            if int(one.places[-1]) >= out.size:
-                raise DamagedError("a compressed record with an escape outside of it")
-            out.reshape(-1)[one.places] = values[at : at + placed]
-        at += placed
-        if len(one.columns):
-            _patch_marked(out, one.columns, values[at : at + marked], _MARKS[form])
-        at += marked
+        Raises
+        ------
+        DamagedError : one lies outside.
+        """
+        if not len(self.places):
+            return
+        if int(self.places[-1]) >= numbers.size:
+            raise DamagedError("a compressed record with an escape outside of it")
+        numbers.reshape(-1)[self.places] = in_form(self.placed, form)
 
 
-def _patch_marked(
-    out: npt.NDArray[Any], columns: npt.NDArray[np.uint16], values: npt.NDArray[Any], mark: npt.NDArray[Any]
-) -> None:
-    if int(columns[-1]) >= out.shape[1]:
-        raise DamagedError("a compressed record with an escape outside of it")
-    found = np.flatnonzero(out[:, columns] == mark)
-    if len(found) != len(values):
-        raise DamagedError("a compressed record whose escapes are not those of its stream")
-    rows, which = np.divmod(found, len(columns))
-    out[rows, columns[which]] = values
-
-
-def _in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
+def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
     """Whole numbers as a decoder writes them, the nearest that the form has."""
     if form == "int16":
         return numbers
-    return torch.from_numpy(numbers).to(DTYPES[form]).view(torch.int16).numpy().view(HELD[form])
-
-
-_MARKS = {form: _in_form(np.array(ESCAPE - ZERO, np.int16), form) for form in get_args(Form)}
+    values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
+    return values.view(torch.int16).numpy().view(HELD[form])
 
 
 def _ascends(values: npt.NDArray[np.unsignedinteger]) -> bool:
@@ -206,7 +164,9 @@ class Coded:
             self.columns,
             *words,
             *[0] * (_MOST_STREAMS - len(words)),
-            *self.escapes.counts,
+            len(self.escapes.places),
+            len(self.escapes.marked),
+            0,
             len(self.side),
             *self.steps,
             *self.errors,
@@ -227,7 +187,7 @@ class Coded:
             raise DamagedError("a compressed record without its header")
         fields = _HEADER.unpack_from(payload)
         magic, predictors, (level, base, tokens, columns) = fields[0], _PREDICTORS.get(fields[1:3]), fields[3:7]
-        words, counts, side, numbers = fields[7:11], fields[11:14], fields[14], fields[15:19]
+        words, (placed, marked, nothing, side), numbers = fields[7:11], fields[11:15], fields[15:19]
         if magic != _MAGIC:
             raise DamagedError(f"a compressed record of another format than {FORMAT}")
         if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
@@ -237,9 +197,8 @@ class Coded:
         if not all(0 <= number < math.inf for number in numbers):
             raise DamagedError("a compressed record whose step or error is no number")
         count = streams_of(predictors)
-        placed, marked, marks = counts
-        size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * (marks + marked)
-        if size != len(payload) or any(words[count:]):
+        size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
+        if size != len(payload) or any(words[count:]) or nothing:
             what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
             raise DamagedError(f"a compressed record {what}")
         cut = _Cut(payload, _HEADER.size)
@@ -251,16 +210,16 @@ class Coded:
             columns=columns,
             streams=tuple([Stream(cut.take(_U16, number), cut.take(_U32, LANES)) for number in words[:count]]),
             side=cut.take(_U8, side).tobytes(),
-            escapes=_escapes(cut, placed, marked, marks),
+            escapes=_escapes(cut, placed, marked),
             steps=numbers[:2],
             errors=numbers[2:],
             profile=fields[19],
         )
 
 
-def _escapes(cut: _Cut, placed: int, marked: int, marks: int) -> Escapes:
-    found = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_U16, marks), cut.take(_I16, marked))
-    if not (_ascends(found.places) and _ascends(found.columns)):
+def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
+    found = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
+    if not _ascends(found.places):
         raise DamagedError("a compressed record whose escapes are out of order")
     return found
 

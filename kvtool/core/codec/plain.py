@@ -22,7 +22,7 @@ from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.parametric import shipped
-from kvtool.core.codec.payload import Coded, Escapes, Predictor, patch, streams_of
+from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
 from kvtool.core.errors import DamagedError
 
 GROUP = 10
@@ -154,14 +154,14 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
     parts = [sides[0].rows, sides[1].rows, *(side.anchors for side in sides if side.anchors is not None)]
     streams: list[Stream] = []
     ids: list[bytes] = []
-    marks: list[npt.NDArray[np.bool_]] = []
+    marked: list[I16] = []
     for part in parts:
         chosen = choose_tables(part, tables)
         columns = in_order(chosen, tables)
         symbols, _ = to_symbols(part, columns)
         streams.append(encode(symbols, columns))
         ids.append(chosen.astype(np.uint8).tobytes())
-        marks.append(symbols == ESCAPE)
+        marked.append(part[symbols == ESCAPE])
     return Coded(
         predictors=(sides[0].predictor, sides[1].predictor),
         level=level,
@@ -169,7 +169,7 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
         tokens=tokens,
         columns=sides[0].rows.shape[1],
         streams=tuple(streams),
-        escapes=Escapes.of(np.concatenate(parts), np.concatenate(marks), np.empty(0, np.int64)),
+        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
         steps=(sides[0].step, sides[1].step),
         errors=errors,
         side=b"".join([sides[0].about, sides[1].about, *ids]),
@@ -202,7 +202,11 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
             for stream, chosen, part in zip(coded.streams, ids, parts, strict=True)
         ]
     )
-    patch([coded.escapes], [whole_rows])
+    coded.escapes.place(whole_rows, "int16")
+    found = np.flatnonzero(whole_rows == ESCAPE - ZERO)
+    if len(found) != len(coded.escapes.marked):
+        raise DamagedError("a compressed record whose escapes are not those of its streams")
+    whole_rows.reshape(-1)[found] = coded.escapes.marked
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
         return _restored(coded, parameters, [part[:, :channels] for part in parts])
 

@@ -12,13 +12,12 @@ import torch
 
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode_batch, refine_batch
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor, patch
+from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor, in_form
 from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
@@ -49,7 +48,7 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
 def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -> Coded:
     """A record of a level's numbers `[tokens, stride]`, alone or as what the coarser level lacks. States no error."""
     own = profile.coded(level, layer)
-    columns, marked = np.empty(0, np.uint16), np.empty(0, np.int16)
+    marked = np.empty(0, np.int16)
     if refine and own.fine is not None:
         taken = _taken(profile.layout, own, numbers)
         symbols, contexts = whole.refinement(taken, whole.coarsened(taken))
@@ -58,7 +57,8 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -
         symbols, escapes = to_symbols(numbers, own.alone)
         stream = encode(symbols, own.alone)
         if escapes:
-            columns, marked = _marked(numbers, symbols, own.alone)
+            rows, which = np.divmod(np.flatnonzero(symbols == ESCAPE), symbols.shape[1])
+            marked = numbers[rows, own.alone.numbers[which]]
     places = _outside(profile.layout, own, numbers)
     return Coded(
         predictors=_BOTH,
@@ -67,18 +67,9 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -
         tokens=len(numbers),
         columns=len(own.alone),
         streams=(stream,),
-        escapes=Escapes(places.astype(np.uint32), numbers.reshape(-1)[places], columns, marked),
+        escapes=Escapes(places.astype(np.uint32), numbers.reshape(-1)[places], marked),
         profile=profile.digest,
     )
-
-
-def _marked(numbers: I16, symbols: npt.NDArray[np.uint8], columns: Columns) -> tuple[npt.NDArray[np.uint16], I16]:
-    """Columns with escapes among coded ones, and the numbers, row by row."""
-    rows, which = np.divmod(np.flatnonzero(symbols == ESCAPE), symbols.shape[1])
-    which = columns.numbers[which]
-    there = np.zeros(numbers.shape[1], np.bool_)
-    there[which] = True
-    return np.flatnonzero(there).astype(np.uint16), numbers[rows, which]
 
 
 def _taken(layout: Layout, own: CodedColumns, numbers: I16) -> I16:
@@ -157,19 +148,29 @@ def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, Numb
     if refined:
         fill(profile, layer, [(_base_of(coded, item), _base_item(item), out) for coded, item, out in refined])
     for group, run in ((alone, decode_batch), (refined, refine_batch)):
-        if group:
-            run([_job(profile, layer, coded, out, form) for coded, _, out in group])
-            patch([coded.escapes for coded, _, _ in group], [out for _, _, out in group], form)
+        run(_decodings(profile, layer, group, form))
+        for coded, _, out in group:
+            coded.escapes.place(out, form)
 
 
-def _job(profile: Profile, layer: int, coded: Coded, out: Numbers, form: Form) -> Decoding:
-    own = profile.coded(LOSSY[coded.level - 1], layer)
-    columns = own.fine if coded.base else own.alone
-    if columns is None or coded.columns != len(columns):
-        raise DamagedError("a compressed record that does not fit its profile")
-    if coded.profile != profile.digest or coded.predictors != _BOTH:
-        raise DamagedError("a compressed record that does not fit its profile")
-    return Decoding(coded.streams[0], columns, coded.tokens, out, form)
+def _decodings(
+    profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, Numbers]], form: Form
+) -> list[Decoding]:
+    if not jobs:
+        return []
+    made, at = [], 0
+    marked = in_form(np.concatenate([coded.escapes.marked for coded, _, _ in jobs]), form)  # all at once
+    for coded, _, out in jobs:
+        own = profile.coded(LOSSY[coded.level - 1], layer)
+        columns = own.fine if coded.base else own.alone
+        count = len(coded.escapes.marked)
+        fits = columns is not None and coded.columns == len(columns) and coded.predictors == _BOTH
+        if columns is None or not fits or coded.profile != profile.digest or (coded.base and count):
+            raise DamagedError("a compressed record that does not fit its profile")
+        marks = None if coded.base else marked[at : at + count]
+        made.append(Decoding(coded.streams[0], columns, coded.tokens, out, form, marked=marks))
+        at += count
+    return made
 
 
 def _base_item(item: Encoded) -> Encoded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch, refine_batch
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.reference import Stream
+from kvtool.core.errors import DamagedError
 from tests.codec.entropy.streams import (
     TABLES,
     TERNARY,
@@ -175,6 +177,50 @@ def test_blocks_go_to_their_places(back_end: str, form: Any, scaled: bool) -> No
     for block, place in enumerate(places):
         expected[1, :, 1, place : place + 32] = values[form][:, block * 32 : block * 32 + 32]
     assert np.array_equal(whole, expected)
+
+
+def held(form: str, numbers: Any) -> Any:
+    """Whole numbers as an output holds them."""
+    if form == "bfloat16":
+        return bfloat16_bits(np.float32(numbers))
+    return numbers.astype(np.float16 if form == "float16" else np.int16)
+
+
+@pytest.mark.parametrize("form", ["int16", "bfloat16", "float16"])
+def test_escapes_are_replaced_in_the_streams_order(back_end: str, form: Any) -> None:
+    """Some rows full of them, most without; blocks go elsewhere than the order of the stream."""
+    random = np.random.default_rng(6)
+    ids = np.resize(np.array([0, 5], np.uint16), 128)  # all symbols, or 0 and 255
+    symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (11, 128)), random)
+    symbols[2:7, ids == 5] = 0
+    symbols[2:7][symbols[2:7] == 255] = 254
+    symbols[4, 64:] = 255
+    numbers = symbols.astype(np.int32) - 128
+    marks = random.integers(-32768, 32768, int((symbols == 255).sum()))
+    numbers[symbols == 255] = marks
+    places = np.array([101, 3, 133, 50], np.int32)
+    out = np.zeros((11, 170), held(form, numbers).dtype)
+    stream = stream_of(symbols, ids)
+    job = Decoding(stream, Columns(ids, TABLES, places), 11, out, form, marked=held(form, marks))
+    decode_batch([job, job])
+    for block, place in enumerate(places):
+        wanted = held(form, numbers[:, block * 32 : block * 32 + 32])
+        assert np.array_equal(out[:, place : place + 32], wanted)
+    for wrong in (marks[:-1], np.append(marks, 1), marks[:0]):
+        with pytest.raises(DamagedError):
+            decode_batch([Decoding(stream, job.columns, 11, out, form, marked=held(form, wrong))])
+
+
+def test_no_escapes_where_none_are_marked(back_end: str) -> None:
+    symbols, ids = sample(9, 64, tables=TERNARY)
+    job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
+    decode_batch([replace(job, marked=np.empty(0, np.int16))])
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+    nothing = int16_job(Stream(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
+    decode_batch([replace(nothing, marked=np.empty(0, np.int16))])
+    for rows in (job, nothing):
+        with pytest.raises(DamagedError):
+            decode_batch([replace(rows, marked=np.zeros(1, np.int16))])
 
 
 def test_a_batch_of_all_kinds(back_end: str) -> None:

@@ -149,6 +149,10 @@ def test_a_callers_mistakes(back_end: str) -> None:
         {"scaling": ones},
         {"form": "bfloat16"},
         {"form": "bfloat16", "out": bits, "scaling": few},
+        {"marked": np.zeros(1, np.uint16)},
+        {"marked": np.zeros((1, 1), np.int16)},
+        {"marked": np.zeros(4, np.int16)[::2]},
+        {"form": "bfloat16", "out": bits, "scaling": ones, "marked": np.zeros(1, np.uint16)},
         {"form": "float32", "out": np.zeros((2, 64), np.float32)},
         {"stream": Stream(words.astype(np.int64), states)},  # type: ignore[arg-type]
         {"stream": Stream(words, states.astype(np.int64))},  # type: ignore[arg-type]
@@ -161,7 +165,8 @@ def test_a_callers_mistakes(back_end: str) -> None:
         with pytest.raises(ValueError):
             decode_batch([good, dataclasses.replace(good, **change)])
     fine = dataclasses.replace(good, columns=in_order(ids % 3, TABLES, refines=True))
-    for wrong in (good, dataclasses.replace(fine, form="bfloat16", out=bits)):
+    marked = dataclasses.replace(fine, marked=np.empty(0, np.int16))
+    for wrong in (good, marked, dataclasses.replace(fine, form="bfloat16", out=bits)):
         with pytest.raises(ValueError):
             refine_batch([fine, wrong])
 
@@ -202,6 +207,6 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
         job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)
-        (read,) = decoder.run(kernel, [job])
+        (read,), _ = decoder.run(kernel, [job])
         assert ~read > count + 64
     libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

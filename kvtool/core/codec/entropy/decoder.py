@@ -17,7 +17,7 @@ from kvtool.core.codec.entropy import ir_decode, native, reference
 from kvtool.core.codec.entropy.columns import Columns, address
 from kvtool.core.codec.entropy.ir_output import BLOCK, MOST_CONTEXT
 from kvtool.core.codec.entropy.reference import LANES, U16, Stream
-from kvtool.core.codec.entropy.tables import ZERO
+from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.errors import DamagedError
 
 Form = Literal["int16", "bfloat16", "float16"]
@@ -29,6 +29,7 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
 }
 _BEHIND = np.zeros(LANES, np.uint16)  # a kernel may read this much behind the words
 _NO_SCALE = (0, 0)
+_NOTHING = np.zeros(1, np.uint16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,8 @@ class Decoding:
     out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits, or float16.
     form : what `out` holds.
     scaling : of the float forms only; without it a value is the number, which both of them hold exactly.
+    marked : what the escapes stand for, one after another in the stream's order, as `out` holds it; not with scaling.
+        None: they stay the number 127.
     """
 
     stream: Stream
@@ -85,6 +88,7 @@ class Decoding:
     out: npt.NDArray[Any]
     form: Form = "int16"
     scaling: Scaling | None = None
+    marked: npt.NDArray[Any] | None = None
 
     @property
     def kind(self) -> str:
@@ -115,8 +119,8 @@ def refine_batch(jobs: Sequence[Decoding]) -> None:
     ------
     As decode_batch; ValueError also for columns that do not refine.
     """
-    if any(job.form != "int16" or not job.columns.refines for job in jobs):
-        raise ValueError("only int16 can be refined, by columns that refine")
+    if any(job.form != "int16" or not job.columns.refines or job.marked is not None for job in jobs):
+        raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
     _decode(ir_decode.REFINE, jobs)
 
 
@@ -135,26 +139,43 @@ def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
         for job in jobs:
             if not (job.rows and len(job.columns)):
                 reference.check_end(job.stream.states, 0, len(job.stream.words))
-    if some and run(kernel, some) != [len(job.stream.words) for job in some]:
+                _check_escapes(job, 0)
+    if not some:
+        return
+    read, escapes = run(kernel, some)
+    if read != [len(job.stream.words) for job in some]:
         raise DamagedError("an encoded stream that does not end where it should")
+    for job, count in zip(some, escapes, strict=True):
+        _check_escapes(job, count)
 
 
-def run(kernel: native.Kernel, jobs: Sequence[Decoding]) -> list[int]:
-    """Run checked jobs in one call; how many words each asked for; negative: its states do not end right."""
-    read = np.empty(len(jobs), np.int64)
-    at = address(read)
+def _check_escapes(job: Decoding, count: int) -> None:
+    if job.marked is not None and count != len(job.marked):
+        raise DamagedError("an encoded stream whose escapes are not those that were kept")
+
+
+def run(kernel: native.Kernel, jobs: Sequence[Decoding]) -> tuple[list[int], list[int]]:
+    """Run checked jobs in one call.
+
+    Returns
+    -------
+    How many words each asked for, negative where its states do not end right; and how many escapes were replaced.
+    """
+    results = np.empty((2, len(jobs)), np.int64)
+    at, further = address(results), results.strides[0]
     kept: list[npt.NDArray[Any]] = []
-    fields = np.array([[*_fields(job, kept), at + 8 * number] for number, job in enumerate(jobs)], np.int64)
+    rows = [(*_fields(job, kept), at + further + 8 * number, at + 8 * number) for number, job in enumerate(jobs)]
+    fields = np.array(rows, np.int64)
     kernel(address(fields), len(jobs))
-    found: list[int] = read.tolist()
-    return found
+    read, escapes = results.tolist()
+    return read, escapes
 
 
 def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
-    """A job's fields but the last, in the order of ir_decode.FIELDS; `kept`: what must live until it is done."""
+    """A job's fields but the last two, in the order of ir_decode.FIELDS; `kept`: what must live until it is done."""
     bases, slots, places = job.columns.decoding
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
-    out = job.out
+    out, marked = job.out, _NOTHING if job.marked is None or not len(job.marked) else job.marked
     return (
         _words_at(job, kept),
         len(job.stream.words),
@@ -168,6 +189,9 @@ def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
         job.columns.groups,
         scale,
         offset,
+        address(marked),
+        len(marked) - 1,
+        0 if job.marked is None else -1,
     )
 
 
@@ -200,8 +224,15 @@ def _check(job: Decoding) -> None:
         raise ValueError("output rows are contiguous")
     if job.columns.reach > out.shape[1]:
         raise ValueError("a place outside of the output")
+    if job.marked is not None and not _are_marks(job, job.marked):
+        raise ValueError("marked values are a vector of what the output holds, and are not scaled")
     if job.scaling is not None and (job.form == "int16" or len(job.scaling.scale) != len(job.columns)):
         raise ValueError("scale and offset have one number a column, and belong to the float forms")
+
+
+def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
+    fits = marked.dtype == HELD[job.form] and marked.ndim == 1 and marked.flags.c_contiguous
+    return job.scaling is None and fits
 
 
 # ---- without machine code ----------------------------------------------------------------------------------------
@@ -216,14 +247,22 @@ def _decode_in_numpy(kind: str, job: Decoding) -> None:
     numbers = symbols.astype(np.int32) - ZERO
     if coarse is not None:
         numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
+    values = _in_form(job, numbers)
+    if job.marked is not None:
+        escapes = symbols == ESCAPE
+        _check_escapes(job, int(escapes.sum()))
+        values[escapes] = job.marked
+    job.out[:, wanted] = values
+
+
+def _in_form(job: Decoding, numbers: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
     if job.form == "int16":
-        job.out[:, wanted] = numbers.astype(np.int16)
-        return
+        return numbers.astype(np.int16)
     values = numbers.astype(np.float32)
     with np.errstate(over="ignore"):
         if job.scaling is not None:
             values = values * job.scaling.scale + job.scaling.offset
-        job.out[:, wanted] = values.astype(np.float16) if job.form == "float16" else _bfloat16(values)
+        return values.astype(np.float16) if job.form == "float16" else _bfloat16(values)
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> U16:

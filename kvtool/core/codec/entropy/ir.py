@@ -164,6 +164,7 @@ def module(body: Body, declarations: str = "") -> str:
     """The module of one function, `run(jobs, number of jobs)`: both at least 1."""
     body.do("ret void")
     head = "declare i64 @llvm.ctpop.i64(i64)\ndeclare i64 @llvm.umin.i64(i64, i64)\n"
+    head += "declare i64 @llvm.cttz.i64(i64, i1)\n"
     return f"{declarations}{head}define void @run(ptr %jobs, i64 %number) {{\n{body.text()}\n}}\n"
 
 

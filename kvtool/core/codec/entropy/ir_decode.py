@@ -37,7 +37,8 @@ def whole(form: str) -> str:
     return f"whole {form}"
 
 
-KINDS = (*FORMS, *(whole(form) for form in FORMS[1:]), REFINE)
+REPLACING = ("int16", *(whole(form) for form in FORMS[1:]))  # escapes by what they stand for
+KINDS = (*FORMS, *REPLACING[1:], REFINE)
 FIELDS = {
     "words": "ptr",  # u16
     "count": "i64",  # of words
@@ -51,6 +52,10 @@ FIELDS = {
     "groups": "i64",  # columns / 64, at least 1
     "scale": "ptr",  # float [columns]; of the scaled forms only
     "offset": "ptr",
+    "marked": "ptr",  # u16 [last + 1]: what takes the escapes' places, one after another; of the unscaled forms only
+    "last": "i64",
+    "replace": "i64",  # all bits where escapes are replaced, else 0
+    "escapes": "ptr",  # i64: how many were
     "read": "ptr",  # i64: words the stream asked for; their complement: its states do not end right
 }
 _EXPAND = "declare <16 x i16> @llvm.x86.avx512.mask.expand.v16i16(<16 x i16>, <16 x i16>, <16 x i1>)\n"
@@ -67,10 +72,11 @@ def decode_module(isa: Isa, form: str) -> str:
     jobs = Loop(body, "%number")
     job = fields(body, jobs.index, FIELDS)
     starts = [(ints, body.load(ints, job["states"], lane, aligned=1)) for lane in range(0, LANES, width)]
-    rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0"), *starts])
-    row, position, *states = rows.values
-    steps = Loop(body, job["groups"], [("i64", position), *zip(repeat(ints), states, strict=False)])
-    position, *states = steps.values
+    rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0"), ("i64", "0"), *starts])
+    row, position, escapes, *states = rows.values
+    carried = [("i64", position), ("i64", escapes), *zip(repeat(ints), states, strict=False)]
+    steps = Loop(body, job["groups"], carried)
+    position, escapes, *states = steps.values
 
     column = body(f"shl i64 {steps.index}, 6")
     block = body(f"shl i64 {steps.index}, 1")
@@ -81,11 +87,13 @@ def decode_module(isa: Isa, form: str) -> str:
     states = [moved(body, ints, *pair) for pair in zip(entries, states, strict=True)]
     position, states = _filled(body, isa, job, position, states)
     write(body, isa, form, parameters(body, job, column), list(zip(entries, coarse, lanes, strict=True)))
+    if form in REPLACING:
+        escapes = output.with_escapes(body, width, job, entries, outs, escapes)
 
-    position, *states = steps.close([position, *states])
+    position, escapes, *states = steps.close([position, escapes, *states])
     row = body.at("i8", row, job["stride"])
-    row, position, *states = rows.close([row, position, *states])
-    finish(body, width, job, position, states)
+    row, position, escapes, *states = rows.close([row, position, escapes, *states])
+    finish(body, width, job, position, escapes, states)
     jobs.close()
     head = _EXPAND if isa is AVX512 else permutations("expand", _expansions())
     return module(body, head + reduction(width))
@@ -107,8 +115,9 @@ def first_slots(
     return [output.with_context(body, width, *pair) for pair in zip(first, coarse, strict=True)], coarse
 
 
-def finish(body: Body, width: int, job: dict[str, str], position: str, states: list[str]) -> None:
-    """Leave how many words were asked for, or that number's complement, which is negative."""
+def finish(body: Body, width: int, job: dict[str, str], position: str, escapes: str, states: list[str]) -> None:
+    """Leave how many words were asked for, or that number's complement, which is negative; and how many escapes."""
+    body.store("i64", escapes, job["escapes"])
     ints, wrong = vector(width, "i32"), "zeroinitializer"
     for state in states:
         wrong = body(f"or {ints} {wrong}, {body(f'xor {ints} {state}, {splat(LEAST_STATE)}')}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.core.codec.entropy.ir import Body, splat, vector
-from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, ZERO
+from kvtool.core.codec.entropy.ir import Body, Loop, ones, splat, vector
+from kvtool.core.codec.entropy.tables import ESCAPE, PROBABILITY_BITS, ZERO
 
 MOST_CONTEXT = 2  # a coarser number's size, capped
 BLOCK = 32  # columns that stay together
@@ -107,3 +107,33 @@ def write(body: Body, width: int, values: str, out: str, column: int) -> None:
     """Store the low 16 bits of every lane."""
     shorts = vector(width, "i16")
     body.store(shorts, body(f"trunc {vector(width, 'i32')} {values} to {shorts}"), out, column)
+
+
+def with_escapes(body: Body, width: int, job: dict[str, str], entries: list[str], outs: list[str], escapes: str) -> str:
+    """Write the next marked values where entries, of 32 columns for each of `outs`, are escapes; counts them on.
+
+    Escapes are rare: one branch for all of the entries, then one lane after another.
+    """
+    ints, bits = vector(width, "i32"), "0"
+    for place, entry in enumerate(entries):
+        symbol = body(f"and {ints} {entry}, {splat(255)}")
+        some, _ = ones(body, width, body(f"icmp eq {ints} {symbol}, {splat(ESCAPE)}"))
+        bits = body(f"or i64 {bits}, {body(f'shl i64 {some}, {place * width}')}")
+    bits = body(f"and i64 {bits}, {job['replace']}")
+    before, there, after = body.block, body.new_block(), body.new_block()
+    body.do(f"br i1 {body(f'icmp ne i64 {bits}, 0')}, label %{there}, label %{after}")
+    body.enter(there)
+    lanes = Loop(body, body(f"call i64 @llvm.ctpop.i64(i64 {bits})"), [("i64", bits), ("i64", escapes)])
+    left, number = lanes.values
+    lane = body(f"call i64 @llvm.cttz.i64(i64 {left}, i1 true)")
+    safe = body(f"call i64 @llvm.umin.i64(i64 {number}, i64 {job['last']})")
+    out = outs[0]
+    if len(outs) > 1:
+        out = body(f"select i1 {body(f'icmp ult i64 {lane}, {BLOCK}')}, ptr {outs[0]}, ptr {outs[1]}")
+    body.store("i16", body.load("i16", job["marked"], safe), out, body(f"and i64 {lane}, {BLOCK - 1}"))
+    left = body(f"and i64 {left}, {body(f'sub i64 {left}, 1')}")
+    _, number = lanes.close([left, body(f"add i64 {number}, 1")])
+    end = body.block
+    body.do(f"br label %{after}")
+    body.enter(after)
+    return body(f"phi i64 [{escapes}, %{before}], [{number}, %{end}]")

@@ -6,6 +6,7 @@ from kvtool.core.codec.entropy.ir import SCALAR, Body, Loop, fields, module, vec
 from kvtool.core.codec.entropy.ir_decode import (
     FIELDS,
     REFINE,
+    REPLACING,
     finish,
     first_slots,
     moved,
@@ -15,7 +16,7 @@ from kvtool.core.codec.entropy.ir_decode import (
     words_at,
     write,
 )
-from kvtool.core.codec.entropy.ir_output import BLOCK
+from kvtool.core.codec.entropy.ir_output import BLOCK, with_escapes
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
 from kvtool.core.codec.entropy.tables import SLOTS
 
@@ -32,10 +33,10 @@ def decode_module(form: str) -> str:
     job = fields(body, jobs.index, FIELDS)
     for lane in range(0, LANES, width):
         body.store(ints, body.load(ints, job["states"], lane, aligned=1), states, lane)
-    rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0")])
-    row, position = rows.values
-    blocks = Loop(body, body(f"shl i64 {job['groups']}, 1"), [("i64", position)])
-    (position,) = blocks.values
+    rows = Loop(body, job["rows"], [("ptr", job["out"]), ("i64", "0"), ("i64", "0")])
+    row, position, escapes = rows.values
+    blocks = Loop(body, body(f"shl i64 {job['groups']}, 1"), [("i64", position), ("i64", escapes)])
+    position, escapes = blocks.values
 
     column = body(f"mul i64 {blocks.index}, {BLOCK}")
     out = place(body, job, row, blocks.index)
@@ -52,9 +53,12 @@ def decode_module(form: str) -> str:
     entries = [body.load(ints, found, lane) for _, lane in lanes]
     write(body, SCALAR, form, parameters(body, job, column), list(zip(entries, coarse, lanes, strict=True)))
 
-    (position,) = blocks.close([position])
-    row, position = rows.close([body.at("i8", row, job["stride"]), position])
-    finish(body, width, job, position, [body.load(ints, states, lane) for lane in range(0, LANES, width)])
+    if form in REPLACING:
+        escapes = with_escapes(body, width, job, entries, [out], escapes)
+
+    position, escapes = blocks.close([position, escapes])
+    row, position, escapes = rows.close([body.at("i8", row, job["stride"]), position, escapes])
+    finish(body, width, job, position, escapes, [body.load(ints, states, lane) for lane in range(0, LANES, width)])
     jobs.close()
     return module(body, reduction(width))
 
