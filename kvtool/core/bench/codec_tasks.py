@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,7 +40,6 @@ MANY = f"a layer of {AT_ONCE} chunks"
 CONSTRICTION = "constriction ANS decode"
 
 Job = Callable[[], Any]
-Output = Sequence[npt.NDArray[np.uint16]]
 T = TypeVar("T")
 
 
@@ -70,12 +71,11 @@ def all_tasks(sample: Sample, profile: Profile | None, pool: ThreadPoolExecutor)
     tasks = [*_plain_tasks(sample, pool), *_lossless_tasks(sample, pool)]
     if profile is not None:
         tasks.append(_forward_limit(sample, profile))
-    outputs = _outputs(sample, profile)
     for level in LOSSY:
         records = _encoded(_lossy_encoders(sample, level, profile), sample, pool)
         if level == LOSSY[0]:
-            tasks.append(_constriction(sample, profile, records, outputs))
-        tasks += _lossy_tasks(sample, level, profile, records, outputs)
+            tasks.append(_constriction(sample, profile, records))
+        tasks += _lossy_tasks(sample, level, profile, records)
     return tasks
 
 
@@ -88,6 +88,9 @@ def _plain_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
     ]
     copies: list[Job] = [partial(np.copyto, np.zeros_like(raw), raw) for raw in raws]
     yield Task("memcpy", None, copies, sample.raw_bytes, sample.raw_bytes, SIDE, note="into memory that is there")
+    copies = [partial(_copy_in_cache, raw) for raw in raws]
+    note = "of what is in the cache into what is there"
+    yield Task("memcpy in the cache", None, copies, sample.raw_bytes, sample.raw_bytes, SIDE, note=note)
     squeezed = list(pool.map(_zstd, raws))
     size = sum(map(len, squeezed))
     jobs: list[Job] = [partial(_zstd, raw) for raw in raws]
@@ -100,6 +103,11 @@ def _raw(side: torch.Tensor) -> npt.NDArray[np.uint8]:
     return side.view(torch.uint8).numpy().reshape(-1)
 
 
+def _copy_in_cache(like: npt.NDArray[np.uint8]) -> None:
+    memory = _memory(2, len(like) // 2)
+    np.copyto(memory[0], memory[1])
+
+
 def _zstd(raw: npt.NDArray[np.uint8]) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(raw.data)
 
@@ -108,9 +116,7 @@ def _unzstd(frame: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(frame)
 
 
-def _constriction(
-    sample: Sample, profile: Profile | None, records: Sequence[Encoded], outputs: Sequence[Output]
-) -> Task:
+def _constriction(sample: Sample, profile: Profile | None, records: Sequence[Encoded]) -> Task:
     """The symbols of level 1 at the middle layer of a chunk, decoded table by table: its quickest way."""
     layer = sample.layers // 2
     at = layer * len(sample.chunks)
@@ -123,7 +129,7 @@ def _constriction(
         return replace(task, note="not installed")
     jobs: list[Job] = []
     size = 0
-    for decoding in _decodings(profile, layer, item, outputs[at]):
+    for decoding in _decodings(profile, layer, item):
         ids, tables = decoding.columns.ids, decoding.columns.tables
         numbers = np.empty((decoding.rows, len(ids)), np.int16)
         decode_batch([Decoding(decoding.stream, in_order(ids, tables), decoding.rows, numbers)])
@@ -175,19 +181,15 @@ def _encode(
     return encode_levels(keys, values, layer, [level], profile, predictor=predictor, layers=layers)[level]
 
 
-def _lossy_tasks(
-    sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded], outputs: Sequence[Output]
-) -> Iterator[Task]:
+def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded]) -> Iterator[Task]:
     size, raw_bytes = _size(records), sample.raw_bytes
     yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, ONE)
     batches = list(_batches(sample, records))
     jobs: list[Job] = []
-    for (layer, batch), (_, outs) in zip(batches, _batches(sample, outputs), strict=True):
-        pairs = zip(batch, outs, strict=True)
-        jobs.append(
-            partial(decode_batch, [part for item, out in pairs for part in _decodings(profile, layer, item, out)])
-        )
-    yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note="to bfloat16, dequantised; no transform")
+    for layer, batch in batches:
+        jobs.append(partial(_decode, [part for item in batch for part in _decodings(profile, layer, item)]))
+    note = "to bfloat16, dequantised, into memory in the cache, as the transform finds it; no transform"
+    yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note=note)
     profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
     jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
     yield Task("decode", level, jobs, raw_bytes, size, MANY)
@@ -208,30 +210,45 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
     return jobs
 
 
-def _outputs(sample: Sample, profile: Profile | None) -> list[Output]:
-    """Memory for the numbers of every record, `[tokens, columns]` for each of its streams, touched once."""
-    columns = [padded(sample.channels)] * SIDES if profile is None else [profile.layout.stride]
-    tokens = [chunk.keys.shape[2] for chunk in sample.chunks] * sample.layers
-    return [[np.ones((count, width), np.uint16) for width in columns] for count in tokens]
-
-
-def _decodings(profile: Profile | None, layer: int, item: Encoded, outs: Output) -> list[Decoding]:
-    """Streams of a record straight to bfloat16."""
+def _decodings(profile: Profile | None, layer: int, item: Encoded) -> list[Decoding]:
+    """Streams of a record straight to bfloat16, into memory that is yet to be named."""
     coded = Coded.parse(item.payload)
     if profile is not None:
-        columns = profile.coded(LOSSY[coded.level - 1], layer).alone
-        return [_decoding(coded.streams[0], columns, outs[0], 1.0)]
+        return [_decoding(coded.streams[0], profile.coded(LOSSY[coded.level - 1], layer).alone, coded.tokens, 1.0)]
     width = padded(item.shape[0] * item.shape[2])
     chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * width :].reshape(SIDES, width).astype(np.uint16)
     return [
-        _decoding(coded.streams[side], in_order(chosen[side], shipped()), outs[side], coded.steps[side])
+        _decoding(coded.streams[side], in_order(chosen[side], shipped()), coded.tokens, coded.steps[side])
         for side in range(SIDES)
     ]
 
 
-def _decoding(stream: Stream, columns: Columns, out: npt.NDArray[np.uint16], step: float) -> Decoding:
+def _decoding(stream: Stream, columns: Columns, rows: int, step: float) -> Decoding:
     scale, offset = np.full(len(columns), step, np.float32), np.zeros(len(columns), np.float32)
-    return Decoding(stream, columns, len(out), out, "bfloat16", Scaling(scale, offset))
+    return Decoding(stream, columns, rows, np.empty((rows, 0), np.uint16), "bfloat16", Scaling(scale, offset))
+
+
+def _decode(jobs: Sequence[Decoding]) -> None:
+    """One below another into this thread's memory."""
+    memory = _memory(sum(job.rows for job in jobs), max(job.columns.reach for job in jobs))
+    ends = accumulate(job.rows for job in jobs)
+    decode_batch(
+        [
+            Decoding(job.stream, job.columns, job.rows, memory[end - job.rows : end], job.form, job.scaling)
+            for job, end in zip(jobs, ends, strict=True)
+        ]
+    )
+
+
+_own = threading.local()
+
+
+def _memory(rows: int, width: int) -> npt.NDArray[np.uint16]:
+    """The same memory for every call of a thread."""
+    held: npt.NDArray[np.uint16] | None = getattr(_own, "held", None)
+    if held is None or held.size < rows * width:
+        held = _own.held = np.ones(rows * width, np.uint16)
+    return held[: rows * width].reshape(rows, width)
 
 
 def _forward_limit(sample: Sample, profile: Profile) -> Task:

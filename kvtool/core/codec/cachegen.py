@@ -11,6 +11,7 @@ import torch
 from kvtool.core.codec import plain, transform
 from kvtool.core.codec.base import Encoded, Payload, Profiles, no_profiles
 from kvtool.core.codec.integers import coarsened
+from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LOSSY, coarser
 from kvtool.core.codec.payload import Coded, Predictor
 from kvtool.core.codec.profile import Profile
@@ -54,13 +55,12 @@ class CacheGen:
         out: dict[int, LayerKV] = {}
         for (transformed, digest, _), numbers in together.items():
             some = [parsed[number] for number in numbers]
-            sides = (
+            made = (
                 self._transformed(profiles(digest), layer, some)
                 if transformed
                 else [_plain_sides(coded, item) for coded, item in some]
             )
-            for number, side, (_, item) in zip(numbers, sides, some, strict=True):
-                out[number] = _heads(side, item.shape)
+            out.update(zip(numbers, made, strict=True))
         return [out[number] for number in range(len(items))]
 
     def base_of(self, payload: Payload) -> str | None:
@@ -74,11 +74,15 @@ class CacheGen:
             raise DamagedError("a compressed record of another level or length")
         return coded
 
-    def _transformed(self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]]) -> list[torch.Tensor]:
-        channels = {item.shape[0] * item.shape[2] for _, item in items}
-        if not 0 <= layer < profile.layers or channels != {profile.layout.channels}:
+    def _transformed(self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]]) -> list[LayerKV]:
+        shapes = {(item.shape[0], item.shape[2]) for _, item in items}
+        kv_heads, head_dim = shapes.pop()
+        if shapes or kv_heads * head_dim != profile.layout.channels or not 0 <= layer < profile.layers:
             raise DamagedError("a codec profile of another model")
-        return transform.decode(profile, layer, self.level, items)
+        sides = transform.decode(profile, layer, self.level, items)
+        keys, values = sides.view(SIDES, -1, kv_heads, head_dim).transpose(1, 2)
+        tokens = [coded.tokens for coded, _ in items]
+        return list(zip(keys.split(tokens, 1), values.split(tokens, 1), strict=True))
 
 
 def encode_levels(
@@ -150,10 +154,13 @@ def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: 
     return plain.pack((chosen[0], chosen[1]), number, sides.shape[1], _errors(sides, restored))
 
 
-def _plain_sides(coded: Coded, item: Encoded) -> torch.Tensor:
-    kv_heads, _, head_dim = item.shape
+def _plain_sides(coded: Coded, item: Encoded) -> LayerKV:
+    kv_heads, tokens, head_dim = item.shape
     sides = plain.unpack(coded, kv_heads * head_dim)
-    return torch.stack([torch.from_numpy(side) for side in sides]).to(DTYPES[item.dtype])
+    keys, values = (
+        torch.from_numpy(side).to(DTYPES[item.dtype]).view(tokens, kv_heads, head_dim).transpose(0, 1) for side in sides
+    )
+    return keys, values
 
 
 def _rms(side: plain.F32) -> float:
@@ -167,12 +174,6 @@ def _flat(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     for out, side in zip(sides, (keys, values), strict=True):
         out.copy_(side.transpose(0, 1))
     return sides.view(2, tokens, -1)
-
-
-def _heads(sides: torch.Tensor, shape: tuple[int, int, int]) -> LayerKV:
-    kv_heads, tokens, head_dim = shape
-    keys, values = sides.reshape(2, tokens, kv_heads, head_dim).transpose(1, 2)
-    return keys, values
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:

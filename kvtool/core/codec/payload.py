@@ -194,7 +194,7 @@ class Coded:
             raise DamagedError("a compressed record of no known level")
         if predictors is None or columns % LANES:
             raise DamagedError("a compressed record with an unknown predictor or layout")
-        if not all(0 <= number < math.inf for number in numbers):
+        if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
             raise DamagedError("a compressed record whose step or error is no number")
         count = streams_of(predictors)
         size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked

@@ -113,8 +113,8 @@ def sides_of(
     return out.view(SIDES, -1, layout.channels)
 
 
-def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded, Encoded]]) -> list[torch.Tensor]:
-    """Sides `[2, tokens, C]` of several records of one level, profile and dtype.
+def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded, Encoded]]) -> torch.Tensor:
+    """Sides `[2, tokens, C]` of several records of one level, profile and dtype, end to end.
 
     Raises
     ------
@@ -134,8 +134,7 @@ def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded
     held = numbers.view(torch.int16).numpy().view(HELD[form])
     jobs = [(*item, held[end - count : end]) for item, end, count in zip(items, ends, tokens, strict=True)]
     fill(profile, layer, jobs, form)
-    sides = sides_of(profile, layer, level, numbers, [coded for coded, _ in items], dtype)
-    return list(sides.split(tokens, 1))
+    return sides_of(profile, layer, level, numbers, [coded for coded, _ in items], dtype)
 
 
 def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, Numbers]], form: Form = "int16") -> None:

@@ -176,10 +176,11 @@ def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
     bases, slots, places = job.columns.decoding
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
     out, marked = job.out, _NOTHING if job.marked is None or not len(job.marked) else job.marked
+    states = address(job.stream.states)
     return (
-        _words_at(job, kept),
+        _words_at(job.stream.words, states, kept),
         len(job.stream.words),
-        address(job.stream.states),
+        states,
         bases,
         slots,
         places,
@@ -195,11 +196,10 @@ def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
     )
 
 
-def _words_at(job: Decoding, kept: list[npt.NDArray[Any]]) -> int:
+def _words_at(words: U16, states: int, kept: list[npt.NDArray[Any]]) -> int:
     """Where the words are, with as much behind them as a kernel may read: the states, or else zeros in a copy."""
-    words = job.stream.words
     first = address(words)
-    if address(job.stream.states) == first + words.nbytes:
+    if states == first + words.nbytes:
         return first
     kept.append(np.concatenate([words, _BEHIND]))
     return address(kept[-1])
