@@ -151,7 +151,7 @@ def _rows(
     try:
         for _ in range(repeat + 1):
             for (task, count), times in zip(runs, seconds, strict=True):
-                times.append(_seconds(pools[count], task))
+                times.append(_seconds(pools[count], count, task))
             advance()
     finally:
         for pool in pools.values():
@@ -160,15 +160,17 @@ def _rows(
         yield _row(task, count, statistics.median(times[1:]))
 
 
-def _seconds(pool: ThreadPoolExecutor, task: Task) -> float:
+def _seconds(pool: ThreadPoolExecutor, threads: int, task: Task) -> float:
     started = time.perf_counter()
-    for _ in pool.map(_call, task.jobs):
+    for _ in pool.map(_run, [task.jobs[first::threads] for first in range(threads)]):
         pass
     return time.perf_counter() - started
 
 
-def _call(job: Callable[[], Any]) -> None:
-    job()  # what it made is given up here, as the next job's comes to the same place
+def _run(jobs: Sequence[Callable[[], Any]]) -> None:
+    """One after another: handing each to a thread by itself would take longer than some of them."""
+    for job in jobs:
+        job()
 
 
 def _row(task: Task, threads: int, seconds: float) -> CodecRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
 
 _SLACK = 16  # words an encoder may write behind the last: those of a register
 _MISSING = 1 << 31
+_own = threading.local()
 _entries: WeakKeyDictionary[TableSet, U32] = WeakKeyDictionary()
 
 
@@ -76,7 +78,7 @@ def encode(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:
         return _in_one_piece(made.words, made.states)
     rows = len(symbols)
     states = np.full(LANES, LEAST_STATE, np.uint32)
-    words = np.empty(symbols.size + _SLACK, np.uint16)
+    words = _words_for(symbols.size + _SLACK)
     counts = np.zeros(2, np.int64)
     entries = _encoder_entries(columns.tables)
     end = symbols.size  # symbols and contexts are bytes
@@ -98,6 +100,14 @@ def encode(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:
     if int(counts[1]) & _MISSING:
         raise ValueError("a symbol that its table does not have")
     return _in_one_piece(words[: counts[0]][::-1], states[::-1])
+
+
+def _words_for(count: int) -> npt.NDArray[np.uint16]:
+    """This thread's memory: asked of the system anew each time, it would take as long as the encoding."""
+    held: npt.NDArray[np.uint16] | None = getattr(_own, "words", None)
+    if held is None or len(held) < count:
+        held = _own.words = np.empty(count, np.uint16)
+    return held
 
 
 def _in_one_piece(words: npt.NDArray[np.uint16], states: U32) -> Stream:
