@@ -12,7 +12,7 @@ from kvtool.core.compress.chunks import exact_level, read_chunk
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 
-AT_ONCE = 8  # chunks that are decoded together
+AT_ONCE = 16  # chunks that are decoded together
 
 
 @dataclass(frozen=True, slots=True)

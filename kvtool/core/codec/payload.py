@@ -39,6 +39,7 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.base import Payload
+from kvtool.core.codec.entropy.columns import address
 from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.levels import LOSSY
@@ -81,7 +82,7 @@ def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
     return 1 if transformed else 2 + predictors.count(Predictor.ANCHOR)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see Stream
 class Escapes:
     """Numbers that no symbol of their column's table stands for.
 
@@ -129,7 +130,7 @@ def _ascends(values: npt.NDArray[np.unsignedinteger]) -> bool:
     return len(values) < 2 or bool((values[1:] > values[:-1]).all())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see Stream
 class Coded:
     """A record's parts.
 
@@ -208,7 +209,7 @@ class Coded:
             base=base,
             tokens=tokens,
             columns=columns,
-            streams=tuple([Stream(cut.take(_U16, number), cut.take(_U32, LANES)) for number in words[:count]]),
+            streams=tuple([cut.stream(number) for number in words[:count]]),
             side=cut.take(_U8, side).tobytes(),
             escapes=_escapes(cut, placed, marked),
             steps=numbers[:2],
@@ -233,6 +234,11 @@ class _Cut:
 
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at
+        self._begin = address(np.frombuffer(payload, np.uint8))
+
+    def stream(self, words: int) -> Stream:
+        begin = self._begin + self._at
+        return Stream(self.take(_U16, words), self.take(_U32, LANES), begin)
 
     def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         if not count:

@@ -203,7 +203,8 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 0) == 0
     ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
-    monkeypatch.setattr(decoder, "_words_at", lambda words, states, kept: address(words))  # no copy with more behind
+    # No copy with more behind them.
+    monkeypatch.setattr(decoder, "_addresses", lambda stream, kept: (address(stream.words), address(stream.states)))
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
         job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)

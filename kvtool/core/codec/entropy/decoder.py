@@ -66,7 +66,7 @@ class Scaling:
         return address(self.scale), address(self.offset)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see Stream
 class Decoding:
     """One stream to decode into a place of a larger array.
 
@@ -176,10 +176,11 @@ def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
     bases, slots, places = job.columns.decoding
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
     out, marked = job.out, _NOTHING if job.marked is None or not len(job.marked) else job.marked
-    states = address(job.stream.states)
+    count = len(job.stream.words)
+    words, states = _addresses(job.stream, kept)
     return (
-        _words_at(job.stream.words, states, kept),
-        len(job.stream.words),
+        words,
+        count,
         states,
         bases,
         slots,
@@ -196,13 +197,12 @@ def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
     )
 
 
-def _words_at(words: U16, states: int, kept: list[npt.NDArray[Any]]) -> int:
-    """Where the words are, with as much behind them as a kernel may read: the states, or else zeros in a copy."""
-    first = address(words)
-    if states == first + words.nbytes:
-        return first
-    kept.append(np.concatenate([words, _BEHIND]))
-    return address(kept[-1])
+def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
+    """Of the words, with as much behind them as a kernel may read, the states or else zeros; and of the states."""
+    if stream.address:
+        return stream.address, stream.address + 2 * len(stream.words)
+    kept.append(np.concatenate([stream.words, _BEHIND]))
+    return address(kept[-1]), address(stream.states)
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------
@@ -210,14 +210,9 @@ def _words_at(words: U16, states: int, kept: list[npt.NDArray[Any]]) -> int:
 
 def _check(job: Decoding) -> None:
     """Everything that a kernel relies upon to stay inside its arrays."""
-    words, states, out = job.stream.words, job.stream.states, job.out
-    if words.dtype != np.uint16 or words.ndim != 1 or states.dtype != np.uint32 or states.ndim != 1:
-        raise ValueError("a stream is words of uint16 and states of uint32")
-    if len(states) != LANES:
-        raise DamagedError("a stream without its 64 lanes")
-    if not (words.flags.c_contiguous and states.flags.c_contiguous):
-        raise ValueError("a stream's words and states are contiguous")
-    held = HELD.get(job.form)
+    if not job.stream.address:
+        _check_stream(job.stream)
+    out, held = job.out, HELD.get(job.form)
     if out.ndim != 2 or out.dtype != held or len(out) != job.rows or not out.flags.behaved:
         raise ValueError(f"output is {job.form}, [rows, stride], aligned, and can be written")
     if out.size and out.strides[1] != out.itemsize:
@@ -228,6 +223,16 @@ def _check(job: Decoding) -> None:
         raise ValueError("marked values are a vector of what the output holds, and are not scaled")
     if job.scaling is not None and (job.form == "int16" or len(job.scaling.scale) != len(job.columns)):
         raise ValueError("scale and offset have one number a column, and belong to the float forms")
+
+
+def _check_stream(stream: Stream) -> None:
+    words, states = stream.words, stream.states
+    if words.dtype != np.uint16 or words.ndim != 1 or states.dtype != np.uint32 or states.ndim != 1:
+        raise ValueError("a stream is words of uint16 and states of uint32")
+    if len(states) != LANES:
+        raise DamagedError("a stream without its 64 lanes")
+    if not (words.flags.c_contiguous and states.flags.c_contiguous):
+        raise ValueError("a stream's words and states are contiguous")
 
 
 def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:

@@ -113,7 +113,7 @@ def _words_for(count: int) -> npt.NDArray[np.uint16]:
 def _in_one_piece(words: npt.NDArray[np.uint16], states: U32) -> Stream:
     size = 2 * len(words)
     whole = np.empty(size + states.nbytes, np.uint8)
-    stream = Stream(whole[:size].view(np.uint16), whole[size:].view(np.uint32))
+    stream = Stream(whole[:size].view(np.uint16), whole[size:].view(np.uint32), address(whole))
     stream.words[:] = words
     stream.states[:] = states
     return stream

@@ -29,12 +29,16 @@ U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, making one would take twice as long; there is one for each record
 class Stream:
-    """An encoded stream: `words` uint16 in the order a decoder reads them, `states` uint32 `[64]` it starts with."""
+    """An encoded stream: `words` uint16 in the order a decoder reads them, `states` uint32 `[64]` it starts with.
+
+    `address` : of the words, where whoever made the stream knows that the states follow them in memory; else 0.
+    """
 
     words: U16
     states: U32
+    address: int = 0
 
 
 def encode(symbols: U8, ids: U16, tables: TableSet, contexts: U8 | None = None) -> Stream:
