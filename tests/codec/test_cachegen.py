@@ -225,7 +225,7 @@ def test_no_chunk() -> None:
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
     """Whole numbers of a record."""
     out = np.zeros((item.shape[1], of.layout.stride), np.int16)
-    transform.fill(of, layer, [(Coded.parse(item.payload), item, out)])
+    transform.fill(of, layer, [(Coded.parse(item.payload), item)], [0], out, "int16")
     return out
 
 

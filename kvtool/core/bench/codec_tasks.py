@@ -22,7 +22,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, no_profiles
 from kvtool.core.codec.cachegen import encode_levels
 from kvtool.core.codec.entropy.columns import Columns, in_order
-from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.tables import ZERO
 from kvtool.core.codec.layout import SIDES
@@ -129,10 +129,10 @@ def _constriction(sample: Sample, profile: Profile | None, records: Sequence[Enc
         return replace(task, note="not installed")
     jobs: list[Job] = []
     size = 0
-    for decoding in _decodings(profile, layer, item):
+    for decoding in _decodings(profile, layer, [item]):
         ids, tables = decoding.columns.ids, decoding.columns.tables
-        numbers = np.empty((decoding.rows, len(ids)), np.int16)
-        decode_batch([Decoding(decoding.stream, in_order(ids, tables), decoding.rows, numbers)])
+        numbers = np.empty((decoding.rows[0], len(ids)), np.int16)
+        decode(Decoding(decoding.streams, in_order(ids, tables), [0], decoding.rows, numbers))
         for table in np.unique(ids):
             symbols = (numbers[:, ids == table].astype(np.int32) + ZERO).reshape(-1)
             share = tables.frequencies[table].astype(np.float32)
@@ -187,7 +187,7 @@ def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: S
     batches = list(_batches(sample, records))
     jobs: list[Job] = []
     for layer, batch in batches:
-        jobs.append(partial(_decode, [part for item in batch for part in _decodings(profile, layer, item)]))
+        jobs.append(partial(_decode, _decodings(profile, layer, batch)))
     note = "to bfloat16, dequantised, into memory in the cache, as the transform finds it; no transform"
     yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note=note)
     profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
@@ -210,34 +210,32 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
     return jobs
 
 
-def _decodings(profile: Profile | None, layer: int, item: Encoded) -> list[Decoding]:
-    """Streams of a record straight to bfloat16, into memory that is yet to be named."""
-    coded = Coded.parse(item.payload)
+def _decodings(profile: Profile | None, layer: int, items: Sequence[Encoded]) -> list[Decoding]:
+    """Streams of records of a layer straight to bfloat16, into memory that is yet to be named."""
+    records = [Coded.parse(item.payload) for item in items]
     if profile is not None:
-        return [_decoding(coded.streams[0], profile.coded(LOSSY[coded.level - 1], layer).alone, coded.tokens, 1.0)]
-    width = padded(item.shape[0] * item.shape[2])
-    chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * width :].reshape(SIDES, width).astype(np.uint16)
-    return [
-        _decoding(coded.streams[side], in_order(chosen[side], shipped()), coded.tokens, coded.steps[side])
-        for side in range(SIDES)
-    ]
+        columns = profile.coded(LOSSY[records[0].level - 1], layer).alone
+        return [_decoding([coded.streams[0] for coded in records], columns, [coded.tokens for coded in records], 1.0)]
+    found = []
+    for coded, item in zip(records, items, strict=True):
+        width = padded(item.shape[0] * item.shape[2])
+        chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * width :].reshape(SIDES, width).astype(np.uint16)
+        for side in range(SIDES):
+            columns = in_order(chosen[side], shipped())
+            found.append(_decoding([coded.streams[side]], columns, [coded.tokens], coded.steps[side]))
+    return found
 
 
-def _decoding(stream: Stream, columns: Columns, rows: int, step: float) -> Decoding:
-    scale, offset = np.full(len(columns), step, np.float32), np.zeros(len(columns), np.float32)
-    return Decoding(stream, columns, rows, np.empty((rows, 0), np.uint16), "bfloat16", Scaling(scale, offset))
+def _decoding(streams: Sequence[Stream], columns: Columns, rows: Sequence[int], step: float) -> Decoding:
+    scaling = Scaling(np.full(len(columns), step, np.float32), np.zeros(len(columns), np.float32))
+    starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
+    return Decoding(streams, columns, starts, rows, np.empty((0, 0), np.uint16), "bfloat16", scaling)
 
 
 def _decode(jobs: Sequence[Decoding]) -> None:
-    """One below another into this thread's memory."""
-    memory = _memory(sum(job.rows for job in jobs), max(job.columns.reach for job in jobs))
-    ends = accumulate(job.rows for job in jobs)
-    decode_batch(
-        [
-            Decoding(job.stream, job.columns, job.rows, memory[end - job.rows : end], job.form, job.scaling)
-            for job, end in zip(jobs, ends, strict=True)
-        ]
-    )
+    """Into this thread's memory."""
+    for job in jobs:
+        decode(replace(job, out=_memory(sum(job.rows), job.columns.reach)))
 
 
 _own = threading.local()

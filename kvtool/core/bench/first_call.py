@@ -21,7 +21,7 @@ out, ones = np.empty((16, 256), np.uint16), np.ones(256, np.float32)
 started = time.perf_counter()
 of = columns.in_order(ids, set)
 scaling = decoder.Scaling(ones, np.zeros(256, np.float32))
-decoder.decode_batch([decoder.Decoding(stream, of, 16, out, "bfloat16", scaling)])
+decoder.decode(decoder.Decoding([stream], of, [0], [16], out, "bfloat16", scaling))
 print((time.perf_counter() - started) * 1e3)
 """
 INCLUDES = (

@@ -25,7 +25,7 @@ def clipped(values: npt.NDArray[np.float32]) -> I16:
 
 
 def refinement(fine: I16, coarse: I16) -> tuple[U8, U8]:
-    """Symbols and contexts that lead from the coarser numbers to the finer ones (see decoder.refine_batch)."""
+    """Symbols and contexts that lead from the coarser numbers to the finer ones (see decoder.refine)."""
     rest = fine - 3 * coarse
     rest[coarse < 0] *= -1
     return (rest + np.int16(ZERO)).astype(np.uint8), np.minimum(np.abs(coarse), 2).astype(np.uint8)

@@ -17,7 +17,7 @@ import torch
 
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.decoder import Decoding, decode_batch
+from kvtool.core.codec.entropy.decoder import Decoding, decode
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
@@ -196,12 +196,8 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
-    decode_batch(
-        [
-            Decoding(stream, in_order(chosen, tables), len(part), part)
-            for stream, chosen, part in zip(coded.streams, ids, parts, strict=True)
-        ]
-    )
+    for stream, chosen, end, height in zip(coded.streams, ids, ends.tolist(), heights, strict=True):
+        decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
     coded.escapes.place(whole_rows, "int16")
     found = np.flatnonzero(whole_rows == ESCAPE - ZERO)
     if len(found) != len(coded.escapes.marked):

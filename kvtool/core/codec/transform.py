@@ -12,7 +12,10 @@ import torch
 
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode_batch, refine_batch
+from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form
+from kvtool.core.codec.entropy.decoder import decode as decode_streams
+from kvtool.core.codec.entropy.decoder import refine as refine_streams
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
@@ -131,58 +134,68 @@ def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded
     else:
         numbers = torch.zeros(shape, dtype=torch.int16)  # a finer level codes more columns than its base
         form = "int16"
-    held = numbers.view(torch.int16).numpy().view(HELD[form])
-    jobs = [(*item, held[end - count : end]) for item, end, count in zip(items, ends, tokens, strict=True)]
-    fill(profile, layer, jobs, form)
-    return sides_of(profile, layer, level, numbers, [coded for coded, _ in items], dtype)
+    records, held = [coded for coded, _ in items], numbers.view(torch.int16).numpy().view(HELD[form])
+    starts = [end - count for end, count in zip(ends, tokens, strict=True)]
+    fill(profile, layer, items, starts, held, form)
+    return sides_of(profile, layer, level, numbers, records, dtype)
 
 
-def fill(profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, Numbers]], form: Form = "int16") -> None:
-    """Decode records into numbers `[tokens, stride]`, coarser levels first; raises DamagedError.
+def fill(
+    profile: Profile,
+    layer: int,
+    items: Sequence[tuple[Coded, Encoded]],
+    starts: Sequence[int],
+    whole: Numbers,
+    form: Form,
+) -> None:
+    """Decode records of one level into numbers `[rows, stride]`, coarser levels first; raises DamagedError.
 
-    Only coded columns are written, and for a form other than int16 none may be refined.
+    Only coded columns are written; for a form other than int16 no record may refine another.
     """
-    alone = [job for job in jobs if not job[0].base]
-    refined = [job for job in jobs if job[0].base]
-    if refined:
-        fill(profile, layer, [(_base_of(coded, item), _base_item(item), out) for coded, item, out in refined])
-    for group, run in ((alone, decode_batch), (refined, refine_batch)):
-        run(_decodings(profile, layer, group, form))
-        for coded, _, out in group:
-            coded.escapes.place(out, form)
+    if not items:
+        return
+    own = profile.coded(LOSSY[items[0][0].level - 1], layer)
+    alone = [number for number, (coded, _) in enumerate(items) if not coded.base]
+    refined = [number for number, (coded, _) in enumerate(items) if coded.base]
+    there = [starts[number] for number in refined]
+    fill(profile, layer, [_base_of(*items[number]) for number in refined], there, whole, form)
+    for numbers, columns, run in ((alone, own.alone, decode_streams), (refined, own.fine, refine_streams)):
+        if numbers:
+            some = [items[number][0] for number in numbers]
+            run(_decoding(profile, columns, some, [starts[number] for number in numbers], whole, form))
+    for (coded, _), start in zip(items, starts, strict=True):
+        coded.escapes.place(whole[start : start + coded.tokens], form)
 
 
-def _decodings(
-    profile: Profile, layer: int, jobs: Sequence[tuple[Coded, Encoded, Numbers]], form: Form
-) -> list[Decoding]:
-    if not jobs:
-        return []
-    made, at = [], 0
-    marked = in_form(np.concatenate([coded.escapes.marked for coded, _, _ in jobs]), form)  # all at once
-    for coded, _, out in jobs:
-        own = profile.coded(LOSSY[coded.level - 1], layer)
-        columns = own.fine if coded.base else own.alone
-        count = len(coded.escapes.marked)
+def _decoding(
+    profile: Profile,
+    columns: Columns | None,
+    records: Sequence[Coded],
+    starts: Sequence[int],
+    whole: Numbers,
+    form: Form,
+) -> Decoding:
+    marks = [len(coded.escapes.marked) for coded in records]
+    for coded in records:
         fits = columns is not None and coded.columns == len(columns) and coded.predictors == _BOTH
-        if columns is None or not fits or coded.profile != profile.digest or (coded.base and count):
+        if not fits or coded.profile != profile.digest or coded.level != records[0].level:
             raise DamagedError("a compressed record that does not fit its profile")
-        marks = None if coded.base else marked[at : at + count]
-        made.append(Decoding(coded.streams[0], columns, coded.tokens, out, form, marked=marks))
-        at += count
-    return made
+    if columns is None or (columns.refines and any(marks)):
+        raise DamagedError("a compressed record that does not fit its profile")
+    marked = None
+    if not columns.refines:
+        marked = in_form(np.concatenate([coded.escapes.marked for coded in records]), form)
+    streams, rows = [coded.streams[0] for coded in records], [coded.tokens for coded in records]
+    return Decoding(streams, columns, starts, rows, whole, form, marked=marked, marks=() if marked is None else marks)
 
 
-def _base_item(item: Encoded) -> Encoded:
+def _base_of(coded: Coded, item: Encoded) -> tuple[Coded, Encoded]:
     if item.base is None:
         raise DamagedError("a compressed record without the level that it refines")
-    return item.base
-
-
-def _base_of(coded: Coded, item: Encoded) -> Coded:
-    base = Coded.parse(_base_item(item).payload)
+    base = Coded.parse(item.base.payload)
     if (base.level, base.tokens) != (coded.base, coded.tokens):
         raise DamagedError("a compressed record that refines another one")
-    return base
+    return base, item.base
 
 
 def _add_outside(

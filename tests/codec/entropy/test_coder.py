@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtool.core.codec.entropy import native, reference
-from kvtool.core.codec.entropy.columns import Columns, in_order
-from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch, refine_batch
+from kvtool.core.codec.entropy.columns import Columns, address, in_order
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode, refine
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.errors import DamagedError
@@ -56,7 +56,7 @@ def test_bytes_and_symbols_of_the_reference(back_end: str, rows: int, columns: i
     assert stream.words.dtype == np.uint16
     assert stream.states.dtype == np.uint32
     job = int16_job(stream, ids, rows)
-    decode_batch([job])
+    decode(job)
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 
@@ -68,7 +68,7 @@ def test_one_table_for_all_columns(back_end: str, table: int) -> None:
     stream = encode(symbols, in_order(ids, TABLES))
     assert same(stream, stream_of(symbols, ids))
     job = int16_job(stream, ids, 40)
-    decode_batch([job])
+    decode(job)
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 
@@ -87,7 +87,7 @@ def test_golden(back_end: str) -> None:
     )
     assert same(encode(symbols, in_order(ids, TABLES)), golden)
     job = int16_job(golden, ids, 3)
-    decode_batch([job])
+    decode(job)
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 
@@ -116,7 +116,7 @@ def float_job(form: Any, scale: Any, offset: Any, rows: int = 9, seed: int = 0) 
     symbols[0] = 128  # the number 0: the offset itself
     ids = np.zeros(len(scale), np.uint16)
     out = np.full(symbols.shape, 7, np.float16 if form == "float16" else np.uint16)
-    job = Decoding(stream_of(symbols, ids), in_order(ids, TABLES), rows, out, form, Scaling(scale, offset))
+    job = Decoding([stream_of(symbols, ids)], in_order(ids, TABLES), [0], [rows], out, form, Scaling(scale, offset))
     with np.errstate(over="ignore"):
         return job, (symbols.astype(np.float32) - 128) * scale + offset
 
@@ -135,13 +135,13 @@ def test_ties_zeros_and_ends_of_the_range(back_end: str, form: str) -> None:
     offsets = np.resize(np.array([*edges, *(-edge for edge in edges)]), 64)
     for scale in (0.0, -0.0, 1.0, -1.0, last, 1e-45, 3e36):
         job, values = float_job(form, np.full(64, scale), offsets)
-        decode_batch([job])
+        decode(job)
         assert np.array_equal(job.out.view(np.uint16), wanted_bits(form, values))
 
 
 def test_negative_zero_only_where_numpy_has_one(back_end: str) -> None:
     job, _ = float_job("bfloat16", np.resize([1.0, -1.0], 64), np.resize([0.0, 0.0, -0.0, -0.0], 64), rows=1)
-    decode_batch([job])
+    decode(job)
     assert job.out[0, :4].tolist() == [0, 0, 0, 0x8000]
 
 
@@ -152,8 +152,8 @@ def test_values_of_every_size(back_end: str, form: str) -> None:
     parts = np.where(np.isfinite(bits.view(np.float32)), bits, 0).view(np.float32)
     parts[::2] = random.standard_normal(parts[::2].shape) * 10.0 ** random.integers(-8, 6, (12, 1, 1))
     jobs = [float_job(form, *part, seed=index) for index, part in enumerate(parts)]
-    decode_batch([job for job, _ in jobs])
     for job, values in jobs:
+        decode(job)
         assert np.array_equal(job.out.view(np.uint16), wanted_bits(form, values))
 
 
@@ -170,7 +170,7 @@ def test_blocks_go_to_their_places(back_end: str, form: Any, scaled: bool) -> No
     out = whole[1, :, 1]
     stream, columns = stream_of(symbols, ids), Columns(ids, TABLES, places)
     scaling = Scaling(np.ones(128, np.float32), np.zeros(128, np.float32)) if scaled else None
-    decode_batch([Decoding(stream, columns, 17, out, form, scaling)])
+    decode(Decoding([stream], columns, [0], [17], out, form, scaling))
     numbers = symbols.astype(np.int16) - 128
     values = {"int16": numbers, "float16": numbers.astype(np.float16), "bfloat16": bfloat16_bits(np.float32(numbers))}
     expected = np.full_like(whole, 77)
@@ -199,58 +199,63 @@ def test_escapes_are_replaced_in_the_streams_order(back_end: str, form: Any) -> 
     marks = random.integers(-32768, 32768, int((symbols == 255).sum()))
     numbers[symbols == 255] = marks
     places = np.array([101, 3, 133, 50], np.int32)
-    out = np.zeros((11, 170), held(form, numbers).dtype)
-    stream = stream_of(symbols, ids)
-    job = Decoding(stream, Columns(ids, TABLES, places), 11, out, form, marked=held(form, marks))
-    decode_batch([job, job])
-    for block, place in enumerate(places):
-        wanted = held(form, numbers[:, block * 32 : block * 32 + 32])
-        assert np.array_equal(out[:, place : place + 32], wanted)
-    for wrong in (marks[:-1], np.append(marks, 1), marks[:0]):
+    out = np.zeros((22, 170), held(form, numbers).dtype)
+    stream, columns = stream_of(symbols, ids), Columns(ids, TABLES, places)
+    rows, count = [11, 11], [len(marks)] * 2
+    twice = held(form, np.tile(marks, 2))
+    decode(Decoding([stream] * 2, columns, [11, 0], rows, out, form, marked=twice, marks=count))
+    for first in (0, 11):
+        for block, place in enumerate(places):
+            wanted = held(form, numbers[:, block * 32 : block * 32 + 32])
+            assert np.array_equal(out[first : first + 11, place : place + 32], wanted)
+    for wrong in ([count[0] - 1, count[0] + 1], [count[0] + 1, count[0] - 1], [0, 2 * count[0]], [2 * count[0], 0]):
         with pytest.raises(DamagedError):
-            decode_batch([Decoding(stream, job.columns, 11, out, form, marked=held(form, wrong))])
+            decode(Decoding([stream] * 2, columns, [0, 11], rows, out, form, marked=twice, marks=wrong))
 
 
 def test_no_escapes_where_none_are_marked(back_end: str) -> None:
     symbols, ids = sample(9, 64, tables=TERNARY)
     job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
-    decode_batch([replace(job, marked=np.empty(0, np.int16))])
+    decode(replace(job, marked=np.empty(0, np.int16), marks=[0]))
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
     nothing = int16_job(Stream(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
-    decode_batch([replace(nothing, marked=np.empty(0, np.int16))])
+    decode(replace(nothing, marked=np.empty(0, np.int16), marks=[0]))
     for rows in (job, nothing):
         with pytest.raises(DamagedError):
-            decode_batch([replace(rows, marked=np.zeros(1, np.int16))])
+            decode(replace(rows, marked=np.zeros(1, np.int16), marks=[1]))
 
 
-def test_a_batch_of_all_kinds(back_end: str) -> None:
-    """Streams of many sizes, table sets and forms, more than one call takes, from one read-only buffer."""
-    parts, jobs, expected = bytearray(), [], []
-    for index in range(150):
-        rows, columns, tables = index % 5, 64 * ((index + 1) % 3), (TABLES, TERNARY)[index % 2]
-        symbols, ids = sample(rows, columns, index, tables)
-        stream = stream_of(symbols, ids, tables)
-        expected.append((len(parts), len(stream.words), rows, ids, tables, symbols))
+def test_streams_of_many_sizes_from_one_read_only_buffer(back_end: str) -> None:
+    """Where they lie, or copied where nobody knows what is behind; into rows in another order, some left alone."""
+    parts, found = bytearray(b"odd"), []
+    ids = np.resize(np.arange(len(TABLES), dtype=np.uint16), 128)
+    for index in range(40):
+        symbols = symbols_for(
+            TABLES, np.broadcast_to(ids.astype(np.int64), (index % 5, 128)), np.random.default_rng(index)
+        )
+        stream = stream_of(symbols, ids)
+        found.append((len(parts), len(stream.words), symbols))
         parts += stream.words.tobytes() + stream.states.tobytes()
-    payload = bytes(parts)
-    for index, (at, count, rows, ids, tables, _) in enumerate(expected):
-        states = np.frombuffer(payload[at + 2 * count : at + 2 * count + 256], np.uint32)
-        job = int16_job(Stream(np.frombuffer(payload, np.uint16, count, at), states), ids, rows, tables)
-        if index % 4 == 3:
-            ones, zeros = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
-            out = job.out.astype(np.float16)
-            job = Decoding(
-                job.stream, job.columns, rows, out, "float16", Scaling(ones, zeros) if index % 8 == 3 else None
-            )
-        jobs.append(job)
-    decode_batch(jobs)
-    for job, (*_, symbols) in zip(jobs, expected, strict=True):
-        assert np.array_equal(job.out.astype(np.int16), symbols.astype(np.int16) - 128)
+    payload = np.frombuffer(bytes(parts), np.uint8)
+    streams = []
+    for index, (at, count, _) in enumerate(found):
+        words = np.frombuffer(payload, np.uint16, count, at)
+        states = np.frombuffer(payload, np.uint32, 64, at + 2 * count)
+        streams.append(Stream(words, states, address(payload) + at if index % 2 else 0))
+    rows = [len(symbols) for *_, symbols in found]
+    starts = [sum(rows[index + 1 :]) + len(rows) - index for index in range(len(rows))]
+    out = np.full((sum(rows) + len(rows) + 1, 128), 999, np.int16)
+    decode(Decoding(streams, in_order(ids, TABLES), starts, rows, out))
+    expected = np.full_like(out, 999)
+    for start, (*_, symbols) in zip(starts, found, strict=True):
+        expected[start : start + len(symbols)] = symbols.astype(np.int16) - 128
+    assert np.array_equal(out, expected)
 
 
 def test_nothing_to_do(back_end: str) -> None:
-    decode_batch([])
-    refine_batch([])
+    ids, out = np.zeros(64, np.uint16), np.empty((0, 64), np.int16)
+    decode(Decoding([], in_order(ids, TABLES), [], [], out))
+    refine(Decoding([], in_order(ids, TABLES, refines=True), [], [], out))
 
 
 @pytest.mark.parametrize("columns", [64, 320])
@@ -269,7 +274,7 @@ def test_refining(back_end: str, columns: int) -> None:
     out = np.full((17, columns + 20), -5, np.int16)
     order = (places[:, None] + np.arange(32)).reshape(-1)
     out[:, order] = coarse
-    refine_batch([Decoding(stream, fine, 17, out)])
+    refine(Decoding([stream], fine, [0], [17], out))
     change = np.where(coarse < 0, 128 - symbols.astype(np.int32), symbols.astype(np.int32) - 128)
     expected = np.full_like(out, -5)
     expected[:, order] = (3 * coarse.astype(np.int32) + change).astype(np.int16)
@@ -283,7 +288,7 @@ def test_refining_by_any_number(back_end: str) -> None:
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
     job = int16_job(stream_of(symbols, ids), ids, 5, refines=True)
     job.out[:] = 0
-    refine_batch([job])
+    refine(job)
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 
@@ -299,7 +304,8 @@ def test_two_threads(back_end: str) -> None:
         start.wait()
         for _ in range(3 if back_end == "numpy" else 30):
             jobs = [int16_job(stream, ids, 64) for _ in range(4)]
-            decode_batch(jobs)
+            for job in jobs:
+                decode(job)
             again = encode(symbols, in_order(ids, TABLES))
             if not same(again, stream) or any((job.out != symbols.astype(np.int16) - 128).any() for job in jobs):
                 wrong.append(seed)

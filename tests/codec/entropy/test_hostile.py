@@ -7,6 +7,7 @@ import dataclasses
 import mmap
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ import pytest
 
 from kvtool.core.codec.entropy import decoder, native, reference
 from kvtool.core.codec.entropy.columns import Columns, address, in_order
-from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode_batch, refine_batch
-from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode, refine
+from kvtool.core.codec.entropy.reference import LANES, U16, Stream
 from kvtool.core.errors import DamagedError
 from tests.codec.entropy.streams import TABLES, TERNARY, int16_job, sample, stream_of
 
@@ -59,13 +60,20 @@ def test_mutations(back_end: str) -> None:
         except DamagedError:
             refused += 1
             with pytest.raises(DamagedError):
-                decode_batch([Decoding(stream, in_order(ids, TABLES), rows, out)])
+                decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
         else:
-            decode_batch([Decoding(stream, in_order(ids, TABLES), rows, out)])
+            decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
             assert np.array_equal(out, expected.astype(np.int16) - 128)
         out[:] = CANARY
         assert (canvas == CANARY).all()
     assert 0.9 * MUTATIONS < refused < MUTATIONS  # a few mutations undo one another
+
+
+def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
+    """Streams of as many rows each, one below another."""
+    starts = [rows * number for number in range(len(streams))]
+    out = np.zeros((rows * len(streams), len(ids)), np.int16)
+    return Decoding(streams, in_order(ids, TABLES), starts, [rows] * len(streams), out)
 
 
 def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
@@ -76,7 +84,7 @@ def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
         short = Stream(stream.words[:-cut], stream.states)
         behind = Stream(stream.words[len(stream.words) - cut :], stream.states)
         with pytest.raises(DamagedError):
-            decode_batch([int16_job(short, ids, 8), int16_job(behind, ids, 8)])
+            decode(together([short, behind], ids, 8))
 
 
 def test_one_bad_stream_among_many(back_end: str) -> None:
@@ -88,20 +96,20 @@ def test_one_bad_stream_among_many(back_end: str) -> None:
         Stream(stream.words, stream.states[::-1].copy()),
     ):
         for place in range(3):
-            jobs = [int16_job(bad if index == place else stream, ids, 8) for index in range(3)]
+            streams = [bad if index == place else stream for index in range(3)]
             with pytest.raises(DamagedError):
-                decode_batch(jobs)
+                decode(together(streams, ids, 8))
 
 
 def test_a_stream_without_rows(back_end: str) -> None:
     ids = np.zeros(64, np.uint16)
     nothing, states = np.empty(0, np.uint16), np.full(LANES, 1 << 16, np.uint32)
-    decode_batch([int16_job(Stream(nothing, states), ids, 0)])
+    decode(int16_job(Stream(nothing, states), ids, 0))
     off = states.copy()
     off[63] += 1
     for bad in (Stream(np.zeros(1, np.uint16), states), Stream(nothing, off)):
         with pytest.raises(DamagedError):
-            decode_batch([int16_job(bad, ids, 0)])
+            decode(int16_job(bad, ids, 0))
 
 
 def test_wrong_sizes_and_ids(back_end: str) -> None:
@@ -110,7 +118,7 @@ def test_wrong_sizes_and_ids(back_end: str) -> None:
     good = int16_job(stream, ids, 2)
     for states in (stream.states[:63], np.append(stream.states, np.uint32(1))):
         with pytest.raises(DamagedError):
-            decode_batch([good, dataclasses.replace(good, stream=Stream(stream.words, states))])
+            decode(dataclasses.replace(good, streams=[Stream(stream.words, states)]))
     wide = np.full(64, len(TABLES), np.uint16)
     with pytest.raises(DamagedError):
         in_order(ids[:32], TABLES)
@@ -135,11 +143,17 @@ def test_a_callers_mistakes(back_end: str) -> None:
     fixed.flags.writeable = False
     bits, ones = good.out.view(np.uint16), Scaling(np.ones(64, np.float32), np.ones(64, np.float32))
     few = Scaling(np.ones(32, np.float32), np.ones(32, np.float32))
-    words, states = good.stream.words, good.stream.states
+    words, states = good.streams[0].words, good.streams[0].states
     bad: list[dict[str, Any]] = [
         {"columns": Columns(ids, TABLES, np.array([0, 33], np.int32))},
         {"columns": Columns(ids, TABLES, np.array([0, 2**31 - 1], np.int32))},
-        {"rows": 3},
+        {"rows": [3]},
+        {"rows": [1, 1]},
+        {"rows": [-1]},
+        {"starts": [1]},
+        {"starts": [-1]},
+        {"starts": []},
+        {"streams": []},
         {"out": good.out.astype(np.int32)},
         {"out": bits},
         {"out": np.zeros((2, 20), np.int16)},
@@ -149,26 +163,29 @@ def test_a_callers_mistakes(back_end: str) -> None:
         {"scaling": ones},
         {"form": "bfloat16"},
         {"form": "bfloat16", "out": bits, "scaling": few},
-        {"marked": np.zeros(1, np.uint16)},
-        {"marked": np.zeros((1, 1), np.int16)},
-        {"marked": np.zeros(4, np.int16)[::2]},
-        {"form": "bfloat16", "out": bits, "scaling": ones, "marked": np.zeros(1, np.uint16)},
+        {"marked": np.zeros(1, np.uint16), "marks": [1]},
+        {"marked": np.zeros((1, 1), np.int16), "marks": [1]},
+        {"marked": np.zeros(4, np.int16)[::2], "marks": [2]},
+        {"marked": np.zeros(1, np.int16)},
+        {"marked": np.zeros(1, np.int16), "marks": [2]},
+        {"marked": np.zeros(1, np.int16), "marks": [2, -1]},
+        {"form": "bfloat16", "out": bits, "scaling": ones, "marked": np.zeros(1, np.uint16), "marks": [1]},
         {"form": "float32", "out": np.zeros((2, 64), np.float32)},
-        {"stream": Stream(words.astype(np.int64), states)},  # type: ignore[arg-type]
-        {"stream": Stream(words, states.astype(np.int64))},  # type: ignore[arg-type]
-        {"stream": Stream(words[::-1], states)},
-        {"stream": Stream(words, states[::-1])},
-        {"stream": Stream(words[None], states)},
-        {"stream": Stream(words, states[None])},
+        {"streams": [Stream(words.astype(np.int64), states)]},  # type: ignore[arg-type]
+        {"streams": [Stream(words, states.astype(np.int64))]},  # type: ignore[arg-type]
+        {"streams": [Stream(words[::-1], states)]},
+        {"streams": [Stream(words, states[::-1])]},
+        {"streams": [Stream(words[None], states)]},
+        {"streams": [Stream(words, states[None])]},
     ]
     for change in bad:
         with pytest.raises(ValueError):
-            decode_batch([good, dataclasses.replace(good, **change)])
+            decode(dataclasses.replace(good, **change))
     fine = dataclasses.replace(good, columns=in_order(ids % 3, TABLES, refines=True))
-    marked = dataclasses.replace(fine, marked=np.empty(0, np.int16))
+    marked = dataclasses.replace(fine, marked=np.empty(0, np.int16), marks=[0])
     for wrong in (good, marked, dataclasses.replace(fine, form="bfloat16", out=bits)):
         with pytest.raises(ValueError):
-            refine_batch([fine, wrong])
+            refine(wrong)
 
 
 def test_mistakes_of_columns_and_scales() -> None:
@@ -208,6 +225,6 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
         job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)
-        (read,), _ = decoder.run(kernel, [job])
+        (read,), _ = decoder.run(kernel, job, [0])
         assert ~read > count + 64
     libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtool.core.codec.entropy import ir, ir_encode, native
 from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.decoder import decode_batch
+from kvtool.core.codec.entropy.decoder import decode
 from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.errors import UsageError
 from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
@@ -32,7 +32,7 @@ def round_trip() -> None:
     stream = encode(symbols, in_order(ids, TABLES))
     assert np.array_equal(stream.words, stream_of(symbols, ids).words)
     job = int16_job(stream, ids, 3)
-    decode_batch([job])
+    decode(job)
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 

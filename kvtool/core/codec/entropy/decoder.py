@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from kvtool.core.codec.entropy import ir_decode, native, reference
 from kvtool.core.codec.entropy.columns import Columns, address
-from kvtool.core.codec.entropy.ir_output import BLOCK, MOST_CONTEXT
+from kvtool.core.codec.entropy.ir_output import MOST_CONTEXT
 from kvtool.core.codec.entropy.reference import LANES, U16, Stream
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.errors import DamagedError
@@ -30,6 +31,11 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
 _BEHIND = np.zeros(LANES, np.uint16)  # a kernel may read this much behind the words
 _NO_SCALE = (0, 0)
 _NOTHING = np.zeros(1, np.uint16)
+_AT = {name: place for place, name in enumerate(ir_decode.FIELDS)}
+_COUNT, _OUT, _ROWS = (_AT[name] for name in ("count", "out", "rows"))
+_WORDS_STATES = [_AT["words"], _AT["states"]]
+_MARKED_LAST = [_AT["marked"], _AT["last"]]
+_RESULTS = [_AT["escapes"], _AT["read"]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,135 +72,148 @@ class Scaling:
         return address(self.scale), address(self.offset)
 
 
-@dataclass(slots=True)  # see Stream
+@dataclass(frozen=True, slots=True)
 class Decoding:
-    """One stream to decode into a place of a larger array.
+    """Streams with the same columns, to decode into rows of one array.
 
     Parameters
     ----------
-    stream : its words and states may be views of a read-only buffer; they are read where they are if the states follow
-        the words.
-    rows : of the stream and of `out`.
+    streams : their words and states may be views of a read-only buffer; see `Stream.address`.
+    starts, rows : first row in `out` of each stream, and how many rows it has; they do not overlap.
     out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits, or float16.
     form : what `out` holds.
     scaling : of the float forms only; without it a value is the number, which both of them hold exactly.
-    marked : what the escapes stand for, one after another in the stream's order, as `out` holds it; not with scaling.
+    marked : what the escapes stand for, stream after stream, each row by row, as `out` holds it; not with scaling.
         None: they stay the number 127.
+    marks : how many of these each stream has.
     """
 
-    stream: Stream
+    streams: Sequence[Stream]
     columns: Columns
-    rows: int
+    starts: Sequence[int]
+    rows: Sequence[int]
     out: npt.NDArray[Any]
     form: Form = "int16"
     scaling: Scaling | None = None
     marked: npt.NDArray[Any] | None = None
+    marks: Sequence[int] = ()
 
     @property
     def kind(self) -> str:
-        """Name of the kernel that decodes it."""
+        """Name of the kernel that decodes them."""
         return self.form if self.form == "int16" or self.scaling is not None else ir_decode.whole(self.form)
 
 
-def decode_batch(jobs: Sequence[Decoding]) -> None:
+def decode(job: Decoding) -> None:
     """Decode streams, one core; other threads run meanwhile. A number is its symbol - 128.
 
     Raises
     ------
-    DamagedError : a stream that no encoder made; every `out` may hold anything.
+    DamagedError : a stream that no encoder made; `out` may hold anything.
     ValueError : arrays of the wrong shape or type, or places outside `out`.
     UsageError : see native.chosen.
     """
-    kinds = [job.kind for job in jobs]
-    for kind in dict.fromkeys(kinds):
-        _decode(kind, [job for job, its in zip(jobs, kinds, strict=True) if its == kind])
+    _decode(job.kind, job)
 
 
-def refine_batch(jobs: Sequence[Decoding]) -> None:
+def refine(job: Decoding) -> None:
     """Refine coarser numbers q, which `out` (int16) holds at the places: q becomes 3q + r, or 3q - r where q < 0.
 
     The context of a symbol is min(|q|, 2); r is symbol - 128. What does not fit int16 wraps.
 
     Raises
     ------
-    As decode_batch; ValueError also for columns that do not refine.
+    As decode; ValueError also for columns that do not refine.
     """
-    if any(job.form != "int16" or not job.columns.refines or job.marked is not None for job in jobs):
+    if job.form != "int16" or not job.columns.refines or job.marked is not None:
         raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
-    _decode(ir_decode.REFINE, jobs)
+    _decode(ir_decode.REFINE, job)
 
 
-def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
-    if not jobs:
-        return
-    for job in jobs:
-        _check(job)
+def _decode(kind: str, job: Decoding) -> None:
+    _check(job)
     kernel = native.kernel(kind)
     if kernel is None:
-        for job in jobs:
-            _decode_in_numpy(kind, job)
+        _decode_in_numpy(kind, job)
         return
-    some = [job for job in jobs if job.rows and len(job.columns)]  # a kernel's loops run once at least
-    if len(some) < len(jobs):
-        for job in jobs:
-            if not (job.rows and len(job.columns)):
-                reference.check_end(job.stream.states, 0, len(job.stream.words))
-                _check_escapes(job, 0)
+    some = [number for number, rows in enumerate(job.rows) if rows] if len(job.columns) else []
+    if len(some) < len(job.streams):  # a kernel's loops run once at least
+        for number in set(range(len(job.streams))).difference(some):
+            stream = job.streams[number]
+            reference.check_end(stream.states, 0, len(stream.words))
+            _check_escapes(job, number, 0)
     if not some:
         return
-    read, escapes = run(kernel, some)
-    if read != [len(job.stream.words) for job in some]:
+    read, escapes = run(kernel, job, some)
+    if read != [len(job.streams[number].words) for number in some]:
         raise DamagedError("an encoded stream that does not end where it should")
-    for job, count in zip(some, escapes, strict=True):
-        _check_escapes(job, count)
+    if job.marked is not None:
+        for number, count in zip(some, escapes, strict=True):
+            _check_escapes(job, number, count)
 
 
-def _check_escapes(job: Decoding, count: int) -> None:
-    if job.marked is not None and count != len(job.marked):
+def _check_escapes(job: Decoding, number: int, count: int) -> None:
+    if job.marked is not None and count != job.marks[number]:
         raise DamagedError("an encoded stream whose escapes are not those that were kept")
 
 
-def run(kernel: native.Kernel, jobs: Sequence[Decoding]) -> tuple[list[int], list[int]]:
-    """Run checked jobs in one call.
+def run(kernel: native.Kernel, job: Decoding, some: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Run some streams of a checked job, in one call.
 
     Returns
     -------
     How many words each asked for, negative where its states do not end right; and how many escapes were replaced.
     """
-    results = np.empty((2, len(jobs)), np.int64)
-    at, further = address(results), results.strides[0]
+    results = np.empty((2, len(some)), np.int64)
     kept: list[npt.NDArray[Any]] = []
-    rows = [(*_fields(job, kept), at + further + 8 * number, at + 8 * number) for number, job in enumerate(jobs)]
-    fields = np.array(rows, np.int64)
-    kernel(address(fields), len(jobs))
-    read, escapes = results.tolist()
-    return read, escapes
-
-
-def _fields(job: Decoding, kept: list[npt.NDArray[Any]]) -> tuple[int, ...]:
-    """A job's fields but the last two, in the order of ir_decode.FIELDS; `kept`: what must live until it is done."""
-    bases, slots, places = job.columns.decoding
+    fields = np.empty((len(some), len(ir_decode.FIELDS)), np.int64)
+    columns, out = job.columns, job.out
+    stride = out.strides[0]
+    # The same for all, then what differs: few calls into numpy, each of which takes as long as a thousand symbols.
+    bases, slots, places = columns.decoding
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
-    out, marked = job.out, _NOTHING if job.marked is None or not len(job.marked) else job.marked
-    count = len(job.stream.words)
-    words, states = _addresses(job.stream, kept)
-    return (
-        words,
-        count,
-        states,
+    replace = 0 if job.marked is None else -1
+    fields[:] = (
+        0,
+        0,
+        0,
         bases,
         slots,
         places,
         address(out),
-        out.strides[0],
-        job.rows,
-        job.columns.groups,
+        stride,
+        0,
+        columns.groups,
         scale,
         offset,
-        address(marked),
-        len(marked) - 1,
-        0 if job.marked is None else -1,
+        0,
+        0,
+        replace,
+        0,
+        0,
     )
+    streams = [job.streams[number] for number in some]
+    fields[:, _WORDS_STATES] = [_addresses(stream, kept) for stream in streams]
+    fields[:, _COUNT] = [len(stream.words) for stream in streams]
+    fields[:, _OUT] += stride * np.array([job.starts[number] for number in some])
+    fields[:, _ROWS] = [job.rows[number] for number in some]
+    fields[:, _MARKED_LAST] = _marks(job)[some]
+    fields[:, _RESULTS] = address(results) + np.arange(2 * len(some)).reshape(2, -1).T[:, ::-1] * results.itemsize
+    kernel(address(fields), len(some))
+    read, escapes = results.tolist()
+    return read, escapes
+
+
+def _marks(job: Decoding) -> npt.NDArray[np.int64]:
+    """Of each stream: the address of its first marked value, and the number of its last one; one may always be read."""
+    marked = _NOTHING if job.marked is None or not len(job.marked) else job.marked
+    found = np.zeros((len(job.streams), 2), np.int64)
+    found[:, 0] = address(marked)
+    if len(job.marks) and marked is not _NOTHING:
+        counts = np.array(job.marks)
+        found[:, 1] = np.maximum(counts - 1, 0)
+        found[:, 0] += marked.itemsize * np.minimum(np.cumsum(counts) - counts, len(marked) - 1)
+    return found
 
 
 def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
@@ -210,15 +229,18 @@ def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
 
 def _check(job: Decoding) -> None:
     """Everything that a kernel relies upon to stay inside its arrays."""
-    if not job.stream.address:
-        _check_stream(job.stream)
-    out, held = job.out, HELD.get(job.form)
-    if out.ndim != 2 or out.dtype != held or len(out) != job.rows or not out.flags.behaved:
-        raise ValueError(f"output is {job.form}, [rows, stride], aligned, and can be written")
-    if out.size and out.strides[1] != out.itemsize:
-        raise ValueError("output rows are contiguous")
+    for stream in job.streams:
+        if not stream.address:
+            _check_stream(stream)
+    out, held, count = job.out, HELD.get(job.form), len(job.streams)
+    if out.ndim != 2 or out.dtype != held or not out.flags.behaved or (out.size and out.strides[1] != out.itemsize):
+        raise ValueError(f"output is {job.form}, [rows, stride], rows contiguous, aligned, and can be written")
     if job.columns.reach > out.shape[1]:
         raise ValueError("a place outside of the output")
+    if len(job.starts) != count or len(job.rows) != count or min((*job.starts, *job.rows), default=0) < 0:
+        raise ValueError("each stream has its rows in the output")
+    if any(start + rows > len(out) for start, rows in zip(job.starts, job.rows, strict=True)):
+        raise ValueError("rows outside of the output")
     if job.marked is not None and not _are_marks(job, job.marked):
         raise ValueError("marked values are a vector of what the output holds, and are not scaled")
     if job.scaling is not None and (job.form == "int16" or len(job.scaling.scale) != len(job.columns)):
@@ -237,7 +259,8 @@ def _check_stream(stream: Stream) -> None:
 
 def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
     fits = marked.dtype == HELD[job.form] and marked.ndim == 1 and marked.flags.c_contiguous
-    return job.scaling is None and fits
+    counted = len(job.marks) == len(job.streams) and min(job.marks, default=0) >= 0 and sum(job.marks) == len(marked)
+    return job.scaling is None and fits and counted
 
 
 # ---- without machine code ----------------------------------------------------------------------------------------
@@ -245,19 +268,22 @@ def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
 
 def _decode_in_numpy(kind: str, job: Decoding) -> None:
     """The same by the reference."""
-    wanted = (job.columns.places[:, None] + np.arange(BLOCK)).reshape(-1)
-    coarse = job.out[:, wanted].astype(np.int32) if kind == ir_decode.REFINE else None
-    contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
-    symbols = reference.decode(job.stream, job.rows, job.columns.ids, job.columns.tables, contexts)
-    numbers = symbols.astype(np.int32) - ZERO
-    if coarse is not None:
-        numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
-    values = _in_form(job, numbers)
-    if job.marked is not None:
-        escapes = symbols == ESCAPE
-        _check_escapes(job, int(escapes.sum()))
-        values[escapes] = job.marked
-    job.out[:, wanted] = values
+    wanted = job.columns.numbers
+    ends = list(accumulate(job.marks))
+    for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
+        out = job.out[start : start + rows]
+        coarse = out[:, wanted].astype(np.int32) if kind == ir_decode.REFINE else None
+        contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
+        symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
+        numbers = symbols.astype(np.int32) - ZERO
+        if coarse is not None:
+            numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
+        values = _in_form(job, numbers)
+        if job.marked is not None:
+            escapes = symbols == ESCAPE
+            _check_escapes(job, number, int(escapes.sum()))
+            values[escapes] = job.marked[ends[number] - job.marks[number] : ends[number]]
+        out[:, wanted] = values
 
 
 def _in_form(job: Decoding, numbers: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
