@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -20,6 +21,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.query.session import store_identity
+
+_LEAST_SECONDS = 0.25  # of a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +148,15 @@ def _rows(
     """Every task once a round, so that a slow moment of the machine meets all of them."""
     runs = [(task, count) for task in tasks for count in thread_counts if count == 1 or task.threaded]
     seconds: list[list[float]] = [[] for _ in runs]
+    often = [1 for _ in runs]
     pools = {
         count: ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) for count in thread_counts
     }
     try:
         for _ in range(repeat + 1):
-            for (task, count), times in zip(runs, seconds, strict=True):
-                times.append(_seconds(pools[count], count, task))
+            for number, (task, count) in enumerate(runs):
+                seconds[number].append(_seconds(pools[count], count, task, often[number]))
+                often[number] = max(1, math.ceil(_LEAST_SECONDS / seconds[number][0])) if task.jobs else 1
             advance()
     finally:
         for pool in pools.values():
@@ -160,11 +165,12 @@ def _rows(
         yield _row(task, count, statistics.median(times[1:]))
 
 
-def _seconds(pool: ThreadPoolExecutor, threads: int, task: Task) -> float:
+def _seconds(pool: ThreadPoolExecutor, threads: int, task: Task, times: int) -> float:
+    """For one time of several: a thread that slept takes long to wake, on a virtual machine above all."""
     started = time.perf_counter()
-    for _ in pool.map(_run, [task.jobs[first::threads] for first in range(threads)]):
+    for _ in pool.map(_run, [list(task.jobs[first::threads]) * times for first in range(threads)]):
         pass
-    return time.perf_counter() - started
+    return (time.perf_counter() - started) / times
 
 
 def _run(jobs: Sequence[Callable[[], Any]]) -> None:
