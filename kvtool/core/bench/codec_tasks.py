@@ -25,6 +25,7 @@ from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.tables import ZERO
+from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.parametric import shipped
@@ -206,8 +207,12 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
         for kv in sample.chunks:
             sides = torch.stack([kv.keys[layer], kv.values[layer]]).transpose(1, 2).flatten(2).float()
             finest = finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
-            jobs.append(partial(pack, profile, layer, level, finest, False))
+            jobs.append(partial(_pack, profile, layer, level, finest))
     return jobs
+
+
+def _pack(profile: Profile, layer: int, level: str, finest: npt.NDArray[np.int16]) -> Coded:
+    return pack(profile, layer, level, coarsened(finest, LOSSY.index(level)), refine=False)
 
 
 def _decodings(profile: Profile | None, layer: int, items: Sequence[Encoded]) -> list[Decoding]:
