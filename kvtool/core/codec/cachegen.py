@@ -82,7 +82,7 @@ class CacheGen:
         sides = transform.decode(profile, layer, self.level, items)
         keys, values = sides.view(SIDES, -1, kv_heads, head_dim).transpose(1, 2)
         tokens = [coded.tokens for coded, _ in items]
-        return list(zip(keys.split(tokens, 1), values.split(tokens, 1), strict=True))
+        return list(zip(keys.split_with_sizes(tokens, 1), values.split_with_sizes(tokens, 1), strict=True))
 
 
 def encode_levels(

@@ -31,11 +31,6 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
 _BEHIND = np.zeros(LANES, np.uint16)  # a kernel may read this much behind the words
 _NO_SCALE = (0, 0)
 _NOTHING = np.zeros(1, np.uint16)
-_AT = {name: place for place, name in enumerate(ir_decode.FIELDS)}
-_COUNT, _OUT, _ROWS = (_AT[name] for name in ("count", "out", "rows"))
-_WORDS_STATES = [_AT["words"], _AT["states"]]
-_MARKED_LAST = [_AT["marked"], _AT["last"]]
-_RESULTS = [_AT["escapes"], _AT["read"]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,55 +160,53 @@ def run(kernel: native.Kernel, job: Decoding, some: Sequence[int]) -> tuple[list
     How many words each asked for, negative where its states do not end right; and how many escapes were replaced.
     """
     results = np.empty((2, len(some)), np.int64)
+    at, further = address(results), results.strides[0]
     kept: list[npt.NDArray[Any]] = []
-    fields = np.empty((len(some), len(ir_decode.FIELDS)), np.int64)
-    columns, out = job.columns, job.out
-    stride = out.strides[0]
-    # The same for all, then what differs: few calls into numpy, each of which takes as long as a thousand symbols.
-    bases, slots, places = columns.decoding
+    streams, out = [job.streams[number] for number in some], job.out
+    first, stride, groups = address(out), out.strides[0], job.columns.groups
+    bases, slots, places = job.columns.decoding
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
-    replace = 0 if job.marked is None else -1
-    fields[:] = (
-        0,
-        0,
-        0,
-        bases,
-        slots,
-        places,
-        address(out),
-        stride,
-        0,
-        columns.groups,
-        scale,
-        offset,
-        0,
-        0,
-        replace,
-        0,
-        0,
+    marks, replace = _marks(job), 0 if job.marked is None else -1
+    # In the order of ir_decode.FIELDS. One array of all: each call into numpy takes as long as a thousand symbols.
+    fields = np.array(
+        [
+            (
+                words,
+                len(stream.words),
+                states,
+                bases,
+                slots,
+                places,
+                first + stride * job.starts[number],
+                stride,
+                job.rows[number],
+                groups,
+                scale,
+                offset,
+                *marks[number],
+                replace,
+                at + further + 8 * place,
+                at + 8 * place,
+            )
+            for place, (number, stream) in enumerate(zip(some, streams, strict=True))
+            for words, states in (_addresses(stream, kept),)
+        ],
+        np.int64,
     )
-    streams = [job.streams[number] for number in some]
-    fields[:, _WORDS_STATES] = [_addresses(stream, kept) for stream in streams]
-    fields[:, _COUNT] = [len(stream.words) for stream in streams]
-    fields[:, _OUT] += stride * np.array([job.starts[number] for number in some])
-    fields[:, _ROWS] = [job.rows[number] for number in some]
-    fields[:, _MARKED_LAST] = _marks(job)[some]
-    fields[:, _RESULTS] = address(results) + np.arange(2 * len(some)).reshape(2, -1).T[:, ::-1] * results.itemsize
     kernel(address(fields), len(some))
     read, escapes = results.tolist()
     return read, escapes
 
 
-def _marks(job: Decoding) -> npt.NDArray[np.int64]:
+def _marks(job: Decoding) -> list[tuple[int, int]]:
     """Of each stream: the address of its first marked value, and the number of its last one; one may always be read."""
-    marked = _NOTHING if job.marked is None or not len(job.marked) else job.marked
-    found = np.zeros((len(job.streams), 2), np.int64)
-    found[:, 0] = address(marked)
-    if len(job.marks) and marked is not _NOTHING:
-        counts = np.array(job.marks)
-        found[:, 1] = np.maximum(counts - 1, 0)
-        found[:, 0] += marked.itemsize * np.minimum(np.cumsum(counts) - counts, len(marked) - 1)
-    return found
+    if job.marked is None or not len(job.marked):
+        return [(address(_NOTHING), 0)] * len(job.streams)
+    first, size, last = address(job.marked), job.marked.itemsize, len(job.marked) - 1
+    befores = (end - count for end, count in zip(accumulate(job.marks), job.marks, strict=True))
+    return [
+        (first + size * min(before, last), max(0, count - 1)) for before, count in zip(befores, job.marks, strict=True)
+    ]
 
 
 def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
