@@ -72,7 +72,15 @@ def _key(
     return field(default=default, metadata=known)
 
 
-FUSIONS = ("full", "prefix", "reuse", "epic", "blend")  # the registry needs torch, its names must not
+FUSIONS = (
+    "full",
+    "prefix",
+    "reuse",
+    "epic",
+    "blend",
+    "infoflow",
+    "union",
+)  # the registry needs torch, its names must not
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 

@@ -185,7 +185,7 @@ class Fixed(Selector):
     name = "fixed"
     chosen: torch.Tensor
 
-    def rows(self, plan: Plan) -> torch.Tensor:
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         return self.chosen
 
 

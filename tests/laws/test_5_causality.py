@@ -55,8 +55,9 @@ def test_another_question_changes_no_context_row(case: Case, name: str) -> None:
 def test_another_last_chunk_changes_no_earlier_row(case: Case, name: str) -> None:
     """The rows that a mode recomputes at its last layer, fixed: which ones they are may depend on all chunks."""
     selector = SELECTORS[name]()
-    chosen = case.fuse(case.plan(lead_in=BOS), selector).recomputed
-    held = selector if not selector.narrowing(case.plan(lead_in=BOS), 4) and selector.uses_cache else Fixed(chosen)
+    plan = case.plan(lead_in=BOS)
+    by_content = selector.narrowing(plan, 4) or selector.asked(plan, 4) or not selector.uses_cache
+    held = Fixed(case.fuse(plan, selector).recomputed) if by_content else selector
     holds(case, CHUNKS, [*CHUNKS[:-1], OTHER_CHUNK], held, QUESTION)
 
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.narrowing import Narrowing
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.question import question_attention
 from kvtool.core.fusion.selectors import Selector
 from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.attention import Rows
@@ -34,8 +34,10 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class FuseTiming:
-    """Milliseconds. `read`, `decode`, `upload` and `rotate` run beside `recompute` in the loader's thread;
-    `wait` is how long the compute stood still for them."""
+    """Milliseconds. `read`, `decode`, `upload` and `rotate` run beside `recompute` in the loader's thread.
+
+    `wait` is how long the compute stood still for them; `select` holds the question's own pass where there is one.
+    """
 
     read: float
     decode: float
@@ -98,17 +100,19 @@ def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, re
     cache = decoder.new_cache(plan.length + reserve)
     cache.set_length(plan.length)
     cached = plan.mask("hit", "exact")
-    if not selector.uses_cache:
-        wanted, needed = cached, []
-    else:
-        wanted = selector.rows(plan) & cached
-        needed = [s for s in plan.cached if not wanted[s.start : s.stop].all() or selector.narrowing(plan, 2)]
-    started = time.perf_counter()
-    rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)
+    asked = selector.asked(plan, len(decoder.layers))
+    wanted = selector.rows(plan) & cached if selector.uses_cache else cached
+    started, asking = time.perf_counter(), 0.0
     ids = plan.ids
     with ExitStack() as stack:
-        loader = stack.enter_context(Loader(decoder, needed, cache, source))
-        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached)
+        loader = stack.enter_context(Loader(decoder, _needed(plan, selector, wanted, bool(asked)), cache, source))
+        attention = None
+        if asked:
+            attention = selector.weighed(plan, question_attention(decoder, plan, cache, loader, asked))
+            wanted = selector.rows(plan, attention) & cached
+            asking = time.perf_counter() - started - loader.waited_s
+        rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, attention)
         cache.before_update = narrowing.on_update
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())
@@ -123,10 +127,18 @@ def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, re
         cache=cache,
         plan=plan,
         tokens=_count(plan, cached, recomputed, narrowing.computed),
-        timing=_timing(loader, narrowing, total),
+        timing=_timing(loader, narrowing.select_s + asking, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,
     )
+
+
+def _needed(plan: Plan, selector: Selector, wanted: torch.Tensor, asked: bool) -> list[Segment]:
+    """Segments whose records are read: all of which a row is reused, or looked at before it is computed anew."""
+    if not selector.uses_cache:
+        return []
+    looked_at = asked or bool(selector.narrowing(plan, 2))
+    return [segment for segment in plan.cached if looked_at or not wanted[segment.start : segment.stop].all()]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
@@ -134,14 +146,14 @@ def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed:
     return TokenCounts(plan.length, kept - again, again, plan.length - kept, tuple(computed))
 
 
-def _timing(loader: Loader, narrowing: Any, total: float) -> FuseTiming:
+def _timing(loader: Loader, select: float, total: float) -> FuseTiming:
     seconds = {
         "read": loader.stats.read_s,
         "decode": loader.stats.decode_s,
         "upload": loader.upload_s,
         "rotate": loader.rotate_s,
-        "select": narrowing.select_s,
-        "recompute": total - narrowing.select_s - loader.waited_s,
+        "select": select,
+        "recompute": total - select - loader.waited_s,
         "wait": loader.waited_s,
     }
     return FuseTiming(**{name: value * 1e3 for name, value in seconds.items()})

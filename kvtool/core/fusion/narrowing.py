@@ -1,4 +1,4 @@
-"""Rows that change between layers: measure the KV deviation of the candidates, keep the highest."""
+"""Rows that change between layers: rank the candidates by what they would become, keep the highest."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ class Narrowing:
         loader: Loader,
         rows: Rows,
         cached: torch.Tensor,
+        attention: torch.Tensor | None = None,
     ) -> None:
         self.targets = selector.narrowing(plan, len(decoder.layers))
         self.rows = rows
@@ -69,6 +70,7 @@ class Narrowing:
         self.select_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
         self._cached = cached.to(decoder.device)
+        self._attention = None if attention is None else attention.to(decoder.device)
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
     def on_update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -104,7 +106,7 @@ class Narrowing:
         return narrow
 
     def _choose(self, module: Any, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Indices (ascending) of the current rows that stay: all that are not cached, and the highest deviations."""
+        """Indices (ascending) of the current rows that stay: all that are not cached, and the highest worth."""
         self._loader.wait(layer)
         started = time.perf_counter()
         keys, values = _kv_of(module, hidden, kwargs)
@@ -112,9 +114,10 @@ class Narrowing:
         again = self._cached[self.rows.positions].nonzero()[:, 0]
         where = self.rows.positions[again]
         new = keys[:, :, again], values[:, :, again]
-        deviation = self._selector.deviation(new, (buffer.keys[:, :, where], buffer.values[:, :, where]))
+        old = buffer.keys[:, :, where], buffer.values[:, :, where]
+        worth = self._selector.worth(new, old, where, self._attention)
         buffer.scatter(where, *new)
-        top = deviation.topk(min(self.targets[layer], len(again))).indices
+        top = worth.topk(min(self.targets[layer], len(again))).indices
         keep = ~self._cached[self.rows.positions]
         keep[again[top]] = True
         indices = keep.nonzero()[:, 0]

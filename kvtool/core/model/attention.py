@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,11 +27,13 @@ class Rows:
     positions : int64 tensor `[rows]` on the model's device.
     order : the same positions as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
+    watch : is shown every layer's queries and keys: (layer, query, key, scaling), as `attend` has them.
     """
 
     positions: torch.Tensor
     order: list[int] = field(repr=False)
     dense: bool
+    watch: Callable[[int, torch.Tensor, torch.Tensor, float | None], None] | None = None
 
     @classmethod
     def of(cls, positions: torch.Tensor, device: torch.device | str) -> Rows:
@@ -45,6 +48,8 @@ class Rows:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """Row i sees the keys at positions ≤ `positions[i]`; key j stands at prompt position j."""
+        if self.watch is not None:
+            self.watch(layer, query, key, scaling)
         if self.dense and key.shape[2] == len(self):
             return _dense(query, key, value, scaling)
         blocks = [self._block(query, key, value, scaling, at) for at in range(0, len(self), BLOCK)]

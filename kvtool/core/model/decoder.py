@@ -81,21 +81,36 @@ class Decoder:
         -------
         Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
+        logits: torch.Tensor = self._run(self.model, tokens, rows, cache, position_ids, logits_to_keep=keep).logits
+        return logits[0].float()
+
+    @torch.inference_mode()
+    def walk(self, tokens: Sequence[int], rows: Rows, cache: PromptCache) -> None:
+        """Compute rows of a prompt over its cache, without the LM head."""
+        self._run(self.base, tokens, rows, cache)
+
+    def _run(
+        self,
+        module: Any,
+        tokens: Sequence[int],
+        rows: Rows,
+        cache: PromptCache,
+        position_ids: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Any:
         cache.rows = rows
         try:
             with out_of_memory_hint(len(rows)):
-                out = self.model(
+                return module(
                     input_ids=torch.tensor([list(tokens)], device=self.device),
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],
                     past_key_values=cache,
                     use_cache=True,
-                    logits_to_keep=keep,
                     rows=rows,
+                    **more,
                 )
         finally:
             cache.rows = None
-        logits: torch.Tensor = out.logits[0].float()
-        return logits
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
         """Plain full prefill: logits of the last token, float32 `[vocabulary]`, and the cache."""

@@ -9,6 +9,8 @@ import torch
 
 from kvtool.core.fusion.plan import Plan
 
+LayerKV = tuple[torch.Tensor, torch.Tensor]
+
 
 class Selector(ABC):
     """A fusion mode. Question and holes are always computed; a selector names the cached rows computed besides.
@@ -19,14 +21,33 @@ class Selector(ABC):
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
 
-    def rows(self, plan: Plan) -> torch.Tensor:
-        """Bool `[plan.length]`: cached rows to compute from the first layer on (exact ones are never needed)."""
+    def asked(self, plan: Plan, layers: int) -> range:
+        """Layers whose question attention (fusion/question.py) the mode ranks rows by; empty: by none."""
+        return range(0)
+
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
+        """Bool `[plan.length]`: cached rows to compute from the first layer on (exact ones are never needed).
+
+        `attention` : float32 `[plan.length]`, how much the question looks at each position; None: it was not asked.
+        """
         return torch.zeros(plan.length, dtype=torch.bool)
 
+    def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
+        """Question attention as `rows` and `worth` are to have it."""
+        return attention
+
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
-        """Layers before which the recomputed rows are narrowed by KV deviation, and how many stay."""
+        """Layers before which the recomputed rows are narrowed, and how many stay."""
         return {}
 
-    def deviation(self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Deviation by row, float32 `[rows]`, of (keys, values) `[1, kv_heads, rows, head_dim]`."""
+    def worth(
+        self, new: LayerKV, old: LayerKV, positions: torch.Tensor, attention: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What a row is worth recomputing, float32 `[rows]`: those of the highest worth stay.
+
+        Parameters
+        ----------
+        new, old : recomputed and reused (keys, values) of the rows, `[1, kv_heads, rows, head_dim]` each.
+        positions : of the rows in the prompt.
+        """
         raise NotImplementedError(f"{self.name} does not narrow rows")

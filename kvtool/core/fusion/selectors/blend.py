@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.base import LayerKV, Selector
+from kvtool.core.fusion.selectors.ranking import context_tokens, hit_rows, share_of, squared_error
 
 Metric = Literal["v_sse", "k_sse", "kv_sse", "k_l1"]
 
@@ -36,20 +36,16 @@ class Blend(Selector):
     gradual: float = 1.5
     filter_layers: int = 3
 
-    def rows(self, plan: Plan) -> torch.Tensor:
-        rows = torch.zeros(plan.length, dtype=torch.bool)
-        if self.ratio > 0:
-            for segment in plan.chunks:
-                rows[segment.start : segment.stop] = segment.status == "hit"
-        return rows
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
+        return hit_rows(plan) if self.ratio > 0 else plan.mask()
 
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
-        context = sum(len(segment.ids) for segment in plan.cached_chunks)
+        context = context_tokens(plan)
         if self.ratio == 0 or not context:
             return {}
         check = min(self.check_layer, layers - 1)
         last = min(check + self.filter_layers, layers - 1)
-        return {layer: _rows(self._share(layer, check, last), context) for layer in range(check, last + 1)}
+        return {layer: share_of(self._share(layer, check, last), context) for layer in range(check, last + 1)}
 
     def _share(self, layer: int, check: int, last: int) -> float:
         """Share kept before `layer`: from gradual · ratio at the check layer down to ratio at the last one."""
@@ -58,13 +54,10 @@ class Blend(Selector):
         left = (last - layer) / (last - check)
         return min(1.0, self.ratio * (1 + (self.gradual - 1) * left))
 
-    def deviation(self, new: tuple[torch.Tensor, torch.Tensor], old: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def worth(
+        self, new: LayerKV, old: LayerKV, positions: torch.Tensor, attention: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.metric == "k_l1":
             return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
         sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
-        return torch.stack([(new[s].float() - old[s].float()).square().sum((0, 1, 3)) for s in sides]).sum(0)
-
-
-def _rows(share: float, context: int) -> int:
-    """⌈share · context⌉ of the decimal that was meant: 0.07 · 100 is 7, though the product is 7.000000000000001."""
-    return math.ceil(round(share * context, 6))
+        return torch.stack([squared_error(new[side], old[side]) for side in sides]).sum(0)

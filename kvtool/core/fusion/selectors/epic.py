@@ -25,7 +25,7 @@ class Epic(Selector):
     link_tokens: int = 16
     link: Link = "initial"
 
-    def rows(self, plan: Plan) -> torch.Tensor:
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.zeros(plan.length, dtype=torch.bool)
         first = {"initial": self.link_tokens, "final": 0, "boundary": self.link_tokens - self.link_tokens // 2}
         for segment in plan.chunks:

@@ -17,7 +17,7 @@ class Prefix(Selector):
 
     name: ClassVar[str] = "prefix"
 
-    def rows(self, plan: Plan) -> torch.Tensor:
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = plan.mask("hit", "exact")
         for segment in plan.segments:
             if segment.status != "exact":

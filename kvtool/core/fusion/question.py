@@ -1,0 +1,73 @@
+"""How much the question looks at each cached token: one pass of its rows over the reused cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+
+_BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
+
+
+class _Watch:
+    """Sums up the attention of the last rows of a pass, layer by layer."""
+
+    def __init__(self, rows: Rows, count: int, layers: range, length: int) -> None:
+        self._positions = rows.positions[-count:]
+        self._layers = layers
+        self._total = torch.zeros(length, device=rows.positions.device)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Over the layers, float32 `[length]`."""
+        return self._total / len(self._layers)
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """Add a layer's weights: the mean over heads, then the L2 norm over rows (InfoFlow KV)."""
+        if layer not in self._layers:
+            return
+        count = len(self._positions)
+        squares = torch.zeros_like(self._total)
+        for first in range(0, count, _BLOCK):
+            some = slice(first, min(first + _BLOCK, count))
+            part = query[0, :, query.shape[2] - count :][:, some]
+            squares += _weights(part, key[0], self._positions[some], scaling).square().sum(0)
+        self._total += squares.sqrt()
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Attention of rows `[heads, rows, head_dim]`, the mean over heads: float32 `[rows, keys]`."""
+    heads, rows, head_dim = query.shape
+    kv_heads, keys, _ = key.shape
+    scores = (query.reshape(kv_heads, -1, head_dim) @ key.transpose(1, 2)).float().view(heads, rows, keys)
+    scores *= head_dim**-0.5 if scaling is None else scaling
+    hidden = torch.arange(keys, device=key.device) > positions[:, None]
+    return scores.masked_fill_(hidden, -torch.inf).softmax(-1).mean(0)
+
+
+def question_attention(decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range) -> torch.Tensor:
+    """Attention of the question over the whole prompt, cached rows as they are reused, at their true positions.
+
+    Question and holes are computed; their rows in the cache are those of this pass.
+
+    Parameters
+    ----------
+    layers : whose attention counts; the mean is taken over them.
+
+    Returns
+    -------
+    float32 `[plan.length]`.
+    """
+    rows = Rows.of((~plan.mask("hit", "exact")).nonzero()[:, 0], decoder.device)
+    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length)
+    cache.before_update = lambda layer, keys, values: loader.wait(layer)
+    ids = plan.ids
+    decoder.walk([ids[position] for position in rows.order], replace(rows, watch=watch), cache)
+    cache.before_update = None
+    return watch.mean.cpu()

@@ -1,0 +1,36 @@
+"""InfoFlow KV (PAPERS.md): recompute what the question looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
+
+
+@dataclass(frozen=True, slots=True)
+class Infoflow(Selector):
+    """Recompute the context tokens that the question's attention over the reused KV, at true positions, is highest at.
+
+    Attributes
+    ----------
+    ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
+    from_depth : the layers whose attention counts begin at this share of the model's depth, and end with the last.
+    """
+
+    name: ClassVar[str] = "infoflow"
+    ratio: float = 0.15
+    from_depth: float = 0.5
+
+    def asked(self, plan: Plan, layers: int) -> range:
+        wanted = 0 < self.ratio < 1 and bool(hit_rows(plan).any())
+        return range(min(int(self.from_depth * layers), layers - 1), layers) if wanted else range(0)
+
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
+        if attention is None:
+            return hit_rows(plan) if self.ratio > 0 else plan.mask()
+        return highest(attention, hit_rows(plan), share_of(self.ratio, context_tokens(plan)))
