@@ -1,0 +1,139 @@
+"""What the question looks at, against eager attention by unmodified `transformers`; and the rows chosen by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.question import question_attention
+from kvtool.core.fusion.selectors import Infoflow, Reuse, Union
+from kvtool.core.fusion.selectors.ranking import hit_rows
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, plain_model, same_bits, tokens
+
+LAYERS = 4
+CONTEXT = sum(map(len, CHUNKS))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Case:
+    return case("llama")
+
+
+def ours(one: Case, plan: Plan, layers: range) -> torch.Tensor:
+    cache = one.decoder.new_cache(plan.length)
+    cache.set_length(plan.length)
+    with Loader(one.decoder, plan.cached, cache, one.source) as loader:
+        return question_attention(one.decoder, plan, cache, loader, layers)
+
+
+def eager(one: Case, plan: Plan, layers: range) -> torch.Tensor:
+    """Attention weights of the question over the fused cache of `reuse`, by `transformers`; then the paper's norms."""
+    fused = one.fuse(plan, Reuse())
+    start = plan.segments[-1].start
+    past = DynamicCache()
+    for layer, buffer in enumerate(fused.cache.buffers):
+        past.update(buffer.keys[:, :, :start].clone(), buffer.values[:, :, :start].clone(), layer)
+    ids = torch.tensor([plan.ids[start:]])
+    positions = torch.arange(start, plan.length)[None]
+    with torch.inference_mode():
+        out = plain_model(one.name, one.dtype)(
+            input_ids=ids, position_ids=positions, past_key_values=past, output_attentions=True
+        )
+    by_layer = [out.attentions[layer][0].float().mean(0).square().sum(0).sqrt() for layer in layers]
+    return torch.stack(by_layer).mean(0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_the_attention_of_the_model(name: str) -> None:
+    one = case(name)
+    plan = one.plan(lead_in=BOS)
+    for layers in (range(2, LAYERS), range(1)):
+        assert torch.allclose(ours(one, plan, layers), eager(one, plan, layers), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, 200])
+def test_questions_of_any_length(llama: Case, length: int) -> None:
+    """Blocks of rows are summed up as one."""
+    plan = llama.plan(lead_in=BOS, question=tokens(length, 8))
+    assert torch.allclose(ours(llama, plan, range(LAYERS)), eager(llama, plan, range(LAYERS)), atol=2e-6, rtol=1e-4)
+
+
+def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS, holes=(1,))
+    assert torch.allclose(ours(llama, plan, range(LAYERS)), eager(llama, plan, range(LAYERS)), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ratio", [0.02, 0.15, 0.5])
+def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, ratio: float) -> None:
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, Infoflow(ratio))
+    count = math.ceil(round(ratio * CONTEXT, 6))
+    attention = ours(llama, plan, range(LAYERS // 2, LAYERS))
+    attention[~hit_rows(plan)] = -1
+    assert set(fused.recomputed.nonzero()[:, 0].tolist()) == set(attention.topk(count).indices.tolist())
+    assert fused.tokens.recomputed == count
+    assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
+
+
+def test_the_depth_from_which_layers_count(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS)
+    assert Infoflow(from_depth=0.0).asked(plan, LAYERS) == range(LAYERS)
+    assert Infoflow(from_depth=0.5).asked(plan, LAYERS) == range(2, LAYERS)
+    assert Infoflow(from_depth=1.0).asked(plan, LAYERS) == range(3, LAYERS)
+
+
+@pytest.mark.parametrize("kind", [Infoflow, Union])
+def test_nobody_asks_where_the_answer_changes_nothing(llama: Case, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing or everything is recomputed, or nothing is a hit: there is no pass of the question's own."""
+    monkeypatch.setattr(llama.decoder, "walk", None)
+    for ratio in (0.0, 1.0):
+        llama.fuse(llama.plan(lead_in=BOS), kind(ratio=ratio))
+    llama.fuse(llama.plan(CHUNKS[:1], lead_in=PREFIX), kind(ratio=0.15))
+    llama.fuse(llama.plan(lead_in=BOS, holes=range(len(CHUNKS))), kind(ratio=0.15))
+    with pytest.raises(TypeError):
+        llama.fuse(llama.plan(lead_in=BOS), kind(ratio=0.15))
+
+
+def deviation(one: Case, plan: Plan) -> torch.Tensor:
+    """‖ΔV‖ at layer 1 between stored rows and those of a full prefill of this prompt up to there, by position."""
+    reused = one.fuse(plan, Reuse()).cache.buffers[1].values
+    full = one.decoder.prefill(plan.ids)[1].buffers[1].values
+    return (reused - full).square().sum((0, 1, 3)).sqrt()
+
+
+def chosen_by(worth: torch.Tensor, plan: Plan, count: int) -> Sequence[int]:
+    worth = torch.where(hit_rows(plan), worth, torch.full_like(worth, -1))
+    return sorted(worth.topk(count).indices.tolist())
+
+
+def test_union_recomputes_what_is_looked_at_and_wrong(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, Union(0.15))
+    count = math.ceil(0.15 * CONTEXT)
+    attention = ours(llama, plan, range(LAYERS // 2, LAYERS))
+    assert fused.recomputed.nonzero()[:, 0].tolist() == chosen_by(attention * deviation(llama, plan), plan, count)
+    everything = CONTEXT + len(QUESTION)
+    assert fused.tokens.rows == (everything, *[count + len(QUESTION)] * (LAYERS - 1))
+
+
+def test_link_tokens_come_first(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, Union(0.15, union_links=3))
+    links = [at for segment in plan.chunks for at in range(segment.start, min(segment.start + 3, segment.stop))]
+    assert fused.recomputed[links].all()
+    assert fused.tokens.recomputed == math.ceil(0.15 * CONTEXT)
+
+
+@pytest.mark.parametrize("kind", [Infoflow, Union])
+def test_another_question_chooses_other_rows(llama: Case, kind: Any) -> None:
+    one = llama.fuse(llama.plan(lead_in=BOS), kind())
+    other = llama.fuse(llama.plan(lead_in=BOS, question=tokens(len(QUESTION), 60)), kind())
+    assert not torch.equal(one.recomputed, other.recomputed)
+    assert same_bits(one, llama.fuse(llama.plan(lead_in=BOS), kind()))
