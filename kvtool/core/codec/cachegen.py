@@ -13,7 +13,7 @@ from kvtool.core.codec.base import Encoded, Payload, Profiles, no_profiles
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LOSSY, coarser
-from kvtool.core.codec.payload import Coded, Predictor
+from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -65,7 +65,7 @@ class CacheGen:
 
     def base_of(self, payload: Payload) -> str | None:
         """The level whose record is needed too."""
-        base = Coded.parse(payload).base
+        base = base_of(payload)
         return LOSSY[base - 1] if base else None
 
     def _parsed(self, item: Encoded) -> Coded:

@@ -184,15 +184,9 @@ class Coded:
         ------
         DamagedError : what no encoder writes.
         """
-        if len(payload) < _HEADER.size:
-            raise DamagedError("a compressed record without its header")
-        fields = _HEADER.unpack_from(payload)
-        magic, predictors, (level, base, tokens, columns) = fields[0], _PREDICTORS.get(fields[1:3]), fields[3:7]
+        fields = _header(payload)
+        predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
         words, (placed, marked, nothing, side), numbers = fields[7:11], fields[11:15], fields[15:19]
-        if magic != _MAGIC:
-            raise DamagedError(f"a compressed record of another format than {FORMAT}")
-        if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
-            raise DamagedError("a compressed record of no known level")
         if predictors is None or columns % LANES:
             raise DamagedError("a compressed record with an unknown predictor or layout")
         if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
@@ -216,6 +210,25 @@ class Coded:
             errors=numbers[2:],
             profile=fields[19],
         )
+
+
+def base_of(payload: Payload) -> int:
+    """Number of the level that a record refines, 0 where it stands alone; raises DamagedError."""
+    base: int = _header(payload)[4]
+    return base
+
+
+def _header(payload: Payload) -> tuple[Any, ...]:
+    """Fields of a header whose format and levels are known."""
+    if len(payload) < _HEADER.size:
+        raise DamagedError("a compressed record without its header")
+    fields = _HEADER.unpack_from(payload)
+    level, base = fields[3:5]
+    if fields[0] != _MAGIC:
+        raise DamagedError(f"a compressed record of another format than {FORMAT}")
+    if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
+        raise DamagedError("a compressed record of no known level")
+    return fields
 
 
 def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
