@@ -17,7 +17,7 @@ from typing import Any
 from kvtool.cli.out import Out
 
 HERE = Path(__file__).resolve().parent
-MODES = "prefix,reuse,epic,blend"
+MODES = "prefix,reuse,epic,blend,infoflow,union"
 KVTOOL = [sys.executable, "-m", "kvtool"]
 
 
