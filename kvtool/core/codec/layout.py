@@ -57,8 +57,3 @@ class Layout:
             counts[int(np.flatnonzero(counts < most)[0])] += 1
         blocks = [group * self.padded + BLOCK * np.arange(count) for group, count in enumerate(counts)]
         return np.concatenate(blocks).astype(np.int32)
-
-
-def columns_of(places: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Columns of the blocks that begin at `places`."""
-    return (places[:, None].astype(np.int64) + np.arange(BLOCK)).reshape(-1)

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 
-from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.columns import Columns, columns_of
 from kvtool.core.codec.entropy.tables import TableSet
-from kvtool.core.codec.layout import BLOCK, SIDES, Layout, columns_of
+from kvtool.core.codec.layout import BLOCK, SIDES, Layout
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
 

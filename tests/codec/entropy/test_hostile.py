@@ -195,6 +195,7 @@ def test_mistakes_of_columns_and_scales() -> None:
         (ids, places[:1]),
         (ids, places.astype(np.int64)),
         (ids, places[:, None]),
+        (ids, places[::-1]),
         (ids.astype(np.int32), places),
         (ids[:, None], places),
     ]

@@ -41,6 +41,8 @@ class Columns:
                 raise ValueError(f"vectors of {np.dtype(dtype)} are needed, not {vector.ndim}-D {vector.dtype}")
         if len(self.places) != len(self.ids) // BLOCK or (len(self.places) and int(self.places.min()) < 0):
             raise ValueError("a place for each 32 columns")
+        if not self.places.flags.c_contiguous:
+            raise ValueError("places are contiguous")
         check_ids(self.ids, self.tables, MOST_CONTEXT if self.refines else 0)
 
     def __len__(self) -> int:
@@ -59,7 +61,7 @@ class Columns:
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
         """Where in a row of an output each column is."""
-        return (self.places[:, None].astype(np.int64) + np.arange(BLOCK)).reshape(-1)
+        return columns_of(self.places)
 
     @cached_property
     def limits(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int16]]:
@@ -67,29 +69,22 @@ class Columns:
         low, high = self.tables.bounds
         return low[self.ids], (high - low + np.int16(1))[self.ids]
 
-    # ---- for kernels: addresses of what this object keeps alive ----
+    # ---- for kernels: who takes an address holds the array itself, as two threads may make one at the same time ----
 
     @cached_property
-    def decoding(self) -> tuple[int, int, int]:
-        """Addresses of the columns' first slots, of the tables' slots, of the places."""
-        places = np.ascontiguousarray(self.places)
-        self._kept.extend((self._slots, places))
-        return address(self._slots), address(self.tables.slots), address(places)
-
-    @cached_property
-    def encoding(self) -> int:
-        """Address of the columns' first entries of an encoder's table, the last column first."""
-        bases = self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
-        self._kept.append(bases)
-        return address(bases)
-
-    @cached_property
-    def _slots(self) -> U32:
+    def first_slots(self) -> U32:
+        """Of each column's table among the tables' slots."""
         return self.ids.astype(np.uint32) * np.uint32(SLOTS)
 
     @cached_property
-    def _kept(self) -> list[npt.NDArray[Any]]:
-        return []
+    def first_entries(self) -> U32:
+        """Of each column's table among an encoder's entries, the last column first."""
+        return self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
+
+
+def columns_of(places: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Columns of the blocks that begin at `places`."""
+    return (places[:, None].astype(np.int64) + np.arange(BLOCK)).reshape(-1)
 
 
 def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:

@@ -164,7 +164,8 @@ def run(kernel: native.Kernel, job: Decoding, some: Sequence[int]) -> tuple[list
     kept: list[npt.NDArray[Any]] = []
     streams, out = [job.streams[number] for number in some], job.out
     first, stride, groups = address(out), out.strides[0], job.columns.groups
-    bases, slots, places = job.columns.decoding
+    shared = job.columns.first_slots, job.columns.tables.slots, job.columns.places  # held until the kernel is done
+    bases, slots, places = map(address, shared)
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
     marks, replace = _marks(job), 0 if job.marked is None else -1
     # In the order of ir_decode.FIELDS. One array of all: each call into numpy takes as long as a thousand symbols.

@@ -47,7 +47,7 @@ def to_symbols(numbers: npt.NDArray[np.int16], columns: Columns) -> tuple[U8, in
     values = {
         "numbers": address(numbers),
         "stride": numbers.strides[0],
-        "places": columns.decoding[2],
+        "places": address(columns.places),
         "low": address(low),
         "many": address(many),
         "symbols": address(symbols),
@@ -80,13 +80,13 @@ def encode(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:
     states = np.full(LANES, LEAST_STATE, np.uint32)
     words = _words_for(symbols.size + _SLACK)
     counts = np.zeros(2, np.int64)
-    entries = _encoder_entries(columns.tables)
+    bases, entries = columns.first_entries, _encoder_entries(columns.tables)
     end = symbols.size  # symbols and contexts are bytes
     at = address(counts)
     values = {
         "symbols": address(symbols) + end,
         "contexts": 0 if contexts is None else address(contexts) + end,
-        "bases": columns.encoding,
+        "bases": address(bases),
         "entries": address(entries),
         "states": address(states),
         "words": address(words),

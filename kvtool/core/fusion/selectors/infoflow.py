@@ -1,4 +1,4 @@
-"""InfoFlow KV (PAPERS.md): recompute what the question looks at."""
+"""InfoFlow KV (arXiv 2603.05353): recompute what the question looks at."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Union(Selector):
     ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
     check_layer : ≥ 1; at layer 0 nothing deviates.
     from_depth : see Infoflow.
-    union_links : first tokens of every chunk that come before all others; 0 is best behind a warm lead-in (PAPERS.md).
+    union_links : first tokens of every chunk, before all others; none by default: a warm lead-in leaves them no use.
     """
 
     name: ClassVar[str] = "union"
