@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.compress.making import (
     drop_profile,
     fixed_losses,
     levels_in,
-    make_fitted,
     make_plain,
     prefix_of,
     run,
@@ -31,28 +29,6 @@ from tests.families import save_tiny
 
 FAST = ("--questions", "0")  # the loss is most of the time
 NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
-
-
-@pytest.fixture(scope="module")
-def plain_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_plain(tiny, tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def fitted_store(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_fitted(plain_store, tmp_path_factory.mktemp("fitted"))
-
-
-@pytest.fixture
-def plain(plain_store: Path, tmp_path: Path) -> Path:
-    """A small store of one's own, raw."""
-    return Path(shutil.copytree(plain_store, tmp_path / "plain"))
-
-
-@pytest.fixture
-def fitted(fitted_store: Path, tmp_path: Path) -> Path:
-    """With a profile and all levels, too."""
-    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))
 
 
 @pytest.fixture(params=[(), ("--json",)], ids=["human", "json"])

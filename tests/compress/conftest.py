@@ -1,37 +1,6 @@
 """Stores of a tiny model: raw, and with a profile and all levels."""
 
-from __future__ import annotations
-
-import shutil
-from pathlib import Path
-
-import pytest
-
 from tests.cli.working import tiny
-from tests.compress.making import make_fitted, make_plain
+from tests.compress.stores import fitted, fitted_store, plain, plain_store
 
-__all__ = ["tiny"]
-
-
-@pytest.fixture(scope="session")
-def plain_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Leave it as it is."""
-    return make_plain(tiny, tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="session")
-def fitted_store(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Leave it as it is."""
-    return make_fitted(plain_store, tmp_path_factory.mktemp("fitted"))
-
-
-@pytest.fixture
-def plain(plain_store: Path, tmp_path: Path) -> Path:
-    """A store of one's own, raw."""
-    return Path(shutil.copytree(plain_store, tmp_path / "plain"))
-
-
-@pytest.fixture
-def fitted(fitted_store: Path, tmp_path: Path) -> Path:
-    """A store of one's own with a profile and all levels."""
-    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))
+__all__ = ["fitted", "fitted_store", "plain", "plain_store", "tiny"]
