@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,26 +102,37 @@ def test_nobody_asks_where_the_answer_changes_nothing(llama: Case, kind: Any, mo
         llama.fuse(llama.plan(lead_in=BOS), kind(ratio=0.15))
 
 
-def deviation(one: Case, plan: Plan) -> torch.Tensor:
-    """‖ΔV‖ at layer 1 between stored rows and those of a full prefill of this prompt up to there, by position."""
-    reused = one.fuse(plan, Reuse()).cache.buffers[1].values
-    full = one.decoder.prefill(plan.ids)[1].buffers[1].values
-    return (reused - full).square().sum((0, 1, 3)).sqrt()
-
-
 def chosen_by(worth: torch.Tensor, plan: Plan, count: int) -> Sequence[int]:
     worth = torch.where(hit_rows(plan), worth, torch.full_like(worth, -1))
     return sorted(worth.topk(count).indices.tolist())
 
 
-def test_union_recomputes_what_is_looked_at_and_wrong(llama: Case) -> None:
+def test_union_recomputes_what_is_looked_at_and_sensitive(llama: Case) -> None:
     plan = llama.plan(lead_in=BOS)
     fused = llama.fuse(plan, Union(0.15))
     count = math.ceil(0.15 * CONTEXT)
     attention = ours(llama, plan, range(LAYERS // 2, LAYERS))
-    assert fused.recomputed.nonzero()[:, 0].tolist() == chosen_by(attention * deviation(llama, plan), plan, count)
-    everything = CONTEXT + len(QUESTION)
-    assert fused.tokens.rows == (everything, *[count + len(QUESTION)] * (LAYERS - 1))
+    assert fused.recomputed.nonzero()[:, 0].tolist() == chosen_by(attention * plan.sensitivity(), plan, count)
+    assert fused.recomputed.nonzero()[:, 0].tolist() != chosen_by(attention, plan, count)
+    assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
+
+
+def test_without_any_sensitivity_union_is_infoflow(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS)
+    segments = [replace(one, source=replace(one.source, sensitivity=b"")) for one in plan.segments]
+    bare = Plan(tuple(segments))
+    assert bare.sensitivity().eq(1).all()
+    assert same_bits(llama.fuse(bare, Union()), llama.fuse(bare, Infoflow()))
+
+
+def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS)
+    first, *others = plan.chunks
+    bare = replace(first, source=replace(first.source, sensitivity=b""))
+    partly = Plan((plan.segments[0], bare, *others, plan.segments[-1])).sensitivity()
+    there = [at for one in plan.cached if one is not first for at in range(one.start, one.stop)]
+    assert torch.equal(partly[there], plan.sensitivity()[there])
+    assert torch.allclose(partly[first.start : first.stop], plan.sensitivity()[there].mean())
 
 
 def test_link_tokens_come_first(llama: Case) -> None:

@@ -106,13 +106,12 @@ def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, re
     ids = plan.ids
     with ExitStack() as stack:
         loader = stack.enter_context(Loader(decoder, _needed(plan, selector, wanted, bool(asked)), cache, source))
-        attention = None
         if asked:
-            attention = selector.weighed(plan, question_attention(decoder, plan, cache, loader, asked))
+            attention = question_attention(decoder, plan, cache, loader, asked)
             wanted = selector.rows(plan, attention) & cached
             asking = time.perf_counter() - started - loader.waited_s
         rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)
-        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, attention)
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached)
         cache.before_update = narrowing.on_update
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())

@@ -62,7 +62,6 @@ class Narrowing:
         loader: Loader,
         rows: Rows,
         cached: torch.Tensor,
-        attention: torch.Tensor | None = None,
     ) -> None:
         self.targets = selector.narrowing(plan, len(decoder.layers))
         self.rows = rows
@@ -70,7 +69,6 @@ class Narrowing:
         self.select_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
         self._cached = cached.to(decoder.device)
-        self._attention = None if attention is None else attention.to(decoder.device)
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
     def on_update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -115,7 +113,7 @@ class Narrowing:
         where = self.rows.positions[again]
         new = keys[:, :, again], values[:, :, again]
         old = buffer.keys[:, :, where], buffer.values[:, :, where]
-        worth = self._selector.worth(new, old, where, self._attention)
+        worth = self._selector.worth(new, old)
         buffer.scatter(where, *new)
         top = worth.topk(min(self.targets[layer], len(again))).indices
         keep = ~self._cached[self.rows.positions]

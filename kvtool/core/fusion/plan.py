@@ -23,6 +23,7 @@ class Candidate:
     lead_in : digest of the token ids behind which the stored rows were prefilled.
     level : codec level to read, or None when nothing is stored there; `reason` then says why.
     elsewhere : it is stored at another level than the one asked for.
+    sensitivity : one little-endian float16 a token (ingest/sensitivity.py), or empty where none was kept.
     """
 
     ids: tuple[int, ...]
@@ -31,6 +32,7 @@ class Candidate:
     level: str | None = None
     reason: str = ""
     elsewhere: bool = False
+    sensitivity: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,15 @@ class Plan:
             if segment.status in statuses:
                 mask[segment.start : segment.stop] = True
         return mask
+
+    def sensitivity(self) -> torch.Tensor:
+        """float32 `[length]`: what was kept of each cached token, the mean of these where nothing was."""
+        found = torch.full((self.length,), torch.nan)
+        for segment in self.cached:
+            if segment.source.sensitivity:
+                kept = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)
+                found[segment.start : segment.stop] = kept.float()
+        return found.nan_to_num(found.nanmean().nan_to_num(1.0).item())
 
     def without(self, segment: Segment, reason: str) -> Plan:
         """The plan with `segment`'s record given up: a hole, and nothing behind it is exact any more by luck."""

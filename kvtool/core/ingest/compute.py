@@ -16,6 +16,7 @@ from kvtool.core.identity import StoreIdentity
 from kvtool.core.ingest.commit import count_file
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
 from kvtool.core.ingest.report import Events, IngestReport
+from kvtool.core.ingest.sensitivity import Sensitivity
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 
@@ -50,6 +51,7 @@ class ChunkStorer:
         self._profile = profile
         self._report, self._events = report, events
         self._lead_ins: dict[tuple[int, ...], LeadIn] = {}
+        self._sensitivity = Sensitivity(decoder, identity)
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
         self._batch_tokens = batch_tokens(decoder.device)
@@ -61,7 +63,7 @@ class ChunkStorer:
         ids = self._identity.prefix
         wanted = WantedChunk(self._identity.prefix_id, ids, (), ids_digest([]))
         kv = prefill_chunks(self._decoder, LeadIn(self._decoder, ()), [PrefillItem(ids)])
-        self._write([wanted], kv, self._codec.level if self._codec.lossless else "raw")
+        self._write([wanted], kv, [b""], self._codec.level if self._codec.lossless else "raw")
         self.finish()
 
     def store(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
@@ -69,7 +71,7 @@ class ChunkStorer:
         waiting = _Waiting(files, missing)
         self._commit(waiting.complete)
         for batch in _batches(files, missing, self._batch_tokens):
-            self._write(batch, self._prefill(batch), self._codec.level)
+            self._write(batch, *self._prefill(batch), self._codec.level)
             self._commit(waiting.stored(batch))
         self.finish()
 
@@ -82,26 +84,30 @@ class ChunkStorer:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
-    def _prefill(self, batch: Sequence[WantedChunk]) -> list[ChunkKV]:
+    def _prefill(self, batch: Sequence[WantedChunk]) -> tuple[list[ChunkKV], list[bytes]]:
+        """Keys and values of the chunks, and their sensitivity."""
         started = time.perf_counter()
         ids = self._identity.lead_in.ids
         lead_in = self._lead_ins.get(ids)
         if lead_in is None:
             lead_in = self._lead_ins[ids] = LeadIn(self._decoder, ids)
         kvs = prefill_chunks(self._decoder, lead_in, [PrefillItem(chunk.ids, chunk.before) for chunk in batch])
+        sensitivities = self._sensitivity.of([chunk.ids for chunk in batch], kvs)
         tokens = sum(len(chunk.ids) for chunk in batch)
         self._report.prefill_seconds += time.perf_counter() - started
         self._report.tokens += tokens
         self._report.chunks.computed += len(batch)
         self._events.advance(tokens)
-        return kvs
+        return kvs, sensitivities
 
-    def _write(self, batch: Sequence[WantedChunk], kvs: Sequence[ChunkKV], level: str) -> None:
+    def _write(
+        self, batch: Sequence[WantedChunk], kvs: Sequence[ChunkKV], sensitivities: Sequence[bytes], level: str
+    ) -> None:
         def work() -> None:
-            for chunk, kv in zip(batch, kvs, strict=True):
+            for chunk, kv, sensitivity in zip(batch, kvs, sensitivities, strict=True):
                 layers = encode_chunk(chunk.chunk_id, kv, level, self._profile)
                 self._report.kv_bytes += sum(map(len, layers))
-                self._writer.put_chunk(chunk.chunk_id, chunk.info(len(layers)), level, layers)
+                self._writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), level, layers)
 
         self._submit(work)
 

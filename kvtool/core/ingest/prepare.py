@@ -24,8 +24,9 @@ class WantedChunk:
     before: Ids
     lead_in: bytes
 
-    def info(self, layers: int) -> ChunkInfo:
-        return ChunkInfo(token_ids=self.ids, lead_in=self.lead_in, layers=layers)
+    def info(self, layers: int, sensitivity: bytes) -> ChunkInfo:
+        """The chunk's description; `sensitivity` as ingest/sensitivity.py gives it, or empty."""
+        return ChunkInfo(self.ids, self.lead_in, layers, sensitivity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,13 +74,19 @@ class _PackedCache(Cache):
 
 
 @torch.inference_mode()
-def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillItem]) -> list[ChunkKV]:
+def prefill_chunks(
+    decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillItem], layers: int | None = None
+) -> list[ChunkKV]:
     """Prefill chunks packed into one row, each as if it alone stood behind the lead-in.
 
     Of the last layer only keys and values are computed, and the LM head does not run.
     What a chunk gives does not depend on its batch: bit for bit on the CPU, so that a resumed ingest ends with the
     bytes of an undisturbed one.
     Keys lose their position here: rotated by the model at lead-in length onwards, un-rotated in float32, rounded once.
+
+    Parameters
+    ----------
+    layers : how many of the first layers are wanted; None: all.
 
     Returns
     -------
@@ -93,7 +99,8 @@ def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillIte
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
-    shape = (len(decoder.layers), decoder.kv_heads, len(tokens), decoder.head_dim)
+    wanted = len(decoder.layers) if layers is None else min(layers, len(decoder.layers))
+    shape = (wanted, decoder.kv_heads, len(tokens), decoder.head_dim)
     all_keys, all_values = torch.empty(shape, dtype=decoder.dtype), torch.empty(shape, dtype=decoder.dtype)
 
     def collect(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -104,7 +111,7 @@ def prefill_chunks(decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillIte
         decoder.base(
             input_ids=torch.tensor([tokens], device=decoder.device),
             position_ids=positions[None],
-            past_key_values=_PackedCache(collect, len(decoder.layers) - 1),
+            past_key_values=_PackedCache(collect, wanted - 1),
             use_cache=True,
             rows=rows,
         )

@@ -13,6 +13,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.identity import NEIGHBOUR, StoreIdentity
 from kvtool.core.ingest.compute import encode_chunk
 from kvtool.core.ingest.prepare import WantedChunk
+from kvtool.core.ingest.sensitivity import Sensitivity
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 
@@ -40,11 +41,13 @@ def fill_holes(
                     for level in LOSSY:
                         writer.drop_level([chunk.chunk_id], level)
                     continue
-                lead_in = LeadIn(decoder, () if chunk.chunk_id == identity.prefix_id else identity.lead_in.ids)
-                kv = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])[0]
-                layers = encode_chunk(chunk.chunk_id, kv, "raw")
+                is_prefix = chunk.chunk_id == identity.prefix_id
+                lead_in = LeadIn(decoder, () if is_prefix else identity.lead_in.ids)
+                kvs = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])
+                sensitivity = b"" if is_prefix else Sensitivity(decoder, identity).of([chunk.ids], kvs)[0]
+                layers = encode_chunk(chunk.chunk_id, kvs[0], "raw")
                 writer.drop_chunks([chunk.chunk_id])  # what is left of a damaged one
-                writer.put_chunk(chunk.chunk_id, chunk.info(len(layers)), "raw", layers)
+                writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), "raw", layers)
     except KvtoolError as error:
         warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
         return 0

@@ -226,7 +226,7 @@ class Session:
         found = smallest_allowed(levels, self._losses, max_loss) if level == "auto" else level
         if found is None or found not in levels:
             return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", elsewhere=bool(levels))
-        return Candidate(ids, chunk_id, lead_in, found)
+        return Candidate(ids, chunk_id, lead_in, found, sensitivity=info.sensitivity)
 
     def _info(self, chunk_id: bytes) -> Any:
         try:

@@ -32,22 +32,15 @@ class Selector(ABC):
         """
         return torch.zeros(plan.length, dtype=torch.bool)
 
-    def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
-        """Question attention as `rows` and `worth` are to have it."""
-        return attention
-
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
         """Layers before which the recomputed rows are narrowed, and how many stay."""
         return {}
 
-    def worth(
-        self, new: LayerKV, old: LayerKV, positions: torch.Tensor, attention: torch.Tensor | None
-    ) -> torch.Tensor:
+    def worth(self, new: LayerKV, old: LayerKV) -> torch.Tensor:
         """What a row is worth recomputing, float32 `[rows]`: those of the highest worth stay.
 
         Parameters
         ----------
         new, old : recomputed and reused (keys, values) of the rows, `[1, kv_heads, rows, head_dim]` each.
-        positions : of the rows in the prompt.
         """
         raise NotImplementedError(f"{self.name} does not narrow rows")

@@ -54,9 +54,7 @@ class Blend(Selector):
         left = (last - layer) / (last - check)
         return min(1.0, self.ratio * (1 + (self.gradual - 1) * left))
 
-    def worth(
-        self, new: LayerKV, old: LayerKV, positions: torch.Tensor, attention: torch.Tensor | None
-    ) -> torch.Tensor:
+    def worth(self, new: LayerKV, old: LayerKV) -> torch.Tensor:
         if self.metric == "k_l1":
             return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
         sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
