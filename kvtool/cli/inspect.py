@@ -7,32 +7,51 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
 
-WHATS = ("gate", "codec")
+WHATS = ("gate", "codec", "quality")
 
 
 @app.command(cls=ManyValues)
-@takes("top_k")
+@takes("top_k", "level", "max_loss")
 def inspect(
     run: Run,
     what: Annotated[
         str,
-        typer.Argument(metavar="[gate|codec]", help="`gate`: the laws on this model. `codec`: what its levels lose."),
+        typer.Argument(
+            metavar="[gate|codec|quality]",
+            help="`gate`: the laws on this model. `codec`: what its levels lose. `quality`: modes beside `full`.",
+        ),
     ] = "",
     batch: Annotated[
-        Path | None, typer.Option("--batch", metavar="FILE.jsonl", help="codec: the questions.", show_default=False)
+        Path | None,
+        typer.Option("--batch", metavar="FILE.jsonl", help="codec, quality: the questions.", show_default=False),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="codec: only the first N questions.", show_default=False)
+        int | None,
+        typer.Option("--limit", min=1, help="codec, quality: only the first N questions.", show_default=False),
     ] = None,
     scheme: Annotated[
         list[str] | None,
         typer.Option("--scheme", metavar="NAME", help="codec: 1, mean-1, anchor-1, int8 …", show_default=False),
+    ] = None,
+    runs: Annotated[
+        list[str] | None,
+        typer.Option("--runs", metavar="a,b:AMOUNT,c", help="quality: reuse, epic:16, union:5% …", show_default=False),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="quality: longest answer in tokens.")
+    ] = MAX_TOKENS,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", metavar="FILE.jsonl", help="quality: keep results here and go on from them.", show_default=False
+        ),
     ] = None,
 ) -> int | None:
     """The store at a glance, or one thing about it in depth."""
@@ -46,6 +65,8 @@ def inspect(
         if what == "codec":
             _codec(run, store, batch, limit, scheme or [])
             return None
+        if what == "quality":
+            return quality(run, store, Wanted(batch, runs or (), limit, max_tokens, resume))
         _glance(run, store)
         return None
 

@@ -1,0 +1,122 @@
+"""`kvtool inspect quality`: fusion modes and ratios over a question file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.codec.levels import check_level
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
+
+if TYPE_CHECKING:
+    from kvtool.cli.options import Run
+    from kvtool.core.cache.store import Store
+    from kvtool.core.query.reply import QueryOptions, Request
+    from kvtool.core.report.journal import Journal
+    from kvtool.core.report.runs import RunSpec
+
+MAX_TOKENS = 20  # of an answer: what is asked for in a question file is short
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the flags ask for."""
+
+    batch: Path | None
+    runs: Sequence[str]
+    limit: int | None
+    max_tokens: int
+    resume: Path | None
+
+
+def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
+    """Measure what is not in the `--resume` file yet; then sum up all that is."""
+    from kvtool.core.query.reply import QueryOptions, read_batch
+    from kvtool.core.query.session import store_identity
+    from kvtool.core.report.journal import Journal
+    from kvtool.core.report.quality import evaluation_facts, overview
+    from kvtool.core.report.runs import parse_runs
+
+    if wanted.batch is None:
+        raise UsageError("inspect quality needs questions", "--batch FILE.jsonl, as for `kvtool query`")
+    specs = parse_runs(wanted.runs)
+    requests = read_batch(wanted.batch)
+    settings = run.settings
+    if settings.level != "auto":
+        check_level(settings.level)
+    options = QueryOptions(
+        top_k=settings.top_k, level=settings.level, max_loss=settings.max_loss, max_tokens=wanted.max_tokens
+    )
+    identity = store_identity(store)
+    journal = Journal(wanted.resume, evaluation_facts(store, identity, requests, options))
+    failed = _measure(run, store, requests[: wanted.limit], specs, options, journal)
+    facts = {"model": identity.model, "max_tokens": options.max_tokens, "failed": failed}
+    value = facts | overview(journal.rows)
+    run.out.result(value, human=lambda: _show(run, value))
+    if not failed:
+        return None
+    return EXIT_PARTIAL if journal.rows else EXIT_FAILED
+
+
+def _measure(
+    run: Run,
+    store: Store,
+    requests: Sequence[Request],
+    specs: Sequence[RunSpec],
+    options: QueryOptions,
+    journal: Journal,
+) -> int:
+    """Returns how many questions failed. The model is loaded, and the file held, only if something is missing."""
+    from kvtool.core.query.session import Session
+    from kvtool.core.report.quality import evaluate, open_work
+
+    if not open_work(requests, specs, journal.rows):
+        return 0
+    settings, out = run.settings, run.out
+    with journal.writing():
+        work = open_work(requests, specs, journal.rows)
+        session = Session.open(
+            store,
+            model=settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            offline=settings.offline,
+            warn=out.warning,
+        )
+        with out.progress("questions", total=len(work), unit="questions") as bar:
+            return evaluate(session, requests, work, options, journal, out.warning, bar.advance)
+
+
+def _show(run: Run, value: dict[str, Any]) -> None:
+    head = (
+        *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same answer"),
+        *("recomputed", "TTFT ms", "speedup", "Pareto"),
+    )
+    rows = [
+        (
+            row["run"],
+            row["n"],
+            _with_interval(row, "f1"),
+            _with_interval(row, "f1_ratio"),
+            _with_interval(row, "contains"),
+            _with_interval(row, "kl_first"),
+            _with_interval(row, "kl_answer"),
+            f"{row['answer_equal']:.1%}",
+            f"{row['recomputed_share']:.1%}",
+            f"{row['ttft_ms']:.0f}",
+            f"{row['speedup']:.2f}x",
+            "*" if row["pareto"] else "",
+        )
+        for row in value["runs"]
+    ]
+    run.out.table(head, rows)
+    run.out.print(f"{value['questions']} questions; in brackets the 95 % interval over questions")
+
+
+def _with_interval(row: dict[str, Any], name: str) -> str:
+    if row.get(name) is None:
+        return "-"
+    low, high = row["intervals"][name]
+    return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
