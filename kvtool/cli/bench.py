@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import store_path
-from kvtool.core.errors import KvtoolError
+from kvtool.cli.parsing import list_of, store_path
+from kvtool.core.codec.levels import check_level
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.settings import FUSIONS
 
 if TYPE_CHECKING:
     from kvtool.core.bench.codec import CodecBench
+    from kvtool.core.bench.fusion import FusionBench, FusionEvents, FusionOptions
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
 
@@ -90,3 +94,96 @@ def _show_codec(run: Run, result: CodecBench) -> None:
         f"{result.cores} cores; medians of {result.repeat} rounds"
     )
     run.out.print(f"first decode in a new process: {result.first_call_ms:.0f} ms ({INCLUDES})")
+
+
+@app.command()
+@takes("ratio", "link_tokens", "link", "chunk_tokens")
+def fusion(
+    run: Run,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="NAME", help="Random weights of this model's size, instead of the store's."),
+    ] = None,
+    context: Annotated[
+        list[str] | None,
+        typer.Option("--context", metavar="N,N", help="Tokens of the whole prompt.", show_default="2048"),
+    ] = None,
+    fusion: Annotated[
+        list[str] | None, typer.Option("--fusion", metavar="a,b,c", help="Modes.", show_default="all but full")
+    ] = None,
+    question_tokens: Annotated[int, typer.Option("--question-tokens", min=1, help="Length of the question.")] = 32,
+    level: Annotated[
+        str, typer.Option("--level", metavar="raw|lossless|1..4", help="Codec level that is read.")
+    ] = "raw",
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Rounds; medians are shown.")] = 5,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the result.")] = None,
+) -> None:
+    """Time to the first token of every fusion mode, beside full prefill in the same run.
+
+    --ratio and --link-tokens are those of a query; --chunk-tokens is for --shape, a store has its own chunks.
+    """
+    modes, contexts = _modes(fusion), _contexts(context)
+    check_level(level)
+    from kvtool.core.bench.fusion import FusionEvents, FusionOptions, passes
+    from kvtool.core.bench.scratch import Sizes
+    from kvtool.core.query.reply import QueryOptions
+
+    settings = run.settings
+    options = FusionOptions(
+        modes=modes,
+        sizes=Sizes(contexts, settings.chunk_tokens, question_tokens),
+        level=level,
+        repeat=repeat,
+        query=QueryOptions(ratio=settings.ratio, link_tokens=settings.link_tokens, link=settings.link),
+    )
+    with run.out.progress("measure", total=passes(options), unit="passes") as bar:
+        result = _measured(run, shape, options, FusionEvents(bar.describe, lambda: bar.advance(1)))
+    if plot is not None:
+        _draw(result, plot)
+    for note in result.notes:
+        run.out.warning(note)
+    run.out.result(result.to_json(), human=lambda: _show_fusion(run, result))
+
+
+def _modes(given: list[str] | None) -> tuple[str, ...]:
+    modes = list_of(given) or [mode for mode in FUSIONS if mode != "full"]
+    unknown = [mode for mode in modes if mode not in FUSIONS]
+    if unknown:
+        raise UsageError(f"--fusion: there is no fusion mode {', '.join(unknown)}", f"known: {', '.join(FUSIONS)}")
+    return tuple(modes)
+
+
+def _contexts(given: list[str] | None) -> tuple[int, ...]:
+    words = list_of(given) or ["2048"]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"--context: {','.join(words)!r} is no list of token counts", "such as --context 1024,4096")
+    return tuple(map(int, words))
+
+
+def _measured(run: Run, shape: str | None, options: FusionOptions, events: FusionEvents) -> FusionBench:
+    from kvtool.core.bench.fusion import bench_shape, bench_store
+    from kvtool.core.cache.store import Store
+    from kvtool.core.query.session import Session
+
+    settings = run.settings
+    if shape is not None:
+        return bench_shape(shape, settings.device, settings.dtype, options, events)
+    with Store.open(store_path(settings.store)) as store:
+        session = Session.open(
+            store, model=settings.model, device=settings.device, dtype=settings.dtype, offline=settings.offline
+        )
+        return bench_store(store, session, options, events)
+
+
+def _draw(result: FusionBench, path: Path) -> None:
+    from kvtool.core.report.fusion import fusion_chart
+
+    path.write_text(fusion_chart(result), encoding="utf-8")
+
+
+def _show_fusion(run: Run, result: FusionBench) -> None:
+    from kvtool.core.report.fusion import TABLE_HEAD, fusion_notes, fusion_table
+
+    run.out.table(TABLE_HEAD, fusion_table(result))
+    for line in fusion_notes(result):
+        run.out.print(line)

@@ -35,6 +35,12 @@ def size_in_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def list_of(given: list[str] | None) -> list[str]:
+    """The values of an option that may be repeated and may hold several with commas between them, each once."""
+    words = [word.strip() for value in given or () for word in value.split(",")]
+    return list(dict.fromkeys(word for word in words if word))
+
+
 def system_text(path: str | None) -> str | None:
     """The instruction in a file given by `--system`.
 

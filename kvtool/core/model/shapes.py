@@ -1,0 +1,232 @@
+"""Models of well-known sizes with random weights: how long a computation takes does not depend on what they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.model.files import ModelFiles
+from kvtool.core.model.load import Loaded, quiet, resolve_device
+from kvtool.core.settings import did_you_mean
+
+_SPREAD = 0.02  # of all weights, as the models begin their training with
+_BLOCK = 2**20 + 7  # random numbers that are repeated; odd, so that the rows of a weight differ
+
+
+def _plain(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, words: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": mlp,
+        "vocab_size": words,
+    }
+
+
+def _tiny() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **_sizes(64, 4, 4, 2, 16, 128, 512),
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters=_plain(500_000.0),
+    )
+
+
+def _qwen2_5_half_b() -> Any:
+    """Qwen/Qwen2.5-0.5B: biases on Q, K and V, as all of its family."""
+    from transformers import Qwen2Config
+
+    sizes = _sizes(896, 24, 14, 2, 64, 4864, 151936)
+    return Qwen2Config(
+        **sizes,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        rope_parameters=_plain(1_000_000.0),
+    )
+
+
+def _qwen3_0_6b() -> Any:
+    """Qwen/Qwen3-0.6B."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        **_sizes(1024, 28, 16, 8, 128, 3072, 151936),
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        use_sliding_window=False,
+        rope_parameters=_plain(1_000_000.0),
+    )
+
+
+def _llama_3_2_1b() -> Any:
+    """meta-llama/Llama-3.2-1B."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **_sizes(2048, 16, 32, 8, 64, 8192, 128256),
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        rope_parameters=_llama3(32.0),
+    )
+
+
+def _mistral_7b() -> Any:
+    """mistralai/Mistral-7B-v0.3: no sliding window."""
+    from transformers import MistralConfig
+
+    return MistralConfig(
+        **_sizes(4096, 32, 32, 8, 128, 14336, 32768),
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        rope_parameters=_plain(1_000_000.0),
+    )
+
+
+def _llama_3_1_8b() -> Any:
+    """meta-llama/Llama-3.1-8B."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **_sizes(4096, 32, 32, 8, 128, 14336, 128256),
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        rope_parameters=_llama3(8.0),
+    )
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "tiny": _tiny,
+    "qwen2.5-0.5b": _qwen2_5_half_b,
+    "qwen3-0.6b": _qwen3_0_6b,
+    "llama-3.2-1b": _llama_3_2_1b,
+    "mistral-7b": _mistral_7b,
+    "llama-3.1-8b": _llama_3_1_8b,
+}
+
+
+def shape_config(name: str) -> Any:
+    """The published architecture of a named shape, as a `transformers` configuration.
+
+    Raises
+    ------
+    UsageError : no such shape.
+    """
+    make = SHAPES.get(name)
+    if make is None:
+        known = f"known: {', '.join(SHAPES)}"
+        guess = did_you_mean(name, SHAPES)
+        raise UsageError(f"there is no shape {name!r}", f"{guess} {known}" if guess else known)
+    return make()
+
+
+def parameter_count(name: str) -> int:
+    """Parameters of a shape, tied ones once; takes no memory."""
+    return sum(weight.numel() for weight in _without_memory(shape_config(name), torch.bfloat16).parameters())
+
+
+def build_shape(name: str, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
+    """A model of a named shape with random weights, made on its device; it has no tokenizer and no files.
+
+    Parameters
+    ----------
+    dtype : `float32`, `bfloat16` or `float16`; `auto`: bfloat16.
+
+    Raises
+    ------
+    UsageError : no such shape or device.
+    KvtoolError : out of memory.
+    """
+    started = time.perf_counter()
+    config, place = shape_config(name), resolve_device(device)
+    kind = "bfloat16" if dtype == "auto" else dtype
+    with _enough_memory(name):
+        model = _without_memory(config, getattr(torch, kind)).to_empty(device=place)
+        model.tie_weights()
+        _compute_rotary(model, config, place)
+        _fill(model, place, seed)
+    return Loaded(
+        model=model.eval().requires_grad_(False),
+        tokenizer=None,
+        files=ModelFiles(name, Path(), "shape"),
+        device=place,
+        dtype=kind,
+        fingerprint=f"shape {name} {kind} {seed}",
+        load_ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+def _without_memory(config: Any, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _compute_rotary(model: Any, config: Any, device: str) -> None:
+    """Frequencies are buffers, not weights: a model made without memory has none yet."""
+    base = model.get_decoder()
+    base.rotary_emb = type(base.rotary_emb)(config).to(device)
+
+
+@torch.no_grad()
+def _fill(model: Any, device: str, seed: int) -> None:
+    """Norms 1, all else random. One block serves all weights: to draw 8e9 numbers takes a minute."""
+    draw = torch.Generator().manual_seed(seed)
+    block = (torch.randn(_BLOCK, generator=draw) * _SPREAD).to(model.dtype).to(device)
+    for path, weight in model.named_parameters():
+        if path.endswith("norm.weight"):
+            weight.fill_(1)
+            continue
+        flat = weight.view(-1)
+        for start in range(0, len(flat), _BLOCK):
+            part = flat[start : start + _BLOCK]
+            part.copy_(block[: len(part)])
+
+
+@contextmanager
+def _enough_memory(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        need = 2 * parameter_count(name) / 1e9
+        raise KvtoolError(
+            f"not enough memory for the shape {name} ({need:.1f} GB in bfloat16)", "choose a smaller --shape"
+        ) from error
