@@ -53,6 +53,7 @@ def inspect(
             "--resume", metavar="FILE.jsonl", help="quality: keep results here and go on from them.", show_default=False
         ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="quality: measure although the gate refuses.")] = False,
 ) -> int | None:
     """The store at a glance, or one thing about it in depth."""
     if what and what not in WHATS:
@@ -66,7 +67,7 @@ def inspect(
             _codec(run, store, batch, limit, scheme or [])
             return None
         if what == "quality":
-            return quality(run, store, Wanted(batch, runs or (), limit, max_tokens, resume))
+            return quality(run, store, Wanted(batch, runs or (), limit, max_tokens, resume, force))
         _glance(run, store)
         return None
 

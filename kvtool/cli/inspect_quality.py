@@ -29,6 +29,7 @@ class Wanted:
     limit: int | None
     max_tokens: int
     resume: Path | None
+    force: bool = False
 
 
 def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
@@ -47,7 +48,11 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     if settings.level != "auto":
         check_level(settings.level)
     options = QueryOptions(
-        top_k=settings.top_k, level=settings.level, max_loss=settings.max_loss, max_tokens=wanted.max_tokens
+        top_k=settings.top_k,
+        level=settings.level,
+        max_loss=settings.max_loss,
+        max_tokens=wanted.max_tokens,
+        force=wanted.force,
     )
     identity = store_identity(store)
     journal = Journal(wanted.resume, evaluation_facts(store, identity, requests, options))
@@ -113,6 +118,8 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     ]
     run.out.table(head, rows)
     run.out.print(f"{value['questions']} questions; in brackets the 95 % interval over questions")
+    if value["with_holes"]:
+        run.out.print(f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good")
 
 
 def _with_interval(row: dict[str, Any], name: str) -> str:

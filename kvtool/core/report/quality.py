@@ -26,7 +26,7 @@ Warn = Callable[[str, str], None]
 
 _MEANS = (
     *("f1", "exact_match", "contains", "kl_first", "kl_answer", "top1_agrees", "answer_equal"),
-    *("recomputed", "fresh", "holes", "bytes_read"),
+    *("recomputed", "fresh", "bytes_read"),
 )
 _WITH_INTERVAL = ("f1", "contains", "kl_first", "kl_answer")
 
@@ -77,7 +77,7 @@ def evaluate(
     """
     decoder, failed = session.decoder, 0
     source = StoreSource(session.store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(session.store))
-    if any(missing for _, missing in work):
+    if any(missing for _, missing in work) and not options.force:
         session.check_gate()
     for at, missing in work:
         name = requests[at].id or f"number {at + 1}"
@@ -90,9 +90,12 @@ def evaluate(
             failed += 1
             warn(f"question {name}: {error.message}", error.hint)
         else:
-            missed = max(row["holes"] for row in rows.values())
-            if missed:
-                warn(f"question {name}: {missed} chunk(s) are missing or damaged", "see `kvtool store verify`")
+            missing_chunks = max((row["holes"] for row in rows.values()), key=len)
+            if missing_chunks:
+                warn(
+                    f"question {name}: {len(missing_chunks)} chunk(s) were computed in place: {missing_chunks[0]}",
+                    "see `kvtool store verify`; its results say little about reuse",
+                )
             journal.add(at, requests[at].id, rows)
         advance(1)
     return failed
@@ -121,6 +124,7 @@ def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
     """The JSON of `inspect quality`."""
     return {
         "questions": len(rows),
+        "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
         "reference": REFERENCE,
         "confidence": CONFIDENCE,
         "resamples": RESAMPLES,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from kvtool.core.fusion.engine import Fused, forced_logits, fuse
-from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
@@ -118,18 +117,13 @@ class Trial:
             "reused": counts.reused,
             "recomputed": counts.recomputed,
             "fresh": counts.fresh,
-            "holes": len(holes(fused.plan)),
             "bytes_read": fused.bytes_read,
+            "holes": [one.reason for one in fused.plan.segments[:-1] if one.status == "miss" and one.ids],
         }
         if self.asked.request.answers:
             scores = score(text, self.asked.request.answers)
             row |= {"f1": scores.f1, "exact_match": scores.exact_match, "contains": scores.contains}
         return row
-
-
-def holes(plan: Plan) -> list[Segment]:
-    """Segments that should be cached and were computed in place: their records are missing or damaged."""
-    return [segment for segment in plan.segments[:-1] if segment.status == "miss" and segment.ids]
 
 
 def continued(decoder: Decoder, fused: Fused, reference: Answer, logits: torch.Tensor, max_tokens: int) -> Answer:
