@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse, Selector
 from kvtool.core.fusion.selectors.epic import Link
-from kvtool.core.model import attention
+from kvtool.core.model import products
 from kvtool.core.model.rotary import Rotary, Table
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
@@ -121,24 +121,25 @@ def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str,
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_no_mask_is_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Every mask that reaches attention has at most one block of rows."""
-    shapes: list[tuple[int, ...]] = []
-    real = F.scaled_dot_product_attention
+def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What attention weighs at a time is one block of rows, and no fused kernel gets a mask."""
+    seen: list[int] = []
+    softmax = torch.softmax
 
-    def spy(*args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        if attn_mask is not None:
-            shapes.append(tuple(attn_mask.shape))
-        return real(*args, attn_mask=attn_mask, **kwargs)
+    def spy(scores: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(scores.shape[-2])
+        return softmax(scores, *args, **kwargs)
 
     plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    monkeypatch.setattr(products, "_SCORE_BYTES", 0)
+    monkeypatch.setattr(torch, "softmax", spy)
     for plan in plans:
         for selector in (SELECTORS[name](), lossless(name)):
             if selector is not None:
                 llama.fuse(plan, selector)
-    assert all(shape[-2] <= attention.BLOCK for shape in shapes)
-    assert bool(shapes) == SELECTORS[name].uses_cache
+    assert seen
+    assert max(seen) <= products._LEAST_ROWS
 
 
 def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) -> tuple[Fused, list[int]]:

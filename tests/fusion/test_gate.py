@@ -14,7 +14,7 @@ from kvtool.core.errors import GateError
 from kvtool.core.fusion.gate import GateCheck, Verdict, _Bench, run_gate
 from kvtool.core.fusion.selectors import Selector
 from kvtool.core.model.rotary import Rotary, Table
-from tests.fusion.making import CHUNKS, DTYPES, NAMES, PREFIX, QUESTION, case, new_case, tokens
+from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens
 from tests.laws import mutants
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -65,8 +65,10 @@ def test_every_family_passes(name: str, dtype: str) -> None:
     assert [check.law for check in verdict.checks] == [1, 1, 3, 4, 7]
     assert verdict.passed
     verdict.enforce()
-    # With room to spare: other machines round otherwise. (Measured: 1.9e-6 and 0.019.)
-    assert all(check.difference <= check.allowed / 2 for check in verdict.checks)
+    # With room to spare: other machines round otherwise. (Measured: 1.9e-6 and 0.019.) A mixture of experts in bfloat16
+    # has none: a rounded router score may choose another expert, and the first turn that is allowed ends the search.
+    spare = 1 if name in MOE and dtype == "bfloat16" else 2
+    assert all(check.difference <= check.allowed / spare for check in verdict.checks)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-linear", "granite", "phi3", "smollm3", "qwen3-moe"])

@@ -59,11 +59,10 @@ def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
     """Scattered rows attend to all keys of the prompt."""
 
-    def all_visible(rows: attention.Rows, query: Any, key: Any, value: Any, scaling: Any, at: int) -> torch.Tensor:
-        stop = min(at + attention.BLOCK, len(rows))
-        return attention._sdpa(query[:, :, at:stop], key, value, None, scaling, causal=False)
+    def all_visible(query: Any, key: Any, value: Any, scale: float, last: Any, at: Any) -> torch.Tensor:
+        return attention._sdpa(query, key, value, None, scale, causal=False)
 
-    patch.setattr(attention.Rows, "_block", all_visible)
+    patch.setattr(attention, "attend_by_products", all_visible)
 
 
 def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,7 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
     def all_visible(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
         return attention._sdpa(query, key, value, None, scale, causal=False)
 
-    patch.setattr(side_by_side, "_plain_products", all_visible)
+    patch.setattr(side_by_side, "_by_products", all_visible)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,9 @@ def test_a_row_sees_the_keys_up_to_its_position(positions: list[int]) -> None:
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
     assert weights is None
     assert out.shape == (1, len(positions), HEADS, DIM)
-    torch.testing.assert_close(out, by_formula(query, torch.tensor(positions), 0.3, KEYS))
+    expected = by_formula(query, torch.tensor(positions), 0.3, KEYS)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(rows(*positions).fused(query, KEY, VALUE, 0.3).transpose(1, 2), expected)
 
 
 def test_without_rows_a_prefill_is_causal() -> None:

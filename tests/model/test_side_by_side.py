@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from kvtool.core.model import side_by_side
+from kvtool.core.model import products, side_by_side
 from kvtool.core.model.side_by_side import SideBySide
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 8, 11
 LENGTHS = (5, 1, 23, 16)
-ATTENTIONS = [side_by_side._plain_products, side_by_side._fused]
+ATTENTIONS = [side_by_side._by_products, side_by_side._fused]
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,7 +33,7 @@ def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
 def test_a_chunk_sees_the_lead_in_and_its_own_past(
     attend: object, lead: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "_plain_products", attend)
+    monkeypatch.setattr(side_by_side, "_by_products", attend)
     total = sum(LENGTHS)
     query, key, value = (random(1, n, total, DIM, seed=i) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     own = [(random(1, KV_HEADS, lead, DIM, seed=7), random(1, KV_HEADS, lead, DIM, seed=8))] if lead else []
@@ -54,7 +54,7 @@ def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     real = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda scores, dim: sizes.append(scores.numel()) or real(scores, dim))
-    monkeypatch.setattr(side_by_side, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
+    monkeypatch.setattr(products, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
     out = SideBySide.of([100], []).attend(0, query, key, value, 0.3)
     assert sizes == [HEADS * 20 * seen for seen in (20, 40, 60, 80, 100)]
     torch.testing.assert_close(out, by_formula(query, key, value, 0.3))

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.products import attend_by_products
 
 IMPLEMENTATION = "kvtool_rows"
 
-# Rows are attended in blocks: a block needs a mask of [BLOCK, keys up to its last row] only, and skips every later
-# key. On the CPU 64 rows measured best (23 % faster than one masked call at 200 rows × 1,500 keys).
+# On a GPU rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later
+# key.
 BLOCK = 64
 
 
@@ -50,6 +51,13 @@ class Rows:
         """Row i sees the keys at positions ≤ `positions[i]`; key j stands at prompt position j."""
         if self.watch is not None:
             self.watch(layer, query, key, scaling)
+        if query.device.type == "cpu":
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return attend_by_products(query, key, value, scale, self.order, self.positions)
+        return self.fused(query, key, value, scaling)
+
+    def fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        """The same in the device's own fused kernel."""
         if self.dense and key.shape[2] == len(self):
             return _dense(query, key, value, scaling)
         blocks = [self._block(query, key, value, scaling, at) for at in range(0, len(self), BLOCK)]
