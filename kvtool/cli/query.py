@@ -119,6 +119,7 @@ def _options(run: Run, token_ids: bool, force: bool) -> QueryOptions:
         "link_tokens",
         "link",
         "level",
+        "max_loss",
         "retriever",
         "max_tokens",
         "temperature",

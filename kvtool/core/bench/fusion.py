@@ -16,6 +16,7 @@ from kvtool.core.bench.prompts import Prompt, stored_prompts
 from kvtool.core.bench.rows import FULL, About, FusionRow, Measured, Reference, rows_of
 from kvtool.core.bench.scratch import Sizes, scratch_store
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.packed import pack_weights
 from kvtool.core.model.shapes import build_shape
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
     UsageError : no such shape, device or mode; a context that is too short, or too long for the model.
     """
     events.describe(f"make {name}")
-    decoder = Decoder(build_shape(name, device, dtype, SEED))
+    loaded = build_shape(name, device, dtype, SEED)
+    pack_weights(loaded.model)
+    decoder = Decoder(loaded)
     decoder.check_length(max(options.sizes.contexts), "take a shorter --context")
 
     def told(done: int, total: int) -> None:

@@ -79,23 +79,29 @@ def measure_machine(decoder: Decoder) -> Machine:
     )
 
 
-def _largest(layer: Any) -> torch.Tensor:
-    """The layer's largest matrix `[out, in]`: one of the MLP's."""
-    found: torch.Tensor = max((w for w in layer.parameters() if w.ndim == 2), key=lambda weight: weight.numel())
-    return found
+def _largest(layer: torch.nn.Module) -> torch.nn.Linear:
+    """The layer's largest product: one of the MLP's, where that is no stack of experts."""
+    products = [one for one in layer.modules() if isinstance(one, torch.nn.Linear)]
+    return max(products, key=_numbers)
 
 
-def _gemm(weight: torch.Tensor, device: str) -> float:
+def _numbers(product: torch.nn.Linear) -> int:
+    return product.in_features * product.out_features
+
+
+def _gemm(product: torch.nn.Linear, device: str) -> float:
     rows = _ROWS.get(device.split(":")[0], _ROWS["cpu"])
-    many = torch.full((rows, weight.shape[1]), 0.5, dtype=weight.dtype, device=device)
-    return 2 * rows * weight.numel() / _fastest(lambda: many @ weight.T, device)
+    many = torch.full((1, rows, product.in_features), 0.5, dtype=product.weight.dtype, device=device)
+    return 2 * rows * _numbers(product) / _fastest(lambda: product(many), device)
 
 
-def _streamed(weights: Sequence[torch.Tensor], device: str) -> float:
-    size = sum(weight.numel() * weight.element_size() for weight in weights)
-    row = {weight.shape[1]: torch.full((1, weight.shape[1]), 0.5, dtype=weight.dtype) for weight in weights}
-    row = {width: one.to(device) for width, one in row.items()}
-    return size / _fastest(lambda: [row[weight.shape[1]] @ weight.T for weight in weights], device)
+def _streamed(products: Sequence[torch.nn.Linear], device: str) -> float:
+    size = sum(_numbers(one) * one.weight.element_size() for one in products)
+    row = {
+        one.in_features: torch.full((1, 1, one.in_features), 0.5, dtype=one.weight.dtype, device=device)
+        for one in products
+    }
+    return size / _fastest(lambda: [one(row[one.in_features]) for one in products], device)
 
 
 def _copied(source: str, target: str) -> float:

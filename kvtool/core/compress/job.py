@@ -121,7 +121,12 @@ class _Job:
         self.events.status(f"loading {self.options.model or self.identity.model}")
         options = self.options
         return Session.open(
-            self.store, model=options.model, device=options.device, dtype=options.dtype, offline=options.offline
+            self.store,
+            model=options.model,
+            device=options.device,
+            dtype=options.dtype,
+            offline=options.offline,
+            gradients=True,
         )
 
     # ---- the profile ----

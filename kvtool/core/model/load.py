@@ -171,8 +171,12 @@ def _backend_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto") -> Loaded:
+def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", packed: bool = False) -> Loaded:
     """Check, then load.
+
+    Parameters
+    ----------
+    packed : the model is only run forward, and often: see `pack_weights`.
 
     Raises
     ------
@@ -180,11 +184,17 @@ def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto") 
     UsageError : no such device or dtype.
     KvtoolError : out of memory.
     """
+    from kvtool.core.model.packed import keep_freed_memory, pack_weights
+
     started = time.perf_counter()
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place, files)
+    if place == "cpu":
+        keep_freed_memory()
     with quiet(), _explained(files):
         model = _weights(files, place, kind)
+        if packed:
+            pack_weights(model)
     return Loaded(
         model=model,
         tokenizer=load_tokenizer(files),

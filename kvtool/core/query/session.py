@@ -96,9 +96,14 @@ class Session:
         device: str = "auto",
         dtype: str = "auto",
         offline: bool = False,
+        gradients: bool = False,
         warn: Warn = lambda text, hint: None,
     ) -> Session:
         """Load the model that the store was built with.
+
+        Parameters
+        ----------
+        gradients : they will be asked for; a model that is only run forward is laid out for speed.
 
         Raises
         ------
@@ -110,7 +115,8 @@ class Session:
         identity = store_identity(store)
         files = resolve(model or identity.model, offline=offline)
         check_same_model(files, identity, dtype)
-        return cls(store, Decoder(load_model(files, device=device, dtype=identity.dtype)), identity, warn)
+        loaded = load_model(files, device=device, dtype=identity.dtype, packed=not gradients)
+        return cls(store, Decoder(loaded), identity, warn)
 
     @property
     def parts(self) -> PromptParts:
