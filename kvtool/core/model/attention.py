@@ -117,6 +117,10 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling:
     count = query.shape[2]
     if count > 1 and key.shape[2] != count:
         raise ModelError("several rows over a longer cache need their positions", "this is a bug in kvtool")
+    if query.device.type == "cpu" and query.shape[0] == 1 and count == 1:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        last = key.shape[2] - 1
+        return attend_by_products(query, key, value, scale, [last], torch.tensor([last]))
     return _sdpa(query, key, value, None, scaling, causal=count > 1)
 
 
