@@ -39,6 +39,7 @@ from kvtool.core.errors import (
 COMMANDS = {
     "ingest": "Read, split and prefill documents, and keep their KV.",
     "compress": "Make the stored KV several times smaller, with a measured loss.",
+    "fit": "Learn the lead-in from the store's own chunks.",
     "query": "Ask a question over the ingested documents.",
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
     "store": "Look after the store: statistics, listing, verification.",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
-from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
+from kvtool.cli.watch import Watch
+from kvtool.core.compress.report import CompressOptions, CompressReport
 
 app = new_app()
 PREDICTORS = ("auto", "mean", "anchor")
@@ -69,41 +70,9 @@ def compress(
         offline=settings.offline,
         lock_wait=settings.lock_wait,
     )
-    with _Watch(run) as watch:
+    with Watch(run) as watch:
         report = run_compress(store_path(settings.store), options, watch.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
-
-
-class _Watch:
-    """Shows one bar after another."""
-
-    def __init__(self, run: Run) -> None:
-        self._out = run.out
-        self._progress: Any = None
-        self._bar: Any = None
-        self.events = CompressEvents(
-            step=self._step, advance=self._advance, status=self._out.detail, warn=self._out.warning
-        )
-
-    def __enter__(self) -> _Watch:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._close()
-
-    def _step(self, label: str, total: int, unit: str) -> None:
-        self._close()
-        self._progress = self._out.progress(label, total=total, unit=unit)
-        self._bar = self._progress.__enter__()
-
-    def _close(self) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(None, None, None)
-            self._progress = None
-
-    def _advance(self, count: int) -> None:
-        if self._progress is not None:
-            self._bar.advance(count)
 
 
 def _show(run: Run, report: CompressReport) -> None:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtool.core.cache.identity import chunk_id, ids_digest
+from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import StoreFormatError
 
@@ -21,16 +21,23 @@ class LeadInIds:
 
     Attributes
     ----------
-    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
+    mode : `warm`, `prefix`, `learned`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
     ids : token ids shared by all chunks; `neighbour` adds the document's chunk before.
+    rows : digest, in hex, of the learned rows that stand in the ids' places; "" for their own.
     """
 
     mode: str
     ids: Ids
+    rows: str = ""
 
     def digest(self, before: Ids = ()) -> bytes:
-        """Digest of the ids a chunk is prefilled behind; `before` are the chunk's own."""
-        return ids_digest([*self.ids, *before])
+        """Digest of what a chunk is prefilled behind; `before` are the chunk's own ids."""
+        ids = ids_digest([*self.ids, *before])
+        return learned_digest(ids, bytes.fromhex(self.rows)) if self.rows else ids
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; without learned rows they are those of stores that knew of none."""
+        return {"mode": self.mode, "ids": self.ids} | ({"rows": self.rows} if self.rows else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +76,14 @@ class StoreIdentity:
 
     def settings_digest(self) -> str:
         """Digest of all that decides which chunks a file gives; a file's entry carries it."""
-        text = json.dumps([self.fingerprint, self.namespace, asdict(self.split), asdict(self.lead_in)], sort_keys=True)
+        text = json.dumps(
+            [self.fingerprint, self.namespace, asdict(self.split), self.lead_in.to_json()], sort_keys=True
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_manifest(self) -> dict[str, Any]:
         """The identity as JSON values."""
-        return {"identity": asdict(self)}
+        return {"identity": asdict(self) | {"lead_in": self.lead_in.to_json()}}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
@@ -83,7 +92,7 @@ class StoreIdentity:
             return None
         try:
             row = dict(manifest["identity"])
-            lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]))
+            lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]), row["lead_in"].get("rows", ""))
             split = SplitSettings(**row["split"])
             ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
             return cls(**(row | ids | {"lead_in": lead_in, "split": split}))

@@ -174,6 +174,10 @@ class Store:
         """Which codec profile is in use and what was measured of each level; empty before the first `compress`."""
         return self._json(keys.CODEC_KEY, "what is known of the codec levels")
 
+    def lead_in_state(self) -> dict[str, Any]:
+        """Which learned lead-in the next ingest may use: `digest`, `fingerprint`, `ids`; empty before the first fit."""
+        return self._json(keys.LEAD_IN_KEY, "what is known of the learned lead-in")
+
     def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self._read() as snapshot:
             data = snapshot.get(lmdb_tables.META, key)
@@ -184,9 +188,16 @@ class Store:
 
     def profile(self, digest: bytes) -> memoryview | None:
         """Bytes of a codec profile by its digest. Raises DamagedError."""
+        return self._fitted(digest, "a codec profile")
+
+    def learned(self, digest: bytes) -> memoryview | None:
+        """Bytes of a learned lead-in by its digest. Raises DamagedError."""
+        return self._fitted(digest, "the learned lead-in")
+
+    def _fitted(self, digest: bytes, what: str) -> memoryview | None:
         with self._read() as snapshot:
             data = snapshot.get(lmdb_tables.PROFILES, digest)
-        return None if data is None else _unseal_named(digest, Kind.PROFILE, data, "a codec profile")
+        return None if data is None else _unseal_named(digest, Kind.PROFILE, data, what)
 
     def revision(self) -> int:
         """Grows with every committed change of documents; the retrieval index is keyed by it."""

@@ -67,6 +67,13 @@ class Writer:
         """Keep a codec profile and what is known of the codec levels, in one transaction."""
         self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _codec_row(state)])
 
+    def put_learned(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
+        """Keep a learned lead-in as the one that the next ingest may use, in one transaction. Older ones stay: chunks
+        may stand behind them."""
+        row = seal(keys.LEAD_IN_KEY, Kind.MANIFEST, dump_json(state))
+        profile = seal(digest, Kind.PROFILE, data)
+        self._commit([(tables.PROFILES, digest, profile), (tables.META, keys.LEAD_IN_KEY, row)])
+
     def set_codec_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the codec levels."""
         self._commit([_codec_row(state)])

@@ -45,12 +45,13 @@ class ChunkStorer:
         report: IngestReport,
         events: Events,
         profile: Profile | None = None,
+        lead_in: LeadIn | None = None,
     ) -> None:
         self._decoder, self._identity, self._writer = decoder, identity, writer
         self._codec = CODECS[level]
         self._profile = profile
         self._report, self._events = report, events
-        self._lead_ins: dict[tuple[int, ...], LeadIn] = {}
+        self._lead_in = lead_in  # None: the rows of the identity's own ids, computed on need
         self._sensitivity = Sensitivity(decoder, identity)
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
@@ -87,11 +88,9 @@ class ChunkStorer:
     def _prefill(self, batch: Sequence[WantedChunk]) -> tuple[list[ChunkKV], list[bytes]]:
         """Keys and values of the chunks, and their sensitivity."""
         started = time.perf_counter()
-        ids = self._identity.lead_in.ids
-        lead_in = self._lead_ins.get(ids)
-        if lead_in is None:
-            lead_in = self._lead_ins[ids] = LeadIn(self._decoder, ids)
-        kvs = prefill_chunks(self._decoder, lead_in, [PrefillItem(chunk.ids, chunk.before) for chunk in batch])
+        if self._lead_in is None:
+            self._lead_in = LeadIn(self._decoder, self._identity.lead_in.ids)
+        kvs = prefill_chunks(self._decoder, self._lead_in, [PrefillItem(chunk.ids, chunk.before) for chunk in batch])
         sensitivities = self._sensitivity.of([chunk.ids for chunk in batch], kvs)
         tokens = sum(len(chunk.ids) for chunk in batch)
         self._report.prefill_seconds += time.perf_counter() - started

@@ -19,6 +19,7 @@ from kvtool.core.identity import LeadInIds, StoreIdentity
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.ingest.survey import Survey, survey
+from kvtool.core.lead_ins import LEARNED, learned_lead_in, open_lead_in
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -115,8 +116,9 @@ class _Job:
         return self._new_identity(split)
 
     def _reads_lead_in(self) -> bool:
-        """Whether the lead-in was asked for as a file, which may hold another text by now."""
-        return self.options.lead_in is not None and is_lead_in_file(self.options.lead_in)
+        """Whether the lead-in was asked for as a file, which may hold another text by now, or as what was learned."""
+        asked = self.options.lead_in
+        return asked is not None and (asked == LEARNED or is_lead_in_file(asked))
 
     def _lead_in(self, known: StoreIdentity | None) -> tuple[str, str]:
         mode = self.options.lead_in or (known.lead_in.mode if known else "warm")
@@ -139,13 +141,15 @@ class _Job:
             parts = PromptParts(self.known.prefix, self.known.answer_header)
         else:
             parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
+        fingerprint, ids = model_fingerprint(self.files, dtype), lead_in_ids(mode, self.tokenizer, parts)
+        learned = mode == LEARNED
         return StoreIdentity(
             model=self.files.ref,
-            fingerprint=model_fingerprint(self.files, dtype),
+            fingerprint=fingerprint,
             dtype=dtype,
             prefix=parts.prefix,
             answer_header=parts.answer_header,
-            lead_in=LeadInIds(mode, lead_in_ids(mode, self.tokenizer, parts)),
+            lead_in=learned_lead_in(self.store, fingerprint, ids) if learned else LeadInIds(mode, ids),
             split=split,
             system=system,
         )
@@ -266,7 +270,11 @@ class _Job:
         self.events.total(sum(len(chunk.ids) for chunk in missing.values()))
         assert self.store is not None
         profile = ProfileShelf(self.store).current() if self.options.level in LOSSY else None
-        storer = ChunkStorer(decoder, self.identity, writer, self.options.level, self.report, self.events, profile)
+        led = self.identity.lead_in
+        lead_in = open_lead_in(self.store, decoder, led) if led.rows else None
+        storer = ChunkStorer(
+            decoder, self.identity, writer, self.options.level, self.report, self.events, profile, lead_in
+        )
         try:
             if self._needs_prefix:
                 storer.store_prefix()

@@ -20,7 +20,7 @@ def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> tuple[int, ...
     ------
     UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
     """
-    if mode == "warm":
+    if mode in ("warm", "learned"):  # learned rows take the places of the warm ones
         return parts.prefix + warm_passages(tokenizer, WARM_PASSAGES)
     if mode in ("prefix", "neighbour"):
         return parts.prefix
@@ -28,8 +28,6 @@ def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> tuple[int, ...
         return ()
     if mode == "bos" or mode.startswith("sink:"):
         return (_bos(tokenizer),) * (1 if mode == "bos" else int(mode.removeprefix("sink:")))
-    if mode == "learned":
-        raise UsageError("no lead-in has been learned for this store", "use --lead-in warm")
     return parts.prefix + _from_file(Path(mode), tokenizer)
 
 

@@ -36,12 +36,19 @@ class ChunkKV:
 
 
 class LeadIn:
-    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it."""
+    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it.
 
-    def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
+    Parameters
+    ----------
+    layers : learned rows in place of the ids' own, `[1, kv_heads, len(ids), head_dim]` for each layer.
+    """
+
+    def __init__(
+        self, decoder: Decoder, ids: Sequence[int], layers: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> None:
         self.ids = tuple(ids)
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if self.ids:
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = layers or []
+        if self.ids and not self.layers:
             _, cache = decoder.prefill(self.ids)
             self.layers = [buffer.view() for buffer in cache.buffers]
 

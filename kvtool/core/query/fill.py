@@ -14,6 +14,7 @@ from kvtool.core.identity import NEIGHBOUR, StoreIdentity
 from kvtool.core.ingest.compute import encode_chunk
 from kvtool.core.ingest.prepare import WantedChunk
 from kvtool.core.ingest.sensitivity import Sensitivity
+from kvtool.core.lead_ins import open_lead_in
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 
@@ -42,7 +43,7 @@ def fill_holes(
                         writer.drop_level([chunk.chunk_id], level)
                     continue
                 is_prefix = chunk.chunk_id == identity.prefix_id
-                lead_in = LeadIn(decoder, () if is_prefix else identity.lead_in.ids)
+                lead_in = LeadIn(decoder, ()) if is_prefix else open_lead_in(store, decoder, identity.lead_in)
                 kvs = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])
                 sensitivity = b"" if is_prefix else Sensitivity(decoder, identity).of([chunk.ids], kvs)[0]
                 layers = encode_chunk(chunk.chunk_id, kvs[0], "raw")

@@ -1,0 +1,63 @@
+"""`kvtool fit`: learn from a store's own chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.parsing import store_path
+from kvtool.cli.watch import Watch
+from kvtool.core.fit.report import ROUNDS, FitOptions, FitReport
+
+app = new_app("Learn the lead-in from the store's own chunks.")
+
+
+@app.callback()
+def _group() -> None:
+    """A group, though it has one command."""
+
+
+@app.command("lead-in")
+@takes()
+def lead_in(
+    run: Run,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How many prompts it learns from.")] = ROUNDS,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="STORE", help="Take what this other store has learned.", show_default=False),
+    ] = None,
+) -> None:
+    """Train the rows of the warm passage for the model, then `kvtool ingest … --lead-in learned`."""
+    from kvtool.core.fit.job import fit_lead_in
+
+    settings = run.settings
+    options = FitOptions(
+        rounds=rounds,
+        source=source,
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        offline=settings.offline,
+        lock_wait=settings.lock_wait,
+    )
+    with Watch(run) as watch:
+        report = fit_lead_in(store_path(settings.store), options, watch.events)
+    run.out.result(report.to_json(), human=lambda: _show(run, report))
+
+
+def _show(run: Run, report: FitReport) -> None:
+    if run.out.verbosity < 0:  # a report, not data
+        return
+    held = report.held_out
+    if held:
+        run.out.print(
+            f"error of held-out keys and values: {held['learned']:.4f} learned, {held['warm']:.4f} warm "
+            f"(variances; {held['chunks']:.0f} chunks)"
+        )
+    run.out.print(
+        f"lead-in {report.digest[:12]}: {report.tokens} rows, {report.bytes / 1e6:,.1f} MB, {report.seconds:.1f} s; "
+        "use it with `kvtool ingest … --lead-in learned`"
+    )

@@ -1,0 +1,40 @@
+"""Progress of a job of several steps: one bar after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.cli.options import Run
+from kvtool.core.compress.report import CompressEvents
+
+
+class Watch:
+    """Shows one bar after another."""
+
+    def __init__(self, run: Run) -> None:
+        self._out = run.out
+        self._progress: Any = None
+        self._bar: Any = None
+        self.events = CompressEvents(
+            step=self._step, advance=self._advance, status=self._out.detail, warn=self._out.warning
+        )
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close()
+
+    def _step(self, label: str, total: int, unit: str) -> None:
+        self._close()
+        self._progress = self._out.progress(label, total=total, unit=unit)
+        self._bar = self._progress.__enter__()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+
+    def _advance(self, count: int) -> None:
+        if self._progress is not None:
+            self._bar.advance(count)

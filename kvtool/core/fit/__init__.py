@@ -1,0 +1,1 @@
+"""What is learned from a store's own chunks."""

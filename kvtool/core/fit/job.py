@@ -1,0 +1,213 @@
+"""The order of a fit: chunks, teachers, training with checkpoints, a check on held-out chunks, keep."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import KvtoolError, ModelError
+from kvtool.core.fit.checkpoint import Checkpoint
+from kvtool.core.fit.report import FitEvents, FitOptions, FitReport
+from kvtool.core.identity import Ids, StoreIdentity
+from kvtool.core.lead_ins import learned_lead_in, learned_rows
+
+if TYPE_CHECKING:
+    from kvtool.core.fit.teacher import Target
+    from kvtool.core.fit.training import Training
+    from kvtool.core.model.learned import LearnedRows
+    from kvtool.core.query.session import Session
+
+# Chunks of a teacher's prompt, and tokens of each: a chunk then learns what stands behind one to five others.
+CHUNKS_AT_ONCE, CHUNK_TOKENS = 6, 200
+FEWEST_CHUNKS = 12
+_LEAST_TOKENS = 16
+_HELD_OUT = 10  # one chunk in so many is checked on, and at least CHUNKS_AT_ONCE
+_CHECKS = 4  # prompts
+_BATCHES = (slice(0, 3), slice(3, None))  # of a round's targets, shortest first: little is padding
+_SAVE_EVERY = 10  # rounds: a minute of work
+_SEED = 3
+_FORMAT = 1
+
+
+def fit_lead_in(path: Path, options: FitOptions, events: FitEvents | None = None) -> FitReport:
+    """Learn the lead-in of a store's model on the store's own chunks, and keep it where it is better than the warm one.
+
+    Interrupted, it goes on from its last checkpoint and ends with the same rows. Nothing is locked before the end.
+
+    Raises
+    ------
+    KvtoolError : too few chunks, or nothing better was found.
+    StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
+    """
+    started = time.perf_counter()
+    with Store.open(path) as store:
+        job = _Job(store, options, events or FitEvents())
+        rows = job.taken(options.source) if options.source is not None else job.fitted()
+        state = {"digest": rows.digest, "fingerprint": rows.fingerprint, "ids": list(rows.ids)}
+        with store.writer(options.lock_wait) as writer:
+            writer.put_learned(bytes.fromhex(rows.digest), rows.data, state)
+        if options.source is None:
+            job.checkpoint.drop()
+        report = job.report
+        report.digest, report.tokens, report.bytes = rows.digest, len(rows.ids), len(rows.data)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+@dataclass
+class _Job:
+    store: Store
+    options: FitOptions
+    events: FitEvents
+
+    def __post_init__(self) -> None:
+        from kvtool.core.query.session import store_identity
+
+        self.report = FitReport()
+        self.identity: StoreIdentity = store_identity(self.store)
+
+    def taken(self, path: Path) -> LearnedRows:
+        """What another store has learned.
+
+        Raises
+        ------
+        ModelError : it is another model's.
+        UsageError : there is nothing, or it was learned behind another instruction.
+        """
+        from kvtool.core.query.session import store_identity
+
+        with Store.open(path) as other:
+            if store_identity(other).fingerprint != self.identity.fingerprint:
+                raise ModelError(f"the store at {path} is another model's", "fit this one by itself, without --from")
+            found = learned_lead_in(other, self.identity.fingerprint, self.ids)
+            return learned_rows(other, found.rows)
+
+    def fitted(self) -> LearnedRows:
+        """What is learned here."""
+        from kvtool.core.model.learned import LearnedRows
+
+        _ = self.chunks  # too few of them: said before the model is loaded
+        decoder = self.session.decoder
+        decoder.check_length(len(self.ids) + CHUNK_TOKENS, "use a model with a longer context")
+        self.events.step("prefill held-out prompts", _CHECKS, "prompts")
+        held = [one for number in range(_CHECKS) for one in self._targets(self.held_out, f"held-out {number}")]
+        training = self._training(held)
+        before = training.losses(held)
+        self._train(training)
+        after = training.losses(held)
+        warm, learned = statistics.fmean(before), statistics.fmean(after)
+        self.report.held_out = {"warm": warm, "learned": learned, "chunks": len(held)}
+        if not learned < warm:
+            self.checkpoint.drop()
+            raise KvtoolError(
+                f"what was learned is no better than the warm lead-in on held-out chunks ({learned:.4f}, {warm:.4f})",
+                "ingest more documents, or give more --rounds; the store is unchanged",
+            )
+        keys, values = (side.detach().cpu() for side in training.rows())
+        return LearnedRows(self.identity.fingerprint, self.ids, keys, values)
+
+    # ---- what it works on ----
+
+    @cached_property
+    def ids(self) -> Ids:
+        """Of the warm lead-in behind the store's own instruction."""
+        from kvtool.core.model.files import resolve
+        from kvtool.core.model.lead_in import lead_in_ids
+        from kvtool.core.model.load import load_tokenizer
+        from kvtool.core.model.prompt import PromptParts
+
+        files = resolve(self.options.model or self.identity.model, offline=self.options.offline)
+        parts = PromptParts(self.identity.prefix, self.identity.answer_header)
+        return lead_in_ids("warm", load_tokenizer(files), parts)
+
+    @cached_property
+    def chunks(self) -> list[Ids]:
+        """Token ids of the store's chunks in an order that hangs on nothing but them."""
+        ids = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
+        infos = [self.store.chunk_info(chunk) for chunk in ids]
+        found = sorted({info.token_ids[:CHUNK_TOKENS] for info in infos if info is not None})
+        found = [ids for ids in found if len(ids) >= _LEAST_TOKENS]
+        if len(found) < FEWEST_CHUNKS:
+            raise KvtoolError(
+                f"the store has {len(found)} different chunks to learn from, at least {FEWEST_CHUNKS} are needed",
+                "ingest more documents, or take another store's with --from STORE",
+            )
+        random.Random(_SEED).shuffle(found)
+        return found
+
+    @property
+    def held_out(self) -> list[Ids]:
+        return self.chunks[: self._cut]
+
+    @property
+    def _cut(self) -> int:
+        return max(CHUNKS_AT_ONCE, len(self.chunks) // _HELD_OUT)
+
+    @cached_property
+    def session(self) -> Session:
+        """The store with its model loaded."""
+        from kvtool.core.query.session import Session
+
+        self.events.status(f"loading {self.options.model or self.identity.model}")
+        options = self.options
+        return Session.open(
+            self.store,
+            model=options.model,
+            device=options.device,
+            dtype=options.dtype,
+            offline=options.offline,
+            gradients=True,
+        )
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        options, chunks = self.options, self.chunks
+        return Checkpoint.of(
+            self.store, _FORMAT, self.identity.fingerprint, self.ids, chunks, options.rounds, options.rate
+        )
+
+    # ---- the work ----
+
+    def _targets(self, pool: list[Ids], seed: str) -> list[Target]:
+        from kvtool.core.fit.teacher import targets
+
+        draw = random.Random(f"{_SEED} {seed}")
+        chunks = draw.sample(pool, CHUNKS_AT_ONCE)
+        room = (self.session.decoder.context - len(self.identity.prefix)) // CHUNKS_AT_ONCE
+        return targets(self.session.decoder, self.identity.prefix, [chunk[:room] for chunk in chunks])
+
+    def _training(self, held: list[Target]) -> Training:
+        from kvtool.core.fit.teacher import variances
+        from kvtool.core.fit.training import Training
+        from kvtool.core.model.prefill import LeadIn
+
+        decoder = self.session.decoder
+        steps = self.options.rounds * len(_BATCHES)
+        fixed = len(self.identity.prefix)
+        return Training(decoder, LeadIn(decoder, self.ids), fixed, variances(held), steps, self.options.rate)
+
+    def _train(self, training: Training) -> None:
+        found = self.checkpoint.load()
+        done = 0
+        if found is not None:
+            done, state = found
+            training.restore(state)
+            self.report.resumed = done
+            self.events.status(f"going on after {done} rounds")
+        self.report.rounds = self.options.rounds
+        self.events.step("learn the lead-in", self.options.rounds, "prompts")
+        self.events.advance(done)
+        pool = self.chunks[self._cut :]
+        for number in range(done, self.options.rounds):
+            made = sorted(self._targets(pool, f"round {number}"), key=lambda one: len(one.ids))
+            losses = [training.step(2 * number + at, made[part]) for at, part in enumerate(_BATCHES)]
+            self.events.advance(1)
+            self.events.status(f"round {number + 1}: loss {statistics.fmean(losses):.4f}")
+            if (number + 1) % _SAVE_EVERY == 0 and not self.store.read_only:
+                self.checkpoint.save(number + 1, training.state())

@@ -1,0 +1,59 @@
+"""What a fit was asked for, and what came out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.compress.report import CompressEvents as FitEvents
+
+# Measured with smollm2 on 2 cores: held-out loss falls to half in the first third of this, and little at the end.
+ROUNDS = 150
+RATE = 0.004
+
+__all__ = ["RATE", "ROUNDS", "FitEvents", "FitOptions", "FitReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """Options of `fit lead-in`.
+
+    Attributes
+    ----------
+    rounds : how many prompts are learned from, two steps each.
+    source : take what another store of the same model has learned instead.
+    """
+
+    rounds: int = ROUNDS
+    rate: float = RATE
+    source: Path | None = None
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    offline: bool = False
+    lock_wait: float = 0.0
+
+
+@dataclass(slots=True)
+class FitReport:
+    """The result of `fit lead-in`.
+
+    Attributes
+    ----------
+    warm, learned : squared error of keys and values against a real prompt's, in variances of their layer, mean over
+        the tokens of held-out chunks; `chunks` of them.
+    resumed : rounds that an earlier run had done.
+    """
+
+    digest: str = ""
+    tokens: int = 0
+    bytes: int = 0
+    rounds: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+    held_out: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `fit lead-in --json`."""
+        return asdict(self)

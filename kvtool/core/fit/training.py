@@ -1,0 +1,118 @@
+"""Trains the rows of a warm passage: the model is frozen, what it gives for chunks behind them is compared."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.errors import DamagedError
+from kvtool.core.fit.teacher import Target
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import LeadIn
+
+_WARM_UP = 20
+_BETAS = (0.9, 0.98)
+
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Training:
+    """Rows behind a fixed beginning, and their optimiser.
+
+    Parameters
+    ----------
+    lead_in : the warm one; its first `fixed` rows stay as they are.
+    variance : of keys and values, `[2, layers]`: what an error of a layer is measured by.
+    steps : of the whole training; the rate falls to zero over them.
+    """
+
+    def __init__(
+        self, decoder: Decoder, lead_in: LeadIn, fixed: int, variance: torch.Tensor, steps: int, rate: float
+    ) -> None:
+        self._decoder, self._variance, self._steps, self._rate = decoder, variance, steps, rate
+        self._length = len(lead_in)
+        sides = [torch.stack([layer[side][0] for layer in lead_in.layers]).float() for side in (0, 1)]
+        self._fixed = [side[:, :, :fixed].clone() for side in sides]
+        self._base = [side[:, :, fixed:].clone() for side in sides]
+        # A step moves all rows of a layer by the same share of their size.
+        self._scale = [base.square().mean((1, 2, 3), keepdim=True).sqrt() for base in self._base]
+        self._moved = [torch.zeros_like(base, requires_grad=True) for base in self._base]
+        self._adam = torch.optim.Adam(self._moved, lr=rate, betas=_BETAS)
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (rotated) and values of the whole lead-in, `[layers, kv_heads, rows, head_dim]` in the model's dtype."""
+        keys, values = (
+            torch.cat([fixed, base + scale * moved], 2).to(self._decoder.dtype)
+            for fixed, base, scale, moved in zip(self._fixed, self._base, self._scale, self._moved, strict=True)
+        )
+        return keys, values
+
+    def step(self, number: int, batch: Sequence[Target]) -> float:
+        """One step; returns the loss before it."""
+        for group in self._adam.param_groups:
+            group["lr"] = (
+                self._rate * min(1.0, (number + 1) / _WARM_UP) * (1 + math.cos(math.pi * number / self._steps)) / 2
+            )
+        with self._decoder.plain_attention(), torch.enable_grad():
+            loss = self._loss(batch)
+            self._adam.zero_grad()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._moved, 1.0)
+        self._adam.step()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def losses(self, made: Sequence[Target]) -> list[float]:
+        """The loss of each target by itself."""
+        with self._decoder.plain_attention():
+            return [float(self._loss([one])) for one in made]
+
+    def _loss(self, batch: Sequence[Target]) -> torch.Tensor:
+        """Squared error in variances of the layer, mean over tokens, keys and values, and layers from the second on:
+        those of the first depend on nothing before."""
+        keys, values = self._behind(batch)
+        errors = []
+        for layer in range(min(1, len(keys) - 1), len(keys)):
+            for side, got in enumerate((keys[layer], values[layer])):
+                for number, one in enumerate(batch):
+                    wanted = (one.keys, one.values)[side][layer].float()
+                    error = (got[number, :, : len(one.ids)].float() - wanted).square().mean((0, 2)).sum()
+                    errors.append(error / self._variance[side, layer])
+        return torch.stack(errors).sum() / (len(errors) / len(batch)) / sum(len(one.ids) for one in batch)
+
+    def _behind(self, batch: Sequence[Target]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Un-rotated keys and values `[batch, kv_heads, tokens, head_dim]` of each layer, the targets padded."""
+        decoder, longest = self._decoder, max(len(one.ids) for one in batch)
+        ids = torch.tensor([[*one.ids, *[0] * (longest - len(one.ids))] for one in batch], device=decoder.device)
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(*self.rows(), strict=True)):
+            cache.update(*(side[None].expand(len(batch), -1, -1, -1) for side in (keys, values)), layer)
+        positions = torch.arange(self._length, self._length + longest, device=decoder.device)
+        decoder.base(ids, position_ids=positions[None].expand(len(batch), -1), past_key_values=cache, use_cache=True)
+        undo, kept = decoder.rotary.table(positions).inverse(), cache.layers
+        own: list[Any] = [(layer.keys[:, :, self._length :], layer.values[:, :, self._length :]) for layer in kept]
+        return [decoder.rotary.rotate(k.float(), undo, n) for n, (k, _) in enumerate(own)], [v for _, v in own]
+
+    # ---- a checkpoint ----
+
+    def state(self) -> bytes:
+        """All that a later run needs to go on as if it had not been stopped."""
+        file = io.BytesIO()
+        torch.save({"moved": [moved.detach() for moved in self._moved], "adam": self._adam.state_dict()}, file)
+        return file.getvalue()
+
+    def restore(self, data: bytes) -> None:
+        """Inverse of `state`; raises DamagedError."""
+        try:
+            found = torch.load(io.BytesIO(data), weights_only=True, map_location=self._decoder.device)
+            with torch.no_grad():
+                for moved, kept in zip(self._moved, found["moved"], strict=True):
+                    moved.copy_(kept)
+            self._adam.load_state_dict(found["adam"])
+        except Exception as error:  # torch.load raises anything
+            raise DamagedError(f"the checkpoint of a fit cannot be read: {error}") from error
