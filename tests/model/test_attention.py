@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.attention import BLOCK, Rows, rows_attention
+from kvtool.core.model import attention
+from kvtool.core.model.attention import Rows, rows_attention
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
+BLOCK = 64
 MODULE = torch.nn.Identity()
 MODULE.layer_idx = 0
 
@@ -48,7 +50,8 @@ def rows(*positions: int) -> Rows:
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
-def test_a_row_sees_the_keys_up_to_its_position(positions: list[int]) -> None:
+def test_a_row_sees_the_keys_up_to_its_position(positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK", BLOCK)
     query = random(1, HEADS, len(positions), DIM)
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
     assert weights is None

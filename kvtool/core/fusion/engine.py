@@ -18,6 +18,7 @@ from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.trace import Trace, add_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Fused:
     logits : float32 `[vocabulary]`.
     plan : as computed; segments whose records turned out unusable are misses in it.
     recomputed : bool `[length]`, the cached rows computed at the last layer.
+    reasons : why: names of reasons, each with its rows (bool `[length]`); no row has two.
     """
 
     logits: torch.Tensor
@@ -66,9 +68,17 @@ class Fused:
     timing: FuseTiming
     bytes_read: int
     recomputed: torch.Tensor
+    reasons: dict[str, torch.Tensor]
 
 
-def fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int = 0) -> Fused:
+def fuse(
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    source: KVSource,
+    reserve: int = 0,
+    trace: Trace | None = None,
+) -> Fused:
     """Fuse the cached segments of a plan and compute the rest.
 
     A record that turns out missing or damaged while layers are already running becomes a hole: the pass starts again
@@ -77,10 +87,11 @@ def fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, res
     Parameters
     ----------
     reserve : room for tokens that will be generated.
+    trace : where the pass's timeline goes.
     """
     while True:
         try:
-            return _fuse(decoder, plan, selector, source, reserve)
+            return _fuse(decoder, plan, selector, source, reserve, trace)
         except RecordMissing as missing:
             plan = plan.without(missing.segment, missing.reason)
 
@@ -96,7 +107,9 @@ def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torc
     return torch.cat([fused.logits[None], decoder.extend(script[:-1], fused.cache)])
 
 
-def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int) -> Fused:
+def _fuse(
+    decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int, trace: Trace | None
+) -> Fused:
     cache = decoder.new_cache(plan.length + reserve)
     cache.set_length(plan.length)
     cached = plan.mask("hit", "exact")
@@ -105,17 +118,19 @@ def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, re
     started, asking = time.perf_counter(), 0.0
     ids = plan.ids
     with ExitStack() as stack:
-        loader = stack.enter_context(Loader(decoder, _needed(plan, selector, wanted, bool(asked)), cache, source))
+        needed = _needed(plan, selector, wanted, bool(asked))
+        loader = stack.enter_context(Loader(decoder, needed, cache, source, trace))
         if asked:
             attention = question_attention(decoder, plan, cache, loader, asked)
             wanted = selector.rows(plan, attention) & cached
-            asking = time.perf_counter() - started - loader.waited_s
+            asking = add_span(trace, "question attention", started) - loader.waited_s
         rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)
-        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached)
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, trace)
         cache.before_update = narrowing.on_update
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())
         logits = decoder.compute([ids[position] for position in rows.order], rows, cache)[-1]
+        narrowing.end()
     cache.before_update = None
     total = time.perf_counter() - started
     recomputed = torch.zeros(plan.length, dtype=torch.bool)
@@ -129,6 +144,7 @@ def _fuse(decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, re
         timing=_timing(loader, narrowing.select_s + asking, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,
+        reasons=selector.reasons(plan, recomputed),
     )
 
 

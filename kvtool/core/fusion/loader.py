@@ -1,94 +1,149 @@
-"""Layer l+1 is read, decoded and rotated into the prompt's buffers while layer l computes."""
+"""Layers ahead are read, decoded and rotated into the prompt's buffers while one computes."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import torch
 
+from kvtool.core.fusion.placing import CudaPlacing, HostPlacing, Placing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Table
+from kvtool.core.trace import Trace, add_span
+
+_MOST_WORKERS = 4
+_CORES_A_WORKER = 4  # the others compute
+
+
+def default_workers() -> int:
+    """Threads that load; each holds one layer's records at a time."""
+    return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
 
 
 class Loader:
-    """Fills a prompt cache layer by layer in a thread of its own.
+    """Fills a prompt cache layer by layer in threads of its own.
 
-    Memory is bounded by one layer's records: buffers are preallocated for the whole prompt, and each layer's bytes are
-    dropped when they stand there. Every key is rotated once, in the buffer, to its absolute position.
+    Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
+    layer's bytes are dropped when they stand there. Every key is rotated once, in the buffer, to its absolute position.
     """
 
-    def __init__(self, decoder: Decoder, segments: Sequence[Segment], cache: PromptCache, source: KVSource) -> None:
-        self.stats = ReadStats()
-        self.upload_s = self.rotate_s = self.waited_s = 0.0
+    def __init__(
+        self,
+        decoder: Decoder,
+        segments: Sequence[Segment],
+        cache: PromptCache,
+        source: KVSource,
+        trace: Trace | None = None,
+        workers: int | None = None,
+    ) -> None:
+        self.waited_s = 0.0
         self._decoder, self._segments, self._cache, self._source = decoder, list(segments), cache, source
+        self._trace = trace
         self._ready = [threading.Event() for _ in decoder.layers]
+        self._placed: dict[int, tuple[Placing, int]] = {}
         self._error: BaseException | None = None
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="kvtool-loader", daemon=True)
+        self._left: Iterator[int] = iter(range(len(decoder.layers)))
+        self._turn = threading.Lock()
+        count = min(workers or default_workers(), len(decoder.layers)) if self._segments else 1
+        self._workers = [_Worker(_placing_for(decoder.device)) for _ in range(count)]
+        names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
+        self._threads = [
+            threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
+            for worker, name in zip(self._workers, names, strict=True)
+        ]
 
     def __enter__(self) -> Loader:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop = True
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def stats(self) -> ReadStats:
+        """What all threads have read so far."""
+        return ReadStats(
+            bytes_read=sum(worker.stats.bytes_read for worker in self._workers),
+            read_s=sum(worker.stats.read_s for worker in self._workers),
+            decode_s=sum(worker.stats.decode_s for worker in self._workers),
+        )
+
+    @property
+    def upload_s(self) -> float:
+        """Seconds of copying into the buffers."""
+        return sum(worker.placing.upload_s for worker in self._workers)
+
+    @property
+    def rotate_s(self) -> float:
+        """Seconds of rotating keys."""
+        return sum(worker.placing.rotate_s for worker in self._workers)
 
     def wait(self, layer: int) -> None:
         """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
-        started = time.perf_counter()
-        self._ready[layer].wait()
-        self.waited_s += time.perf_counter() - started
+        if not self._ready[layer].is_set():
+            started = time.perf_counter()
+            self._ready[layer].wait()
+            self.waited_s += add_span(self._trace, "wait", started, layer=layer)
         if self._error is not None:
             raise self._error
+        if layer in self._placed:
+            placing, mark = self._placed[layer]
+            placing.wait(mark)
 
-    def _run(self) -> None:
+    def _run(self, worker: _Worker) -> None:
         try:
             with torch.inference_mode():
                 table = self._table()
-                for layer, ready in enumerate(self._ready):
-                    if self._stop:
-                        break
-                    self._load(layer, table)
-                    ready.set()
+                while not self._stop and self._error is None and (layer := self._next()) is not None:
+                    self._load(layer, table, worker)
+                    self._ready[layer].set()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
-        for ready in self._ready:
-            ready.set()
+            for ready in self._ready:
+                ready.set()
+
+    def _next(self) -> int | None:
+        with self._turn:
+            return next(self._left, None)
 
     def _table(self) -> Table:
         stop = max((segment.stop for segment in self._segments), default=0)
         return self._decoder.rotary.table(torch.arange(stop, device=self._decoder.device))
 
-    def _load(self, layer: int, table: Table) -> None:
+    def _load(self, layer: int, table: Table, worker: _Worker) -> None:
         if not self._segments:
             return
-        buffer = self._cache.buffers[layer]
-        layers = self._source.read(self._segments, layer, self.stats)
         started = time.perf_counter()
-        for segment, (keys, values) in zip(self._segments, layers, strict=True):
-            buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
-            buffer.values[0, :, segment.start : segment.stop].copy_(values)
-        uploaded = time.perf_counter()
-        for start, stop in _runs(self._segments):
-            span = buffer.keys[:, :, start:stop]
-            span.copy_(self._decoder.rotary.rotate(span, table[start:stop], layer))
-        self.upload_s += uploaded - started
-        self.rotate_s += time.perf_counter() - uploaded
+        layers = self._source.read(self._segments, layer, worker.stats)
+        add_span(self._trace, "read and decode", started, layer=layer)
+        started = time.perf_counter()
+
+        def rotate(keys: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            return self._decoder.rotary.rotate(keys, table[start:stop], layer)
+
+        buffer = self._cache.buffers[layer]
+        self._placed[layer] = worker.placing, worker.placing.place(self._segments, layers, buffer, rotate)
+        add_span(self._trace, "upload and rotate", started, layer=layer)
 
 
-def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Neighbouring segments as one span each, so that a layer rotates in few calls."""
-    runs: list[tuple[int, int]] = []
-    for segment in segments:
-        if runs and runs[-1][1] == segment.start:
-            runs[-1] = (runs[-1][0], segment.stop)
-        else:
-            runs.append((segment.start, segment.stop))
-    return runs
+class _Worker:
+    """What one loading thread has to itself."""
+
+    def __init__(self, placing: Placing) -> None:
+        self.placing = placing
+        self.stats = ReadStats()
+
+
+def _placing_for(device: str) -> Placing:
+    return CudaPlacing(torch.cuda.current_stream(device)) if device.startswith("cuda") else HostPlacing()

@@ -15,6 +15,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import Selector
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.trace import Trace, add_span
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -62,6 +63,7 @@ class Narrowing:
         loader: Loader,
         rows: Rows,
         cached: torch.Tensor,
+        trace: Trace | None = None,
     ) -> None:
         self.targets = selector.narrowing(plan, len(decoder.layers))
         self.rows = rows
@@ -69,12 +71,23 @@ class Narrowing:
         self.select_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
         self._cached = cached.to(decoder.device)
+        self._trace = trace
+        self._since = time.perf_counter()
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
     def on_update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The cache is about to take this layer's rows: their place must have been loaded before."""
+        self._note_span(f"compute to layer {layer}", keys.shape[2])
         self._loader.wait(layer)
         self.computed.append(keys.shape[2])
+        self._since = time.perf_counter()
+
+    def end(self) -> None:
+        """The pass is through."""
+        self._note_span("compute to logits", self.computed[-1])
+
+    def _note_span(self, name: str, rows: int) -> None:
+        add_span(self._trace, name, self._since, rows=rows)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -122,7 +135,7 @@ class Narrowing:
         self._kept = indices if self._kept is None else self._kept[indices]
         self.rows = Rows.of(self.rows.positions[indices].cpu(), self._decoder.device)
         self._cache.rows = self.rows
-        self.select_s += time.perf_counter() - started
+        self.select_s += add_span(self._trace, "select", started, layer=layer)
         return indices
 
     def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:

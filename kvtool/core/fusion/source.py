@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -37,7 +37,6 @@ class ReadStats:
     bytes_read: int = 0
     read_s: float = 0.0
     decode_s: float = 0.0
-    extra: dict[str, float] = field(default_factory=dict)
 
 
 class KVSource(Protocol):

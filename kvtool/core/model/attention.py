@@ -14,9 +14,9 @@ from kvtool.core.model.products import attend_by_products
 
 IMPLEMENTATION = "kvtool_rows"
 
-# On a GPU rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later
-# key.
-BLOCK = 64
+# On a GPU rows are attended in blocks: one needs a mask of [BLOCK * groups, keys up to its last row] only, and skips
+# every later key.
+BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,13 @@ class Rows:
         stop = min(at + BLOCK, len(self))
         keys = min(self.order[stop - 1] + 1, key.shape[2])
         visible = torch.arange(keys, device=query.device) <= self.positions[at:stop, None]
-        return _sdpa(query[:, :, at:stop], key[:, :, :keys], value[:, :, :keys], visible, scaling, causal=False)
+        # Query heads that share a key stand below each other as rows: with a mask CUDA's fused kernels take no grouped
+        # heads, and keys repeated for every head would be copied for every block.
+        kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+        part = query[:, :, at:stop].reshape(1, kv_heads, groups * (stop - at), query.shape[3])
+        mask = visible.repeat(groups, 1)
+        out = _sdpa(part, key[:, :, :keys], value[:, :, :keys], mask, scaling, causal=False)
+        return out.view(1, query.shape[1], stop - at, value.shape[3])
 
 
 class Attends(Protocol):
@@ -133,9 +139,6 @@ def _sdpa(
     causal: bool,
 ) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and mask is not None and query.device.type == "cuda":
-        # CUDA's fused kernels take grouped heads only without a mask.
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, is_causal=causal, enable_gqa=groups > 1
     )

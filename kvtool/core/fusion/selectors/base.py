@@ -20,6 +20,7 @@ class Selector(ABC):
 
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
+    reason: ClassVar[str] = ""  # why a row is recomputed
 
     def asked(self, plan: Plan, layers: int) -> range:
         """Layers whose question attention (fusion/question.py) the mode ranks rows by; empty: by none."""
@@ -31,6 +32,10 @@ class Selector(ABC):
         `attention` : float32 `[plan.length]`, how much the question looks at each position; None: it was not asked.
         """
         return torch.zeros(plan.length, dtype=torch.bool)
+
+    def reasons(self, plan: Plan, recomputed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Why each of the recomputed rows (bool `[plan.length]`) was chosen; every row has one reason."""
+        return {self.reason: recomputed}
 
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
         """Layers before which the recomputed rows are narrowed, and how many stay."""

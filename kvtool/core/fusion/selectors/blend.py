@@ -30,6 +30,7 @@ class Blend(Selector):
     """
 
     name: ClassVar[str] = "blend"
+    reason: ClassVar[str] = "deviation"
     ratio: float = 0.15
     check_layer: int = 1
     metric: Metric = "v_sse"

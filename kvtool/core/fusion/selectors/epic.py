@@ -22,6 +22,7 @@ class Epic(Selector):
     """
 
     name: ClassVar[str] = "epic"
+    reason: ClassVar[str] = "link token"
     link_tokens: int = 16
     link: Link = "initial"
 

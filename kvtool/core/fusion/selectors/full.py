@@ -13,4 +13,5 @@ class Full(Selector):
     """Prefill the whole prompt; the cache is ignored."""
 
     name: ClassVar[str] = "full"
+    reason: ClassVar[str] = "full recompute"
     uses_cache: ClassVar[bool] = False

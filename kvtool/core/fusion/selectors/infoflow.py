@@ -23,6 +23,7 @@ class Infoflow(Selector):
     """
 
     name: ClassVar[str] = "infoflow"
+    reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
     from_depth: float = 0.5
 

@@ -16,6 +16,7 @@ class Prefix(Selector):
     """Lossless: equal to full recompute by construction."""
 
     name: ClassVar[str] = "prefix"
+    reason: ClassVar[str] = "behind the exact prefix"
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = plan.mask("hit", "exact")

@@ -9,6 +9,7 @@ import torch
 
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
 
@@ -26,6 +27,7 @@ class Union(Selector):
     """
 
     name: ClassVar[str] = "union"
+    reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
     from_depth: float = 0.5
     union_links: int = 0
@@ -37,6 +39,13 @@ class Union(Selector):
         if attention is None:
             return hit_rows(plan) if self.ratio > 0 else plan.mask()
         worth = attention * plan.sensitivity()
-        for segment in plan.cached_chunks:
-            worth[segment.start : segment.start + min(self.union_links, len(segment.ids))] = torch.inf
+        worth[self._links(plan)] = torch.inf
         return highest(worth, hit_rows(plan), share_of(self.ratio, context_tokens(plan)))
+
+    def reasons(self, plan: Plan, recomputed: torch.Tensor) -> dict[str, torch.Tensor]:
+        links = self._links(plan) & recomputed
+        return {"link token": links, self.reason: recomputed & ~links}
+
+    def _links(self, plan: Plan) -> torch.Tensor:
+        """Bool `[plan.length]`."""
+        return Epic(self.union_links).rows(plan)

@@ -1,0 +1,123 @@
+"""Loaded layers on their way into the prompt's buffers: on the CPU at once, on a GPU through pinned memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.source import LayerKV
+from kvtool.core.model.prompt_cache import BufferLayer
+
+Rotate = Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+class Placing(Protocol):
+    """Puts a layer's un-rotated keys and values where they belong, rotates the keys once, tells how long both took.
+
+    One belongs to one thread.
+    """
+
+    upload_s: float
+    rotate_s: float
+
+    def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
+        """Place one layer; `rotate(keys, start, stop)` gives the keys of prompt positions start … stop - 1.
+
+        Returns
+        -------
+        A mark to give `wait`.
+        """
+
+    def wait(self, mark: int) -> None:
+        """Let the calling thread's computations wait until what was placed is there."""
+
+
+class HostPlacing:
+    """Into buffers in main memory."""
+
+    def __init__(self) -> None:
+        self.upload_s = self.rotate_s = 0.0
+
+    def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
+        started = time.perf_counter()
+        for segment, (keys, values) in zip(segments, layers, strict=True):
+            buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
+            buffer.values[0, :, segment.start : segment.stop].copy_(values)
+        uploaded = time.perf_counter()
+        _rotate_all(segments, buffer, rotate)
+        self.upload_s += uploaded - started
+        self.rotate_s += time.perf_counter() - uploaded
+        return 0
+
+    def wait(self, mark: int) -> None:
+        pass
+
+
+class CudaPlacing:
+    """Into buffers on a GPU, by a stream of its own, from one pinned buffer of one layer's size.
+
+    Parameters
+    ----------
+    compute : the stream in which the buffers were made and will be read.
+    """
+
+    def __init__(self, compute: torch.cuda.Stream) -> None:
+        self.upload_s = self.rotate_s = 0.0
+        self._stream = torch.cuda.Stream(compute.device)
+        self._stream.wait_stream(compute)
+        self._pinned = torch.empty(0)
+        self._copied = torch.cuda.Event()
+        self._placed: list[torch.cuda.Event] = []
+
+    def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
+        started = time.perf_counter()
+        self._copied.synchronize()  # the pinned buffer still held the layer before
+        staged = self._stage(layers)
+        with torch.cuda.stream(self._stream):
+            there = staged.to(buffer.keys.device, non_blocking=True)
+            self._copied.record(self._stream)
+            at = 0
+            for segment in segments:
+                part = there[:, :, at : at + len(segment.ids)]
+                buffer.keys[0, :, segment.start : segment.stop].copy_(part[0])
+                buffer.values[0, :, segment.start : segment.stop].copy_(part[1])
+                at += len(segment.ids)
+            uploaded = time.perf_counter()
+            _rotate_all(segments, buffer, rotate)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        self._placed.append(done)
+        self.upload_s += uploaded - started
+        self.rotate_s += time.perf_counter() - uploaded
+        return len(self._placed) - 1
+
+    def _stage(self, layers: Sequence[LayerKV]) -> torch.Tensor:
+        """All segments end to end in pinned memory, `[2, kv_heads, tokens, head_dim]`."""
+        keys, _ = layers[0]
+        tokens = sum(key.shape[1] for key, _ in layers)
+        shape = (2, keys.shape[0], tokens, keys.shape[2])
+        if self._pinned.shape != shape or self._pinned.dtype != keys.dtype:
+            self._pinned = torch.empty(shape, dtype=keys.dtype, pin_memory=True)
+        torch.cat([key for key, _ in layers], 1, out=self._pinned[0])
+        torch.cat([value for _, value in layers], 1, out=self._pinned[1])
+        return self._pinned
+
+    def wait(self, mark: int) -> None:
+        self._placed[mark].wait()
+
+
+def _rotate_all(segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
+    """Every key once, in place; neighbouring segments as one span, so that a layer rotates in few calls."""
+    runs: list[tuple[int, int]] = []
+    for segment in segments:
+        if runs and runs[-1][1] == segment.start:
+            runs[-1] = (runs[-1][0], segment.stop)
+        else:
+            runs.append((segment.start, segment.stop))
+    for start, stop in runs:
+        span = buffer.keys[:, :, start:stop]
+        span.copy_(rotate(span, start, stop))

@@ -1,0 +1,58 @@
+"""When what ran in which thread: a query's timeline, in Chrome's trace format (`query --profile FILE`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Trace:
+    """Spans as they end, from any thread. Opened by chrome://tracing or ui.perfetto.dev.
+
+    On a GPU a span is the time in which work was handed over, not the time in which the GPU did it.
+    """
+
+    _spans: list[dict[str, Any]] = field(default_factory=list)
+    _threads: dict[int, str] = field(default_factory=dict)
+
+    def add(self, name: str, started: float, ended: float, **facts: Any) -> None:
+        """A span of this thread; times are `time.perf_counter()` seconds."""
+        thread = threading.get_ident()
+        self._threads.setdefault(thread, threading.current_thread().name)
+        span = {"name": name, "ph": "X", "ts": started * 1e6, "dur": (ended - started) * 1e6, "tid": thread}
+        self._spans.append(span | {"pid": os.getpid(), "args": facts})
+
+    @contextmanager
+    def span(self, name: str, **facts: Any) -> Iterator[None]:
+        """What runs inside, as one span."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, started, time.perf_counter(), **facts)
+
+    def write(self, path: Path) -> None:
+        """Write the JSON; times count from the first span on."""
+        first = min((span["ts"] for span in self._spans), default=0.0)
+        rows: list[dict[str, Any]] = [span | {"ts": span["ts"] - first} for span in self._spans]
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": thread, "args": {"name": name}}
+            for thread, name in self._threads.items()
+        ]
+        path.write_text(json.dumps({"traceEvents": names + rows, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def add_span(trace: Trace | None, name: str, started: float, **facts: Any) -> float:
+    """Add a span that ends now, where a trace is wanted; returns the seconds it took."""
+    ended = time.perf_counter()
+    if trace is not None:
+        trace.add(name, started, ended, **facts)
+    return ended - started
