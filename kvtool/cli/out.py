@@ -280,6 +280,19 @@ class Out:
         if self.verbosity >= 1:
             self.status(text)
 
+    def passage(self, pieces: Iterable[tuple[str, int]]) -> None:
+        """Show a text on stderr, some of it in a colour (0: none); in square brackets where there are no colours."""
+        if self.mode == "jsonl" or self.verbosity < 0:
+            return
+        plain = self._is_plain()
+        marks = ("[", "]") if plain else ("\x1b[1;{}m", "\x1b[0m")
+        text = "".join(
+            marks[0].format(colour) + clean(piece) + marks[1] if colour else clean(piece) for piece, colour in pieces
+        )
+        with suppress(OSError, ValueError):
+            self._stderr.write(text.rstrip() + "\n")
+            self._stderr.flush()
+
     def warning(self, text: str, hint: str = "", **facts: Any) -> None:
         """Say what the user should know although the work goes on."""
         self.event("warning", message=text, hint=hint, **facts)
@@ -351,9 +364,11 @@ class Out:
                 self._stderr.write(line)
                 self._stderr.flush()
 
+    def _is_plain(self) -> bool:
+        return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
+
     def _coloured(self, label: str, colour: int) -> str:
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
-        return label if plain else f"\x1b[1;{colour}m{label}\x1b[0m"
+        return label if self._is_plain() else f"\x1b[1;{colour}m{label}\x1b[0m"
 
 
 def _render_table(columns: Sequence[str], rows: list[list[Any]], title: str, stream: _SafeStream) -> str:

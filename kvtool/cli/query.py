@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, store_path, system_text
+from kvtool.cli.parsing import ManyValues, size_in_bytes, store_path, system_text
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
@@ -40,25 +43,61 @@ def query(
         str | None, typer.Option("--compare", metavar="a,b,c", help="Answer in several modes, beside full recompute.")
     ] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Add the prompt's token ids to the JSON.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show which tokens were recomputed, and why.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", metavar="FILE", help="Write a timeline (Chrome's trace format).")
+    ] = None,
+    hot_memory: Annotated[
+        str, typer.Option("--hot-memory", metavar="SIZE", help="What --batch may hold of loaded chunks.")
+    ] = "1GB",
     force: Annotated[bool, typer.Option("--force", help="Answer although the gate refuses.")] = False,
 ) -> int | None:
     """Answer a question from the store's documents."""
     modes = _modes(run, compare)
     requests = _requests(question, chunks, documents, batch)
+    hot_bytes = size_in_bytes(hot_memory)
+    if profile is not None:
+        _check_writable(profile)
     if run.settings.level != "auto":
         check_level(run.settings.level)
-    options = _options(run, token_ids, force)
+    options = _options(run, token_ids, explain, force)
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
         session = _session(run, store)
-        if batch is not None:
-            return _Batch(run, session, options, modes if compare is not None else None).run(requests)
-        if compare is not None:
-            _compare(run, session, requests[0], options, modes)
-        else:
-            _answer(run, session, requests[0], options)
+        if batch is not None and compare is None:  # modes that are compared each load for themselves
+            session.keep_hot(hot_bytes)
+        with _traced(session, profile):
+            if batch is not None:
+                return _Batch(run, session, options, modes if compare is not None else None).run(requests)
+            if compare is not None:
+                _compare(run, session, requests[0], options, modes)
+            else:
+                _answer(run, session, requests[0], options)
     return None
+
+
+def _check_writable(profile: Path) -> None:
+    if profile.is_dir() or not profile.absolute().parent.is_dir():
+        raise UsageError(f"the timeline cannot be written to {str(profile)!r}", "name a file in a folder that exists")
+
+
+@contextmanager
+def _traced(session: Session, profile: Path | None) -> Iterator[None]:
+    """What runs inside is timed into a file, also where it fails."""
+    if profile is None:
+        yield
+        return
+    from kvtool.core.trace import Trace
+
+    session.trace = Trace()
+    try:
+        yield
+    finally:
+        try:
+            session.trace.write(profile)
+        except OSError as error:
+            raise KvtoolError(f"the timeline {str(profile)!r} cannot be written: {error.strerror}") from error
 
 
 # ---- what was asked ----
@@ -108,7 +147,7 @@ def _from_stdin() -> str:
         raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
 
 
-def _options(run: Run, token_ids: bool, force: bool) -> QueryOptions:
+def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOptions:
     from kvtool.core.query.reply import QueryOptions
 
     settings = run.settings
@@ -129,6 +168,7 @@ def _options(run: Run, token_ids: bool, force: bool) -> QueryOptions:
         **{name: getattr(settings, name) for name in names},
         system=system_text(settings.system),
         token_ids=token_ids,
+        explain=explain,
         force=force,
     )
 
@@ -161,6 +201,8 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
     )
+    if reply.explained:
+        show_explained(run.out, reply)
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
 

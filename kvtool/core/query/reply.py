@@ -11,6 +11,7 @@ from kvtool.core.codec.levels import MAX_LOSS
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
+    from kvtool.core.query.explain import ChunkRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class QueryOptions:
     system: str | None = None
     force: bool = False
     token_ids: bool = False
+    explain: bool = False
     check_layer: int = 1
     metric: str = "v_sse"
 
@@ -79,6 +81,7 @@ class Reply:
     ----------
     tokens : `prompt = reused + recomputed + fresh`, and `generated`.
     timing_ms : `ttft` runs from the question's text to the first token's id.
+    explained : one entry a chunk, where it was asked for.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     """
 
@@ -92,6 +95,7 @@ class Reply:
     generated: Generated
     fused: Fused
     segments: dict[str, Any] | None = None
+    explained: list[ChunkRuns] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -110,6 +114,9 @@ class Reply:
             **self.comparison,
             **({"resolved": self.resolved} if self.resolved else {}),
         }
+        if self.explained:
+            for chunk, runs in zip(row["chunks"], self.explained, strict=True):
+                chunk["explained"] = runs.to_json()
         return row | ({"segments": self.segments} if self.segments is not None else {})
 
 

@@ -11,9 +11,10 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS, Selector
-from kvtool.core.fusion.source import StoreSource
+from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.identity import Ids, StoreIdentity
 from kvtool.core.levels import ProfileShelf, recorded_losses, smallest_allowed
 from kvtool.core.model.decoder import Decoder
@@ -21,10 +22,12 @@ from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.load import load_model
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.choose import Chooser
+from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
 from kvtool.core.retrieval.bm25 import Hit
 from kvtool.core.scoring import score
+from kvtool.core.trace import Trace, add_span
 from kvtool.core.verdicts import gate_store
 
 OnText = Callable[[str], None]
@@ -74,17 +77,22 @@ class Session:
     Parameters
     ----------
     warn : told what the user should know although an answer is given (text, hint).
+
+    Attributes
+    ----------
+    trace : where the timeline of what it does goes; None: nowhere.
     """
 
     def __init__(
         self, store: Store, decoder: Decoder, identity: StoreIdentity, warn: Warn, lock_wait: float = 0
     ) -> None:
+        self.trace: Trace | None = None
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
         self._lock_wait = lock_wait
         self._chooser = Chooser(store)
         self._tokenizer = decoder.loaded.tokenizer
-        self._source = StoreSource(store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(store))
+        self._source: KVSource = StoreSource(store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(store))
         self._losses = recorded_losses(store)
 
     @classmethod
@@ -118,6 +126,10 @@ class Session:
         loaded = load_model(files, device=device, dtype=identity.dtype, packed=not gradients)
         return cls(store, Decoder(loaded), identity, warn)
 
+    def keep_hot(self, limit: int) -> None:
+        """Hold what was loaded, up to `limit` bytes, for the questions to come."""
+        self._source = HotSource(self._source, limit)
+
     @property
     def parts(self) -> PromptParts:
         """The store's own beginning and answer header."""
@@ -145,7 +157,7 @@ class Session:
         self.decoder.check_length(
             plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
         )
-        return Asked(request, hits, plan, (time.perf_counter() - started) * 1e3)
+        return Asked(request, hits, plan, add_span(self.trace, "retrieve", started) * 1e3)
 
     def answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None = None) -> Reply:
         """Fuse, take the first token, generate; then store what was missing."""
@@ -154,10 +166,12 @@ class Session:
             self.check_gate()
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
         started = time.perf_counter()
-        fused = fuse(self.decoder, asked.plan, selector, self._source, reserve=options.max_tokens)
+        fused = fuse(self.decoder, asked.plan, selector, self._source, options.max_tokens, self.trace)
         first = first_token(fused.logits, sampling)
-        ttft = asked.retrieve_ms + (time.perf_counter() - started) * 1e3
+        ttft = asked.retrieve_ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
+        started = time.perf_counter()
         said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
+        add_span(self.trace, "generate", started, tokens=len(said.ids))
         if selector.uses_cache:
             self._after(fused)
         reply = Reply(
@@ -171,6 +185,7 @@ class Session:
             generated=said,
             fused=fused,
             segments=self._segments(fused.plan) if options.token_ids else None,
+            explained=explain(fused, self._tokenizer) if options.explain else [],
             resolved={"device": self.decoder.device, "dtype": self.identity.dtype, "model": self.identity.model},
         )
         if asked.request.answers:

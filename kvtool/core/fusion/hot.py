@@ -1,0 +1,74 @@
+"""Chunks that several questions use are read and decoded once: a bounded memory of what was loaded."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats
+
+Key = tuple[bytes, str]  # chunk id, level
+
+
+class HotSource:
+    """Keeps decoded, un-rotated layers of the chunks used last, as the model's own numbers.
+
+    Records were verified when they were read; a change on disk is not seen for a chunk that is held. Threads may read
+    at once.
+
+    Parameters
+    ----------
+    limit : bytes held at most; the chunk used longest ago goes first, with all its layers.
+    """
+
+    def __init__(self, inner: KVSource, limit: int) -> None:
+        self._inner = inner
+        self._limit = limit
+        self._held: OrderedDict[Key, dict[int, LayerKV]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held now."""
+        return self._bytes
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        """One layer's keys and values of several segments; see KVSource."""
+        found = {segment.start: self._get(segment, layer) for segment in segments}
+        missing = [segment for segment in segments if found[segment.start] is None]
+        if missing:
+            for segment, kv in zip(missing, self._inner.read(missing, layer, stats), strict=True):
+                found[segment.start] = kv
+                self._keep(segment, layer, kv)
+        return [kv for kv in found.values() if kv is not None]
+
+    def _get(self, segment: Segment, layer: int) -> LayerKV | None:
+        with self._lock:
+            key = _key(segment)
+            if key not in self._held:
+                return None
+            self._held.move_to_end(key)
+            return self._held[key].get(layer)
+
+    def _keep(self, segment: Segment, layer: int, kv: LayerKV) -> None:
+        # A view would hold all that was decoded with it.
+        own = kv[0].clone(), kv[1].clone()
+        with self._lock:
+            layers = self._held.setdefault(_key(segment), {})
+            if layer not in layers:
+                layers[layer] = own
+                self._bytes += _size(own)
+            while self._bytes > self._limit:
+                _, gone = self._held.popitem(last=False)
+                self._bytes -= sum(map(_size, gone.values()))
+
+
+def _key(segment: Segment) -> Key:
+    return segment.source.chunk_id, segment.source.level or ""
+
+
+def _size(kv: LayerKV) -> int:
+    return kv[0].nbytes + kv[1].nbytes

@@ -1,0 +1,75 @@
+"""Which tokens of each chunk were computed again, and why (`query --explain`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.plan import Segment
+
+HOLE = "hole"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring tokens with one fate. `reason`: "" where they were reused; `start`, `stop`: tokens in the chunk."""
+
+    start: int
+    stop: int
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRuns:
+    """A chunk's tokens in order, as runs that leave nothing out."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        """Tokens by reason."""
+        found: dict[str, int] = {}
+        for run in self.runs:
+            if run.reason:
+                found[run.reason] = found.get(run.reason, 0) + run.stop - run.start
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The runs, and how many tokens each reason has."""
+        return {"recomputed": self.recomputed, "runs": [asdict(run) for run in self.runs]}
+
+
+def explain(fused: Fused, tokenizer: Any) -> list[ChunkRuns]:
+    """One entry a chunk, in prompt order."""
+    return [ChunkRuns(tuple(_runs(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.chunks]
+
+
+def _fates(fused: Fused, segment: Segment) -> list[str]:
+    """A reason or "" for each token of a segment."""
+    if not segment.cached:
+        return [HOLE] * len(segment.ids)
+    fates = [""] * len(segment.ids)
+    for reason, rows in fused.reasons.items():
+        for place in rows[segment.start : segment.stop].nonzero()[:, 0].tolist():
+            fates[place] = reason
+    return fates
+
+
+def _runs(segment: Segment, fates: Sequence[str], tokenizer: Any) -> Iterator[Run]:
+    """Runs of whole characters: a token that ends inside of one goes with the next."""
+    start, text, fate = 0, "", ""
+    begin = 0
+    for stop in range(1, len(segment.ids) + 1):
+        piece = tokenizer.decode(segment.ids[begin:stop], clean_up_tokenization_spaces=False)
+        if piece.endswith("\ufffd") and stop < len(segment.ids):
+            continue
+        own = next((fates[place] for place in range(begin, stop) if fates[place]), "")
+        if own != fate and begin > start:
+            yield Run(start, begin, text, fate)
+            start, text = begin, ""
+        fate, text, begin = own, text + piece, stop
+    if segment.ids:
+        yield Run(start, len(segment.ids), text, fate)
