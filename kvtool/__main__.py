@@ -1,8 +1,6 @@
 """`python -m kvtool`."""
 
-import sys
-
-from kvtool.cli.app import main
+from kvtool.cli.app import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
 if TYPE_CHECKING:
     from kvtool.core.query.reply import QueryOptions, Reply, Request
     from kvtool.core.query.session import Session
+    from kvtool.core.trace import Trace
 
 app = new_app()
 
@@ -63,17 +65,16 @@ def query(
     options = _options(run, token_ids, explain, force)
     from kvtool.core.cache.store import Store
 
-    with Store.open(store_path(run.settings.store)) as store:
-        session = _session(run, store)
+    with Store.open(store_path(run.settings.store)) as store, _traced(profile) as trace:
+        session = _session(run, store, trace)
         if batch is not None and compare is None:  # modes that are compared each load for themselves
             session.keep_hot(hot_bytes)
-        with _traced(session, profile):
-            if batch is not None:
-                return _Batch(run, session, options, modes if compare is not None else None).run(requests)
-            if compare is not None:
-                _compare(run, session, requests[0], options, modes)
-            else:
-                _answer(run, session, requests[0], options)
+        if batch is not None:
+            return _Batch(run, session, options, modes if compare is not None else None).run(requests)
+        if compare is not None:
+            _compare(run, session, requests[0], options, modes)
+        else:
+            _answer(run, session, requests[0], options)
     return None
 
 
@@ -83,19 +84,21 @@ def _check_writable(profile: Path) -> None:
 
 
 @contextmanager
-def _traced(session: Session, profile: Path | None) -> Iterator[None]:
+def _traced(profile: Path | None) -> Iterator[Trace | None]:
     """What runs inside is timed into a file, also where it fails."""
     if profile is None:
-        yield
+        yield None
         return
-    from kvtool.core.trace import Trace
+    from kvtool.core.trace import Trace, add_span, process_started
 
-    session.trace = Trace()
+    trace = Trace()
+    if (began := process_started()) is not None:
+        add_span(trace, "start of the process", began)
     try:
-        yield
+        yield trace
     finally:
         try:
-            session.trace.write(profile)
+            trace.write(profile)
         except OSError as error:
             raise KvtoolError(f"the timeline {str(profile)!r} cannot be written: {error.strerror}") from error
 
@@ -173,10 +176,14 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
     )
 
 
-def _session(run: Run, store: Any) -> Session:
+def _session(run: Run, store: Any, trace: Trace | None) -> Session:
+    from kvtool.core.trace import add_span
+
+    started = time.perf_counter()
     from kvtool.core.query.session import Session
 
-    settings = run.settings
+    add_span(trace, "import", started)
+    settings, started = run.settings, time.perf_counter()
     session = Session.open(
         store,
         model=settings.model,
@@ -185,6 +192,9 @@ def _session(run: Run, store: Any) -> Session:
         offline=settings.offline,
         warn=run.out.warning,
     )
+    session.speeds.say = run.out.status
+    add_span(trace, "load model", started)
+    session.trace = trace
     loaded = session.decoder.loaded
     run.out.detail(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}, loaded in {loaded.load_ms:.0f} ms")
     return session
@@ -196,6 +206,7 @@ def _session(run: Run, store: Any) -> Session:
 def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
     reply = session.ask(request, options, on_text=lambda piece: run.out.print(piece, end=""))
     run.out.result(reply.to_json(), human=run.out.print)
+    _show_decision(run, reply)
     tokens, timing = reply.tokens, reply.timing_ms
     run.out.status(
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
@@ -211,15 +222,29 @@ def _compare(run: Run, session: Session, request: Request, options: QueryOptions
     from kvtool.core.query.compare import REFERENCE, compare
 
     replies = compare(session, request, options, modes)
+    for reply in replies:
+        _show_decision(run, reply)
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
     run.out.result(value, human=lambda: _show_runs(run, replies))
+
+
+def _show_decision(run: Run, reply: Reply) -> None:
+    """What `auto` chose; with -v, why."""
+    if not reply.controller:
+        return
+    chosen, expected = reply.controller, reply.controller["expected_ms"]
+    ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
+    level = "" if chosen["level"] is None else f" from level {chosen['level']}"
+    run.out.status(f"auto: {reply.fusion}{ratio}{level}, expected after {expected[reply.fusion]:.0f} ms")
+    for reason in chosen["reasons"]:
+        run.out.detail(f"  {reason}")
 
 
 def _show_runs(run: Run, replies: list[Reply]) -> None:
     full = replies[0].timing_ms["ttft"]
     rows = [
         (
-            reply.fusion,
+            reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})",
             reply.answer,
             f"{reply.comparison['kl_first']:.3f}",
             f"{reply.comparison['kl_answer']:.3f}",
@@ -278,7 +303,7 @@ class _Batch:
             self._run.out.json({"type": "error", **known, "question": request.question, "error": facts})
             return
         for reply in replies:
-            self._summary(reply.fusion).add(reply)
+            self._summary(reply.asked_mode).add(reply)
         if self._modes is not None:
             runs = [reply.to_json() for reply in replies]
             self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
