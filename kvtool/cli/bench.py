@@ -11,7 +11,7 @@ from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import list_of, store_path
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.settings import FUSIONS
+from kvtool.core.fusion.names import MODES
 
 if TYPE_CHECKING:
     from kvtool.core.bench.codec import CodecBench
@@ -146,10 +146,10 @@ def fusion(
 
 
 def _modes(given: list[str] | None) -> tuple[str, ...]:
-    modes = list_of(given) or [mode for mode in FUSIONS if mode != "full"]
-    unknown = [mode for mode in modes if mode not in FUSIONS]
+    modes = list_of(given) or [mode for mode in MODES if mode != "full"]
+    unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
-        raise UsageError(f"--fusion: there is no fusion mode {', '.join(unknown)}", f"known: {', '.join(FUSIONS)}")
+        raise UsageError(f"--fusion: there is no fusion mode {', '.join(unknown)}", f"known: {', '.join(MODES)}")
     return tuple(modes)
 
 

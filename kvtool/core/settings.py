@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS
 from kvtool.core.errors import UsageError
+from kvtool.core.fusion.names import AUTO, MODES
 
 ENV_PREFIX = "KVTOOL_"
 PROJECT_FILE = "kvtool.toml"
@@ -72,15 +73,7 @@ def _key(
     return field(default=default, metadata=known)
 
 
-FUSIONS = (
-    "full",
-    "prefix",
-    "reuse",
-    "epic",
-    "blend",
-    "infoflow",
-    "union",
-)  # the registry needs torch, its names must not
+FUSIONS = (*MODES, AUTO)
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 

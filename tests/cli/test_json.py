@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvtool as package
-from kvtool.core.settings import FUSIONS
+from kvtool.core.fusion.names import MODES
 from tests.cli.working import (
     CHUNKS,
     LAYERS,
@@ -36,7 +36,7 @@ def check_reply(row: dict[str, Any], retrieved: bool = True) -> None:
     """One answer, as in `query --json`."""
     assert isinstance(row["question"], str)
     assert isinstance(row["answer"], str)
-    assert row["fusion"] in FUSIONS
+    assert row["fusion"] in MODES
     assert row["chunks"]
     for chunk in row["chunks"]:
         assert {name: type(chunk[name]) for name in CHUNK} == CHUNK
@@ -79,7 +79,7 @@ def test_chunks_join_to_their_document(store: Path, corpus: Path) -> None:
         assert document["characters"] == len(text)
 
 
-@pytest.mark.parametrize("mode", FUSIONS)
+@pytest.mark.parametrize("mode", MODES)
 def test_query(mode: str, store: Path) -> None:
     row = kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT, "--json").fine().json
     check_reply(row)

@@ -13,6 +13,7 @@ import pytest
 
 from kvtool.core import places, settings
 from kvtool.core.errors import UsageError
+from kvtool.core.fusion.names import AUTO, MODES
 from kvtool.core.resolve import Resolved, resolve
 from kvtool.core.settings import Settings, keys
 
@@ -248,8 +249,10 @@ def test_every_key_is_declared_in_full() -> None:
 def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
     from kvtool.core.fusion.selectors import SELECTORS
 
-    assert keys()["fusion"].suggest == tuple(SELECTORS)
+    assert tuple(SELECTORS) == MODES
+    assert keys()["fusion"].suggest == (*MODES, AUTO)
     assert keys()["fusion"].default in SELECTORS
+    assert AUTO not in SELECTORS
 
 
 def test_every_variable_that_is_read_anywhere_is_known() -> None:

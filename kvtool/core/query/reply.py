@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import MAX_LOSS
+from kvtool.core.fusion.names import AUTO
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
@@ -99,6 +100,12 @@ class Reply:
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
+    controller: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def asked_mode(self) -> str:
+        """The mode that was asked for: `fusion`, or `auto` where the controller chose it."""
+        return AUTO if self.controller else self.fusion
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `query --json`."""
@@ -112,6 +119,7 @@ class Reply:
             "bytes_read": self.bytes_read,
             **self.scores,
             **self.comparison,
+            **({"controller": self.controller} if self.controller else {}),
             **({"resolved": self.resolved} if self.resolved else {}),
         }
         if self.explained:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from kvtool.core.cache.identity import ids_digest
@@ -12,6 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.names import AUTO
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS, Selector
 from kvtool.core.fusion.source import KVSource, StoreSource
@@ -21,10 +22,12 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.load import load_model
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.query.auto import answer_auto
 from kvtool.core.query.choose import Chooser
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
+from kvtool.core.query.speeds import SpeedBook
 from kvtool.core.retrieval.bm25 import Hit
 from kvtool.core.scoring import score
 from kvtool.core.trace import Trace, add_span
@@ -81,6 +84,7 @@ class Session:
     Attributes
     ----------
     trace : where the timeline of what it does goes; None: nowhere.
+    speeds : how fast this machine computes and loads; its `say` is told before that is measured.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Session:
         self._tokenizer = decoder.loaded.tokenizer
         self._source: KVSource = StoreSource(store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(store))
         self._losses = recorded_losses(store)
+        self.speeds = SpeedBook(store, decoder, identity.fingerprint)
 
     @classmethod
     def open(
@@ -159,8 +164,17 @@ class Session:
         )
         return Asked(request, hits, plan, add_span(self.trace, "retrieve", started) * 1e3)
 
+    def lay_out_at(self, asked: Asked, options: QueryOptions, level: str) -> Asked:
+        """The same prompt with its chunks read at another level."""
+        options = replace(options, level=level)
+        prefix, *_, question = asked.plan.segments
+        chunks = [self._candidate(hit, options) for hit in asked.hits]
+        return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+
     def answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None = None) -> Reply:
         """Fuse, take the first token, generate; then store what was missing."""
+        if mode == AUTO:
+            return answer_auto(self, asked, options, on_text)
         selector = selector_for(options, mode)
         if selector.uses_cache and not options.force:
             self.check_gate()

@@ -54,5 +54,5 @@ def summarise(replies: Iterable[Reply]) -> list[Summary]:
     """One summary a mode, in order of first appearance."""
     found: dict[str, Summary] = {}
     for reply in replies:
-        found.setdefault(reply.fusion, Summary(reply.fusion)).add(reply)
+        found.setdefault(reply.asked_mode, Summary(reply.asked_mode)).add(reply)
     return list(found.values())

@@ -1,0 +1,87 @@
+"""`--fusion auto`: lays a prompt out, lets the controller choose, and answers in the mode that it chose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtool.core.codec.levels import LEVELS, LOSSY
+from kvtool.core.fusion.controller import Decision, Span, decide
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.levels import recorded_losses
+
+if TYPE_CHECKING:
+    from kvtool.core.query.reply import QueryOptions, Reply
+    from kvtool.core.query.session import Asked, Session
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A decision, the prompt laid out for it, and the milliseconds that measuring and deciding took."""
+
+    decision: Decision
+    asked: Asked
+    profile_ms: float
+    decide_ms: float
+
+
+def answer_auto(
+    session: Session, asked: Asked, options: QueryOptions, on_text: Callable[[str], None] | None = None
+) -> Reply:
+    """Answer in the mode, at the ratio and from the level that the controller chooses.
+
+    Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
+
+    Raises
+    ------
+    GateError : the gate refuses cached modes, whichever would have been chosen.
+    """
+    if not options.force:
+        session.check_gate()
+    chosen = _choose(session, asked, options)
+    decision = chosen.decision
+    ratio = options.ratio if decision.ratio is None else decision.ratio
+    reply = session.answer(chosen.asked, replace(options, ratio=ratio), decision.fusion, on_text)
+    reply.controller = decision.to_json()
+    reply.timing_ms["ttft"] += chosen.decide_ms
+    reply.timing_ms |= {"decide": chosen.decide_ms, "profile": chosen.profile_ms}
+    return reply
+
+
+def _choose(session: Session, asked: Asked, options: QueryOptions) -> _Chosen:
+    started = time.perf_counter()
+    laid_out = _at_levels(session, asked, options)
+    spans = {level: _spans(one.plan) for level, one in laid_out.items()}
+    levels = [level for level in LEVELS if any(span.level == level for one in spans.values() for span in one)]
+    own = [segment.source.chunk_id for segment in asked.plan.cached]
+    known = time.perf_counter()
+    speeds = session.speeds.speeds(levels, own)
+    measured = time.perf_counter()
+    decision = decide(spans, speeds, options.ratio, before_s=asked.retrieve_ms / 1e3 + known - started)
+    decide_ms = (time.perf_counter() - measured + known - started) * 1e3
+    asked = laid_out[decision.level] if decision.level is not None else asked
+    return _Chosen(decision, asked, (measured - known) * 1e3, decide_ms)
+
+
+def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[str, Asked]:
+    """The prompt at each level that may be read, the finest first, and as `--level auto` would read a mixed store."""
+    cached = asked.plan.cached_chunks
+    used = {segment.source.level for segment in cached}
+    own = used.pop() if len(used) == 1 else "auto"
+    if options.level != "auto" or not cached:
+        return {own or "auto": asked}
+    losses = recorded_losses(session.store)
+    stored = [set(session.store.levels(segment.source.chunk_id)) for segment in cached]
+    common = [level for level in LEVELS if all(level in levels for levels in stored)]
+    allowed = [
+        level for level in common if level not in LOSSY or losses.get(level, options.max_loss + 1) <= options.max_loss
+    ]
+    found = {level: session.lay_out_at(asked, options, level) for level in allowed if level != own}
+    names = [level for level in LEVELS if level in found or level == own]
+    return {name: found.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
+
+
+def _spans(plan: Plan) -> list[Span]:
+    return [Span(len(one.ids), one.status, one.source.level if one.cached else None) for one in plan.segments]

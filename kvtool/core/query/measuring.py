@@ -1,0 +1,145 @@
+"""Measures how fast this machine computes passes of a model and loads records of a store."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Candidate, Segment
+from kvtool.core.fusion.source import RecordMissing, StoreSource
+from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, fit, fit_pass
+from kvtool.core.model.attention import Rows
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+_ROWS = {"cpu": (16, 64, 256), "cuda": (64, 512, 4096)}  # of a pass
+_LONGEST = 4096  # keys of the pass whose rows, as many as in the middle one, are scattered
+_ROUNDS, _ROUND_SECONDS = 4, 1.5  # at most so many, and two at least, until so much time is gone
+_GROUPS = (1, 1, 1, 1, 3, 3, 3)  # chunks loaded together; the first group warms up
+_LEVEL_SECONDS = 1.0
+WANTED = sum(_GROUPS)  # chunks that `measure_load` would like to have
+
+
+# ---- computing ---------------------------------------------------------------------------------------------------
+
+
+def measure_pass(decoder: Decoder) -> PassSpeed:
+    """Time passes of a few row counts, the first rows of a prompt and rows scattered over a longer one.
+
+    Every size is timed in every round and its least counts: what disturbs one round does not bend the fit.
+    """
+    shapes = _shapes(decoder)
+    works = [_work(decoder, positions) for positions in shapes]
+    least = [math.inf] * len(works)
+    started = time.perf_counter()
+    for done in range(_ROUNDS):
+        for number, work in enumerate(works):
+            least[number] = min(least[number], work())
+        if done and time.perf_counter() - started > _ROUND_SECONDS:
+            break
+    keys = [sum(positions) + len(positions) for positions in shapes]
+    return fit_pass([(len(shape), seen, took) for shape, seen, took in zip(shapes, keys, least, strict=True)])
+
+
+def _shapes(decoder: Decoder) -> list[range]:
+    """Prompt positions of each pass."""
+    longest = max(1, min(decoder.context, _LONGEST))
+    sizes = [rows for rows in _ROWS.get(decoder.device.split(":")[0], _ROWS["cpu"]) if rows <= longest] or [longest]
+    step = max(1, longest // sizes[len(sizes) // 2])
+    return [*map(range, sizes), range(step - 1, longest, step)]
+
+
+def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
+    """A pass of rows at these positions, over a cache of what stands before them; it tells how long it took."""
+    cache = decoder.new_cache(positions[-1] + 1)
+    cache.set_length(positions[-1] + 1)
+    for buffer in cache.buffers:  # what happens to stand there may be slow to compute with
+        buffer.keys.zero_()
+        buffer.values.zero_()
+    chosen = random.Random(0)
+    vocabulary = int(decoder.model.get_input_embeddings().weight.shape[0])
+    ids = [chosen.randrange(vocabulary) for _ in positions]
+    rows = Rows.of(torch.tensor(list(positions)), decoder.device)
+
+    def timed() -> float:
+        started = time.perf_counter()
+        decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
+        return time.perf_counter() - started
+
+    return timed
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def measure_load(decoder: Decoder, source: StoreSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
+    """Time the loading of single chunks and of groups, each for the first time; None: none of them can be read."""
+    left = list(chunks)
+    samples: list[_Loaded] = []
+    started = time.perf_counter()
+    for number, size in enumerate(_GROUPS):
+        group, left = left[:size], left[size:]
+        group = group or list(chunks[:size])
+        sample = _load(decoder, source, group) if group else None
+        if sample is not None and number:
+            samples.append(sample)
+        if samples and time.perf_counter() - started > _LEVEL_SECONDS:
+            break
+    if not samples:
+        return None
+    usual = [_usual([one for one in samples if one.chunks == size]) for size in {one.chunks for one in samples}]
+    fixed, token = fit([(1.0, one.tokens) for one in usual], [one.seconds for one in usual])
+    most = max(usual, key=lambda one: one.tokens)
+    if token < most.seconds / most.tokens / 2:  # a prompt holds more than a sample: calls alone cannot be the cost
+        token = most.seconds / most.tokens / 2
+        fixed = most.seconds / 2
+    seconds = sum(one.seconds for one in samples)
+    return LoadSpeed(
+        fixed=fixed,
+        token=token,
+        busy=sum(one.core_seconds for one in samples) / seconds,
+        bytes_per_second=decoder.kv_bytes(sum(one.tokens for one in samples)) / seconds,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One sample of loading."""
+
+    chunks: int
+    tokens: int
+    seconds: float
+    core_seconds: float
+
+
+def _usual(samples: Sequence[_Loaded]) -> _Loaded:
+    """The median by seconds a token: a record's first reading is wanted, not its fastest."""
+    return sorted(samples, key=lambda one: one.seconds / one.tokens)[(len(samples) - 1) // 2]
+
+
+def _load(decoder: Decoder, source: StoreSource, chunks: Sequence[Candidate]) -> _Loaded | None:
+    """Load chunks as a query does; None: one of them is damaged."""
+    segments: list[Segment] = []
+    for chunk in chunks:
+        segments.append(Segment(chunk.ids, segments[-1].stop if segments else 0, "hit", chunk))
+    tokens = segments[-1].stop
+    cache = decoder.new_cache(tokens)
+    cache.set_length(tokens)
+    busy, started = time.process_time(), time.perf_counter()
+    try:
+        with Loader(decoder, segments, cache, source) as loader:
+            for layer in range(len(decoder.layers)):
+                loader.wait(layer)
+            cache.buffers[-1].keys.sum().item()  # which waits for a GPU
+    except RecordMissing:
+        return None
+    seconds = max(time.perf_counter() - started, 1e-9)
+    return _Loaded(len(chunks), tokens, seconds, time.process_time() - busy)

@@ -1,0 +1,225 @@
+"""The controller's decisions, from made-up speeds."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from kvtool.core.fusion.controller import NOISE, Decision, Prompt, Recompute, Span, decide, hidden_ratio
+from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
+
+LAYERS, CHUNK = 30, 256
+PASS = PassSpeed(fixed=0.02, row=1e-3, key=1e-7)
+SPANS = (Span(40, "exact", "raw"), *[Span(CHUNK, "hit", "raw")] * 8, Span(20, "fresh"))
+FLOOR = 0.15
+
+
+def speeds(token: float = 1e-5, *, own_memory: bool = True, busy: float = 1.0, **others: float) -> Speeds:
+    """Loading takes `token` seconds a token; at other levels as given (`l2=…`)."""
+    loads = {"raw": LoadSpeed(0.0, token, busy, 1e9)}
+    loads |= {name[1:]: LoadSpeed(0.0, one, busy, 1e9) for name, one in others.items()}
+    return Speeds(PASS, loads, LAYERS, cores=4, threads=4, own_memory=own_memory)
+
+
+def at(level: str) -> tuple[Span, ...]:
+    """The same prompt with its chunks at another level."""
+    return tuple(replace(span, level=level) if span.status == "hit" else span for span in SPANS)
+
+
+def choose(spans: tuple[Span, ...] = SPANS, with_speeds: Speeds | None = None, **more: object) -> Decision:
+    return decide({"raw": spans}, with_speeds or speeds(), **({"floor": FLOOR} | more))  # type: ignore[arg-type]
+
+
+# ---- the ratio ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["union", "infoflow", "blend"])
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_slower_loading_leaves_room_for_more_recompute(mode: Recompute, own_memory: bool) -> None:
+    tokens = [10.0**-exponent for exponent in (8, 6, 5, 4.5, 4, 3.5, 3.2, 3, 2)]
+    found = [hidden_ratio(Prompt(SPANS, speeds(token, own_memory=own_memory)), mode, FLOOR) for token in tokens]
+    assert found == sorted(found)
+    assert found[0] == FLOOR
+    assert found[-1] > FLOOR
+    assert all(FLOOR <= ratio <= 1 for ratio in found)
+
+
+@pytest.mark.parametrize("mode", ["union", "blend"])
+def test_the_ratio_is_the_largest_that_hides(mode: Recompute) -> None:
+    with_speeds = speeds(3e-4)
+    prompt = Prompt(SPANS, with_speeds)
+    ratio = hidden_ratio(prompt, mode, FLOOR)
+    allowed = prompt.recompute(mode, FLOOR) + NOISE * prompt.load("leading", "hit").seconds
+    assert FLOOR < ratio < 1
+    assert prompt.recompute(mode, ratio) <= allowed
+    assert prompt.recompute(mode, ratio + 2 / (8 * CHUNK)) > allowed
+
+
+def test_blend_computes_beside_loading_and_union_behind_it() -> None:
+    """The paper's overlap: where loading takes longest, all of blend's recompute hides, and none of union's does."""
+    prompt = Prompt(SPANS, speeds(1e-3))
+    load = prompt.load("leading", "hit").seconds
+    assert load < prompt.recompute("blend", 0.15) < load * 1.02
+    assert prompt.recompute("union", 0.15) > load + PASS.row * 0.15 * 8 * CHUNK
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.02, 0.15, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("token", [0.0, 1e-5, 1e-3])
+def test_never_below_the_floor_and_never_above_one(floor: float, token: float) -> None:
+    ratio = hidden_ratio(Prompt(SPANS, speeds(token)), "union", floor)
+    assert floor <= ratio <= 1
+
+
+def test_loading_that_takes_no_time_leaves_the_floor() -> None:
+    assert choose(with_speeds=speeds(0.0)).ratio == FLOOR
+
+
+# ---- the mode ----------------------------------------------------------------------------------------------------
+
+
+def test_a_usual_prompt_is_recomputed_in_part() -> None:
+    found = choose()
+    assert (found.fusion, found.level) == ("union", "raw")
+    assert found.ratio == pytest.approx(FLOOR, abs=0.01)
+    assert found.expected_ms["union"] < found.expected_ms["prefix"] < found.expected_ms["full"]
+    assert set(found.expected_ms) == {"full", "prefix", "union"}
+
+
+def test_a_slow_store_is_not_worth_it() -> None:
+    found = choose(with_speeds=speeds(1.0))
+    assert (found.fusion, found.ratio, found.level) == ("full", None, None)
+    assert "loses nothing" in found.reasons[-1]
+
+
+def test_fast_computing_needs_no_cache() -> None:
+    fast = replace(speeds(1e-4), passes=PassSpeed(1e-3, 1e-7, 0.0))
+    assert choose(with_speeds=fast).fusion == "full"
+
+
+def test_full_wins_a_tie_and_loses_by_more() -> None:
+    spans = (Span(0, "miss"), *SPANS[1:])
+    full = Prompt(spans, speeds()).full()
+    fusions = []
+    for token in (1e-4 * 1.02**step for step in range(200)):
+        took = Prompt(spans, speeds(token)).recompute("union", FLOOR)
+        fusions.append(choose(spans, speeds(token)).fusion)
+        assert fusions[-1] == ("full" if full <= took * (1 + NOISE) else "union")
+    assert set(fusions) == {"full", "union"}
+
+
+def test_nothing_cached_is_computed_and_stored() -> None:
+    """Full prefill would leave the holes."""
+    spans = tuple(Span(span.tokens, "fresh" if span.status == "fresh" else "miss") for span in SPANS)
+    found = choose(spans)
+    assert found.fusion == "prefix"
+    assert found.expected_ms["prefix"] == pytest.approx(found.expected_ms["full"])
+
+
+def test_no_chunks_at_all() -> None:
+    assert choose((Span(0, "miss"), Span(20, "fresh"))).fusion == "full"
+
+
+def test_everything_exact_is_only_loaded() -> None:
+    spans = (Span(40, "exact", "raw"), Span(CHUNK, "exact", "raw"), Span(20, "fresh"))
+    found = choose(spans)
+    assert found.fusion == "prefix"
+    assert found.expected_ms["prefix"] == pytest.approx(found.expected_ms["union"])
+    assert found.expected_ms["prefix"] < found.expected_ms["full"]
+
+
+def test_chunks_of_one_token() -> None:
+    found = choose((Span(1, "exact", "raw"), *[Span(1, "hit", "raw")] * 3, Span(1, "fresh")))
+    assert found.fusion in ("full", "prefix")  # one pass of five rows, or two of two
+    assert hidden_ratio(
+        Prompt((Span(1, "hit", "raw"), Span(1, "hit", "raw"), Span(1, "fresh")), speeds()), "union", 0.5
+    )
+
+
+def test_a_level_that_could_not_be_measured_is_a_hole() -> None:
+    prompt = Prompt(at("3"), speeds())
+    assert (prompt.hits, prompt.context) == (0, 0)
+    assert prompt.recompute("union", FLOOR) == prompt.prefix()
+
+
+def test_what_came_before_counts() -> None:
+    late, early = choose(before_s=0.1), choose()
+    assert all(late.expected_ms[mode] == pytest.approx(early.expected_ms[mode] + 100) for mode in early.expected_ms)
+
+
+# ---- the level ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("coarse", "expected"), [(1e-6, "2"), (1e-4 * (1 - NOISE / 10), "raw"), (1e-4, "raw"), (2e-4, "raw")]
+)
+def test_the_fastest_level_and_the_finer_one_of_a_tie(coarse: float, expected: str) -> None:
+    found = decide({"raw": SPANS, "2": at("2")}, speeds(1e-4, l2=coarse), FLOOR)
+    assert (found.fusion, found.level) == ("union", expected)
+    assert set(found.level_ms) == {"raw", "2"}
+
+
+def test_a_lossy_level_costs_exactness() -> None:
+    """A chunk that is exact at raw is recomputed at a lossy level; prefix caching at raw is then as fast."""
+    exact = (Span(40, "exact", "raw"), Span(CHUNK, "exact", "raw"), Span(20, "fresh"))
+    lossy = (Span(40, "exact", "raw"), Span(CHUNK, "hit", "2"), Span(20, "fresh"))
+    found = decide({"raw": exact, "2": lossy}, speeds(1e-5, l2=1e-6), FLOOR)
+    assert (found.fusion, found.level) == ("prefix", "raw")
+
+
+# ---- overlap -----------------------------------------------------------------------------------------------------
+
+
+def test_on_a_gpu_the_longer_counts() -> None:
+    there = speeds(1e-3)
+    load = there.load({"raw": 1000})
+    assert load.seconds == pytest.approx(1.0)
+    assert there.beside(load, 0.3) == pytest.approx(1.0 + 0.3 / LAYERS)
+    assert there.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
+
+
+def test_on_the_cpu_both_want_the_same_cores() -> None:
+    here = speeds(1e-3, own_memory=False)
+    load = here.load({"raw": 1000})
+    assert here.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / 4)  # one of four cores, for a second
+    alone = replace(here, cores=1, threads=1)
+    assert alone.beside(load, 3.0) == pytest.approx(4.0)
+    spare = replace(here, cores=8)
+    assert spare.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
+
+
+# ---- fitting -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_what_made_the_samples() -> None:
+    shapes = [(32, 528), (128, 8256), (512, 131328), (128, 32832)]
+    found = fit_pass([(rows, keys, PASS.seconds(rows, keys)) for rows, keys in shapes])
+    for name in ("fixed", "row", "key"):
+        assert getattr(found, name) == pytest.approx(getattr(PASS, name), rel=1e-6)
+
+
+@pytest.mark.parametrize("seconds", [[1.0, 0.5, 0.25], [1e-3, 1e-3, 1e-3], [0.1, 0.11, 5.0]])
+def test_a_fit_is_never_negative(seconds: list[float]) -> None:
+    found = fit([(1, 32, 500), (1, 128, 8000), (1, 512, 130000)], seconds)
+    assert all(value >= 0 and math.isfinite(value) for value in found)
+    assert any(found)
+
+
+def test_a_fit_of_one_sample() -> None:
+    (fixed, token) = fit([(1, 10)], [0.5])
+    assert fixed + 10 * token == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("row", [None, {}, {"fixed": 1, "row": -1, "key": 0}, {"fixed": "x", "row": 1, "key": 0},
+                                 {"fixed": float("nan"), "row": 1, "key": 0}])  # fmt: skip
+def test_what_is_no_speed(row: object) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        read_numbers(PassSpeed, row)
+
+
+def test_deciding_needs_no_torch() -> None:
+    code = "import sys, kvtool.core.fusion.controller; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

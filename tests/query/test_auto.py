@@ -1,0 +1,302 @@
+"""`--fusion auto` at the command: what it chose and why, and speeds that are measured once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtool as package
+from kvtool.core.cache.store import Store
+from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
+from kvtool.core.query import speeds
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, write_corpus
+from tests.compress.making import make_fitted, make_plain
+
+CACHE_PAYS = PassSpeed(fixed=1e-4, row=1e-3, key=0.0)
+COMPUTE_PAYS = PassSpeed(fixed=1e-9, row=1e-12, key=0.0)
+
+
+class Stopwatch:
+    """Counts measurements, and gives made-up speeds."""
+
+    def __init__(self, passes: PassSpeed) -> None:
+        self.passes, self.loads = passes, LoadSpeed(1e-5, 1e-6, 1.0, 1e9)
+        self.measured: list[str] = []
+        self.by_level: dict[str, LoadSpeed] = {}
+
+    def measure_pass(self, decoder: Any) -> PassSpeed:
+        self.measured.append("pass")
+        return self.passes
+
+    def measure_load(self, decoder: Any, source: Any, chunks: Any) -> LoadSpeed:
+        level = chunks[0].level
+        self.measured.append(level)
+        return self.by_level.get(level, self.loads)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
+    """On a machine where the cache pays."""
+    watch = Stopwatch(CACHE_PAYS)
+    monkeypatch.setattr(speeds, "measure_pass", watch.measure_pass)
+    monkeypatch.setattr(speeds, "measure_load", watch.measure_load)
+    return watch
+
+
+@pytest.fixture(scope="module")
+def small_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("auto")
+    at = ("--store", folder / "store", "--model", tiny, *CHUNKS, *PREFIX)
+    kvtool("ingest", write_corpus(folder / "in"), *at).fine()
+    kvtool("query", QUESTION, "--store", folder / "store", *SHORT).fine()  # builds the index, too
+    return folder / "store"
+
+
+@pytest.fixture
+def path(small_store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_store, tmp_path / "store"))
+
+
+def ask(path: Path, *more: object) -> Done:
+    return kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, *more, "--json").fine()
+
+
+def kept(path: Path) -> Path:
+    (file,) = (path / "speeds").iterdir()
+    return file
+
+
+# ---- what it says ------------------------------------------------------------------------------------------------
+
+
+def test_measured_for_real(path: Path) -> None:
+    """Whatever it chooses, the reply says what and why."""
+    row = ask(path).json
+    controller = row["controller"]
+    assert row["fusion"] == controller["fusion"] in ("full", "prefix", "union")
+    assert set(controller) == {"fusion", "ratio", "level", "expected_ms", "level_ms", "reasons"}
+    assert set(controller["expected_ms"]) == {"full", "prefix", "union"}
+    assert all(ms > 0 for ms in controller["expected_ms"].values())
+    assert controller["reasons"]
+    assert row["timing_ms"]["profile"] > 0
+    assert row["timing_ms"]["ttft"] >= row["timing_ms"]["decide"] > 0
+    (machine,) = json.loads(kept(path).read_text())["machines"].values()
+    assert set(machine) == {"pass", "loads"}
+    assert set(machine["loads"]) == {"raw"}
+    assert machine["loads"]["raw"]["bytes_per_second"] > 0
+
+
+def test_the_mode_and_the_ratio_that_were_chosen(path: Path, watch: Stopwatch) -> None:
+    done = ask(path, "--ratio", "0.3")
+    row = done.json
+    assert (row["fusion"], row["controller"]["level"]) == ("union", "raw")
+    assert row["controller"]["ratio"] >= 0.3
+    same = ("query", QUESTION, "--store", path, "--fusion", "union", *SHORT, "--json")
+    union = kvtool(*same, "--ratio", row["controller"]["ratio"]).fine().json
+    assert (union["answer"], union["tokens"]) == (row["answer"], row["tokens"])
+    assert "controller" not in union
+    assert "profile" not in union["timing_ms"]
+    assert done.err.count("auto: union at 3") == 1
+    assert "level raw" in done.err
+
+
+def test_full_where_computing_is_fast(path: Path, watch: Stopwatch) -> None:
+    watch.passes = COMPUTE_PAYS
+    row = ask(path).json
+    assert row["fusion"] == "full"
+    assert (row["controller"]["ratio"], row["controller"]["level"]) == (None, None)
+    assert row["tokens"]["reused"] == 0
+
+
+def test_reasons_are_for_those_who_ask(path: Path, watch: Stopwatch) -> None:
+    quiet, loud = ask(path), ask(path, "-v")
+    reason = loud.json["controller"]["reasons"][-1]
+    assert reason in loud.err
+    assert reason not in quiet.err
+    assert kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, "-q").fine().err == ""
+
+
+def test_nothing_cached(path: Path, watch: Stopwatch) -> None:
+    """Computed in place and stored; the next time it is there."""
+    chunks = chunks_of(path, "mill2.md")
+    drop_records(path, *chunks)
+    at = ("--documents", "mill2.md")
+    row = ask(path, *at).json
+    assert row["fusion"] == "prefix"
+    assert {chunk["status"] for chunk in row["chunks"]} == {"miss"}
+    assert "miss" not in {chunk["status"] for chunk in ask(path, *at).json["chunks"]}
+
+
+def test_one_exact_chunk(path: Path, watch: Stopwatch) -> None:
+    row = ask(path, "--chunks", chunks_of(path, "mill0.md")[0]).json
+    assert row["fusion"] == "prefix"
+    assert row["tokens"]["recomputed"] == 0
+
+
+def test_the_gate_refuses(path: Path, watch: Stopwatch) -> None:
+    (verdict,) = (path / "gate").glob("*.json")
+    row = json.loads(verdict.read_text())
+    row["checks"][3] |= {"difference": 0.7312, "passed": False}
+    verdict.write_text(json.dumps(row | {"passed": False}))
+    kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT).failed(12, "law 4", "--force")
+    assert watch.measured == []
+    assert ask(path, "--force").json["controller"]["fusion"] == "union"
+
+
+# ---- measured once -----------------------------------------------------------------------------------------------
+
+
+def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
+    first, second = ask(path), ask(path)
+    assert watch.measured == ["pass", "raw"]
+    assert "measuring" in first.err
+    assert "measuring" not in second.err
+    fields = ("fusion", "ratio", "level")
+    assert [first.json["controller"][name] for name in fields] == [second.json["controller"][name] for name in fields]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"format": 1}', '{"format": 99, "machines": {}}', '{"format": 1, "machines": 7}'],
+)
+def test_a_file_that_cannot_be_read_is_made_anew(content: str, path: Path, watch: Stopwatch) -> None:
+    ask(path)
+    kept(path).write_text(content)
+    ask(path)
+    ask(path)
+    assert watch.measured == ["pass", "raw"] * 2
+
+
+@pytest.mark.parametrize("change", [{"fixed": -1}, {"fixed": "fast"}, {"fixed": None}])
+def test_numbers_that_are_none(change: dict[str, Any], path: Path, watch: Stopwatch) -> None:
+    ask(path)
+    value = json.loads(kept(path).read_text())
+    for machine in value["machines"].values():
+        machine["pass"] |= change
+    kept(path).write_text(json.dumps(value))
+    ask(path)
+    assert watch.measured == ["pass", "raw"] * 2
+
+
+def test_another_machine_keeps_its_row(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(speeds, "_machine", lambda decoder: "elsewhere")
+        ask(path)
+    ask(path)
+    assert watch.measured == ["pass", "raw"] * 2
+    assert "elsewhere" in json.loads(kept(path).read_text())["machines"]
+
+
+def test_a_store_that_cannot_be_written(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "read_only", True)
+    ask(path)
+    ask(path)
+    assert watch.measured == ["pass", "raw"] * 2
+    assert not (path / "speeds").exists() or list((path / "speeds").iterdir()) == []
+
+
+def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(speeds, "atomic_write", full)
+    assert ask(path).json["fusion"] == "union"
+
+
+def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "measure_load", lambda *args: None)
+    assert ask(path).json["controller"]["fusion"] in ("full", "prefix")
+
+
+# ---- beside others -----------------------------------------------------------------------------------------------
+
+
+def test_compare(path: Path, watch: Stopwatch) -> None:
+    args = ("query", QUESTION, "--store", path, "--compare", "reuse,auto", *SHORT)
+    row = kvtool(*args, "--json").fine().json
+    assert [run["fusion"] for run in row["runs"]] == ["full", "reuse", "union"]
+    assert ["controller" in run for run in row["runs"]] == [False, False, True]
+    assert row["runs"][2]["kl_first"] >= 0
+    assert "auto (union)" in kvtool(*args).fine().out
+
+
+def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
+    """One summary, whatever was chosen for each; measured once for all."""
+    (tmp_path / "b.jsonl").write_text('{"question": "mill", "answers": ["x"]}\n{"question": "baker"}\n')
+    at = ("query", "--batch", tmp_path / "b.jsonl", "--store", path, *SHORT)
+    *rows, summary = kvtool(*at, "--fusion", "auto").fine().lines
+    assert all(row["controller"]["fusion"] == row["fusion"] for row in rows)
+    assert (summary["fusion"], summary["count"]) == ("auto", 2)
+    assert watch.measured == ["pass", "raw"]
+    *_, summary = kvtool(*at, "--compare", "union,auto").fine().lines
+    assert [run["fusion"] for run in summary["runs"]] == ["full", "union", "auto"]
+
+
+def test_from_python(path: Path, watch: Stopwatch) -> None:
+    with package.open(path) as cache:
+        replies = [cache.query(QUESTION, fusion="auto", max_tokens=4) for _ in range(2)]
+    assert [reply.controller["fusion"] for reply in replies] == ["union"] * 2
+    assert watch.measured == ["pass", "raw"]
+
+
+def test_modes_that_are_none(path: Path) -> None:
+    kvtool("query", QUESTION, "--store", path, "--fusion", "autos").failed(2, "autos")
+    kvtool("bench", "fusion", "--shape", "tiny", "--fusion", "auto").failed(2, "no fusion mode auto")
+
+
+# ---- levels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fitted")
+    path = make_fitted(make_plain(tiny, tmp_path_factory.mktemp("plain")), folder)
+    with Store.open(path) as store, store.writer() as writer:
+        losses = {level: {"kl_answer": loss} for level, loss in zip("1234", (0.001, 0.002, 0.3, 0.4), strict=True)}
+        writer.set_codec_state(store.codec_state() | {"losses": losses})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fast", "more", "chosen", "weighed"),
+    [
+        ("2", (), "2", {"raw", "1", "2"}),
+        ("3", (), "raw", {"raw", "1", "2"}),  # not allowed: it loses too much
+        ("3", ("--max-loss", "0.35"), "3", {"raw", "1", "2", "3"}),
+        ("2", ("--level", "1"), "1", {"1"}),
+        ("", (), "raw", {"raw", "1", "2"}),
+    ],
+)
+def test_the_level_that_is_expected_to_be_fastest(
+    fast: str,
+    more: tuple[str, ...],
+    chosen: str,
+    weighed: set[str],
+    fitted_store: Path,
+    tmp_path: Path,
+    watch: Stopwatch,
+) -> None:
+    path = Path(shutil.copytree(fitted_store, tmp_path / "store"))
+    watch.loads, watch.by_level = LoadSpeed(0.0, 1e-4, 1.0, 1e9), {fast: LoadSpeed(0.0, 1e-7, 1.0, 1e9)}
+    args = ("query", "Where?", "--store", path, "--documents", "mill0.md", *SHORT, "--json")
+    row = kvtool(*args, "--fusion", "auto", *more).fine().json
+    assert row["controller"]["fusion"] == "union"
+    assert row["controller"]["level"] == chosen
+    assert set(row["controller"]["level_ms"]) == weighed
+    given = ("--fusion", "union", "--ratio", row["controller"]["ratio"], "--level", chosen)
+    assert kvtool(*args, *given).fine().json["bytes_read"] == row["bytes_read"]
+
+
+def test_a_level_that_came_later_is_measured_then(fitted_store: Path, tmp_path: Path, watch: Stopwatch) -> None:
+    path = Path(shutil.copytree(fitted_store, tmp_path / "store"))
+    args: Callable[..., Done] = lambda *more: ask(path, "--documents", "mill0.md", *more)  # noqa: E731
+    args("--level", "raw")
+    args()
+    args()
+    assert watch.measured == ["pass", "raw", "1", "2"]
