@@ -9,6 +9,7 @@ import torch
 # Scores of so many rows at a time: they stay in the cache, and no rows × keys matrix is needed.
 _SCORE_BYTES = 4 * 2**20
 _LEAST_ROWS = 16
+_SAMPLE = 64  # keys that stand for all in what they have in common
 
 
 def attend_by_products(
@@ -42,9 +43,9 @@ def attend_by_products(
         stop = min(begin + step, rows)
         first, seen = last[begin] + 1, last[stop - 1] + 1
         part = (query[0, :, begin:stop] * scale).reshape(kv_heads, -1, head_dim)
-        # The first key is where most heads rest; the mean is taken of keys that every row of the block sees, so that
-        # no row depends on a later token.
-        landmarks = torch.stack([keys[:, 0], keys[:, :first].mean(1)], 2)
+        # The first key is where most heads rest; the mean shows what all keys share, and is taken of some that every
+        # row of the block sees, so that no row depends on a later token.
+        landmarks = torch.stack([keys[:, 0], keys[:, : min(first, _SAMPLE)].mean(1)], 2)
         shift = torch.bmm(part, landmarks).amax(-1, keepdim=True)
         scores = torch.bmm(torch.cat([part, -shift], 2), wider[:, :, :seen]).view(heads, -1, seen)
         if seen > first:  # from here on not every row of the block sees every key
