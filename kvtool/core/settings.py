@@ -143,7 +143,7 @@ class Settings:
 
     # Not checked here but against the registry, where a new method is one line (see `Resolved.choose`).
     fusion: str = _key(
-        "blend",
+        "union",
         "How cached chunks become one prompt.",
         "query",
         metavar="|".join(FUSIONS),

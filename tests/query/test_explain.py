@@ -89,7 +89,15 @@ def test_a_timeline(store: Path, tmp_path: Path) -> None:
     assert all(span["dur"] >= 0 and span["ts"] >= 0 for span in spans)
     by_thread = {name: {span["name"] for span in spans if span["tid"] == thread} for name, thread in names.items()}
     assert by_thread["kvtool-loader"] == {"read and decode", "upload and rotate"}
-    assert {"import", "load model", "retrieve", "question attention", "fuse: union", "generate", "compute to logits"} <= by_thread["MainThread"]
+    assert {
+        "import",
+        "load model",
+        "retrieve",
+        "question attention",
+        "fuse: union",
+        "generate",
+        "compute to logits",
+    } <= by_thread["MainThread"]
 
 
 @pytest.mark.parametrize("name", ["", "none/t.json"])

@@ -26,7 +26,7 @@ class QueryOptions:
     max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 
-    fusion: str = "blend"
+    fusion: str = "union"
     top_k: int = 5
     ratio: float = 0.15
     link_tokens: int = 16
