@@ -47,6 +47,8 @@ COMMANDS = {
     "config": "Show the settings and where they come from.",
 }
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
+_BUSY = 0.5  # other work for each core, on the average of the last minute
+_SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 
 
@@ -109,12 +111,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     with suppress(Exception):  # a stderr that is no file
         faulthandler.enable()
     args = list(sys.argv[1:] if argv is None else argv)
+    _share_cores()
     out = Out.asked(args)
     with _signals():
         try:
             return _guarded(args, out)
         except SystemExit as exit:  # a closed stdout, or a command's own
             return exit.code if isinstance(exit.code, int) else EXIT_DONE if exit.code is None else EXIT_FAILED
+
+
+def _share_cores() -> None:
+    """On a busy machine, let threads that wait for each other sleep instead of spinning; before torch is imported.
+
+    A thread that spins holds the core that the other one waits for. Measured on 2 cores with one other process: `epic`
+    0.74 s instead of 1.2 to 9.9 s. On an idle machine sleeping costs a tenth, so there nothing is changed.
+    """
+    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys() or not hasattr(os, "getloadavg"):
+        return
+    with suppress(OSError):
+        if os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1):
+            os.environ["GOMP_SPINCOUNT"] = _SHORT_SPIN
 
 
 def run() -> NoReturn:

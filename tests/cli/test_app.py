@@ -363,3 +363,19 @@ def test_config_show_says_where_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_every_listed_command_names_a_module_here() -> None:
     assert all(name.isidentifier() and line.endswith(".") for name, line in COMMANDS.items())
     assert module.load_command("config").name == "config"
+
+
+@pytest.mark.parametrize(
+    ("load", "own", "expected"), [(9.0, None, "1000"), (0.0, None, None), (9.0, "7", "7"), (0.0, "7", "7")]
+)
+def test_threads_sleep_on_a_busy_machine(
+    load: float, own: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", own or "")  # restored afterwards
+    if own is None:
+        monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert main(["--version"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
