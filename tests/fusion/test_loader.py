@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.errors import DamagedError
+from kvtool.core.fusion import loader
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse
 from tests.fusion.making import (
@@ -171,3 +172,25 @@ def test_bytes_read_and_times_are_not_negative(llama: Case) -> None:
     assert min(timing.read, timing.decode, timing.upload, timing.rotate, timing.select, timing.wait) >= 0
     assert timing.recompute > 0
     assert torch.isfinite(fused.logits).all()
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_several_threads_load_the_same(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plan = llama.plan(lead_in=BOS)
+    one = llama.fuse(plan, SELECTORS[name]())
+    monkeypatch.setattr(loader, "default_workers", lambda: 3)
+    source = SpySource(llama.source)
+    several = llama.fuse(plan, SELECTORS[name](), source)
+    assert same_bits(one, several)
+    assert several.bytes_read == one.bytes_read
+    assert sorted(layer for layer, _ in source.reads) == (list(range(LAYERS)) if needed(one, SELECTORS[name]()) else [])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvtool-loader")]
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_hole_met_by_one_of_several_threads(llama: Case, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    monkeypatch.setattr(loader, "default_workers", lambda: 3)
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, Epic(), SpySource(llama.source, missing_at(layer, 2)))
+    assert same_bits(fused, llama.fuse(llama.plan(lead_in=BOS, holes=(1,)), Epic()))
+    assert fused.plan.chunks[1].reason == f"damaged at layer {layer}"
