@@ -9,6 +9,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import list_of, store_path
+from kvtool.cli.sessions import open_session
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.names import MODES
@@ -30,13 +31,10 @@ def ingest(
     """Ingest the store's own documents again into a scratch store, against plain batched prefill of the same chunks."""
     from kvtool.core.bench.ingest import bench_ingest, files_of
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.session import Session
 
     settings = run.settings
     with Store.open(store_path(settings.store)) as store:
-        session = Session.open(
-            store, model=settings.model, device=settings.device, dtype=settings.dtype, offline=settings.offline
-        )
+        session = open_session(run, store)
         files = files_of(store, session.identity, tokens)
         if not files:
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
@@ -163,15 +161,12 @@ def _contexts(given: list[str] | None) -> tuple[int, ...]:
 def _measured(run: Run, shape: str | None, options: FusionOptions, events: FusionEvents) -> FusionBench:
     from kvtool.core.bench.fusion import bench_shape, bench_store
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.session import Session
 
     settings = run.settings
     if shape is not None:
         return bench_shape(shape, settings.device, settings.dtype, options, events)
     with Store.open(store_path(settings.store)) as store:
-        session = Session.open(
-            store, model=settings.model, device=settings.device, dtype=settings.dtype, offline=settings.offline
-        )
+        session = open_session(run, store)
         return bench_store(store, session, options, events)
 
 

@@ -10,6 +10,7 @@ import typer
 from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.cli.sessions import open_session
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
@@ -75,16 +76,13 @@ def inspect(
 def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: list[str]) -> None:
     from kvtool.core.levels import ProfileShelf
     from kvtool.core.query.reply import QueryOptions, read_batch
-    from kvtool.core.query.session import Session
     from kvtool.core.report.codec import chosen_schemes, codec_report
 
     if batch is None:
         raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")
     requests = read_batch(batch)[:limit]
     settings = run.settings
-    session = Session.open(
-        store, model=settings.model, device=settings.device, dtype=settings.dtype, offline=settings.offline
-    )
+    session = open_session(run, store)
     wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
     options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=-1.0)  # nothing lossy, whatever was measured
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:

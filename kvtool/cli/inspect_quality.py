@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.sessions import open_session
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
 
@@ -74,22 +75,14 @@ def _measure(
     journal: Journal,
 ) -> int:
     """Returns how many questions failed. The model is loaded, and the file held, only if something is missing."""
-    from kvtool.core.query.session import Session
     from kvtool.core.report.quality import evaluate, open_work
 
     if not open_work(requests, specs, journal.rows):
         return 0
-    settings, out = run.settings, run.out
+    out = run.out
     with journal.writing():
         work = open_work(requests, specs, journal.rows)
-        session = Session.open(
-            store,
-            model=settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            offline=settings.offline,
-            warn=out.warning,
-        )
+        session = open_session(run, store)
         with out.progress("questions", total=len(work), unit="questions") as bar:
             return evaluate(session, requests, work, options, journal, out.warning, bar.advance)
 

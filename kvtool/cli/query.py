@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typer
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, size_in_bytes, store_path, system_text
+from kvtool.cli.sessions import open_session
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
@@ -180,18 +182,10 @@ def _session(run: Run, store: Any, trace: Trace | None) -> Session:
     from kvtool.core.trace import add_span
 
     started = time.perf_counter()
-    from kvtool.core.query.session import Session
-
+    importlib.import_module("kvtool.core.query.session")  # torch and transformers come with it
     add_span(trace, "import", started)
-    settings, started = run.settings, time.perf_counter()
-    session = Session.open(
-        store,
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        offline=settings.offline,
-        warn=run.out.warning,
-    )
+    started = time.perf_counter()
+    session = open_session(run, store)
     session.speeds.say = run.out.status
     add_span(trace, "load model", started)
     session.trace = trace
