@@ -164,6 +164,7 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
         "link",
         "level",
         "max_loss",
+        "load_timeout",
         "retriever",
         "max_tokens",
         "temperature",

@@ -74,6 +74,7 @@ def _key(
 
 
 FUSIONS = (*MODES, AUTO)
+LOAD_TIMEOUT = 10.0  # seconds: what no disk takes for a megabyte unless something is wrong with it
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 
@@ -165,6 +166,13 @@ class Settings:
     )
     max_loss: float = _key(
         MAX_LOSS, "What the level `auto` may lose, in nats a token of the answer.", "query", metavar="X", lowest=0
+    )
+    load_timeout: float = _key(
+        LOAD_TIMEOUT,
+        "How long reading one record may take; its chunk is computed instead.",
+        "query",
+        metavar="SECONDS",
+        lowest=0.001,
     )
     retriever: str = _key("bm25", "How chunks are found.", "query", choices=("bm25",))
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)

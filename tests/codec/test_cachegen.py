@@ -20,6 +20,7 @@ from kvtool.core.codec.entropy.encoder import to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened, refinement
 from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.numbers import HostNumbers
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
 from kvtool.core.codec.profile import Profile
@@ -224,9 +225,9 @@ def test_no_chunk() -> None:
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
     """Whole numbers of a record."""
-    out = np.zeros((item.shape[1], of.layout.stride), np.int16)
-    transform.fill(of, layer, [(Coded.parse(item.payload), item)], [0], out, "int16")
-    return out
+    out = HostNumbers(torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16))
+    transform.fill(of, layer, [(Coded.parse(item.payload), item)], [0], out)
+    return out.tensor.numpy()
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

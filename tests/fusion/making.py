@@ -128,8 +128,15 @@ class Case:
         ]
         return build_plan(self.candidate(prefix, ()), wanted, question)
 
-    def fuse(self, plan: Plan, selector: Selector, source: KVSource | None = None, reserve: int = 0) -> Fused:
-        return fuse(self.decoder, plan, selector, source or self.source, reserve)
+    def fuse(
+        self,
+        plan: Plan,
+        selector: Selector,
+        source: KVSource | None = None,
+        reserve: int = 0,
+        patience: float | None = None,
+    ) -> Fused:
+        return fuse(self.decoder, plan, selector, source or self.source, reserve, patience=patience)
 
     @property
     def source(self) -> MemorySource:

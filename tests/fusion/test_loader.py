@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse
+from kvtool.core.fusion.source import MemorySource, ReadStats
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -86,6 +89,63 @@ def test_a_record_that_turns_out_missing_becomes_a_hole(llama: Case, name: str, 
     assert fused.tokens == expected.tokens
     assert fused.tokens.fresh == len(QUESTION) + len(hole.ids)
     assert not loader_threads()
+
+
+class SlowSource(MemorySource):
+    """One chunk's record of one layer is not through until `release` is set."""
+
+    release: ClassVar[threading.Event]
+    layer: ClassVar[int] = 1
+    chunk: ClassVar[int] = 2
+    reading: ClassVar[bool] = True  # or else it has been read, and is being decoded
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[Any]:
+        for segment in segments:
+            if layer == self.layer and segment.ids == CHUNKS[self.chunk - 1]:
+                stats.reading = (segment, time.perf_counter()) if self.reading else None
+                assert self.release.wait(30)
+                stats.reading = None
+        return super().read(segments, layer, stats)
+
+
+@pytest.fixture
+def slow(llama: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowSource]:
+    monkeypatch.setattr(SlowSource, "release", threading.Event(), raising=False)
+    yield SlowSource(llama.kept)
+    SlowSource.release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtool-loader"):
+            thread.join(30)
+
+
+@pytest.mark.parametrize("name", [name for name in SELECTORS if SELECTORS[name].uses_cache and name != "prefix"])
+def test_a_record_that_is_slow_becomes_a_hole(llama: Case, name: str, slow: SlowSource) -> None:
+    plan = llama.plan(lead_in=BOS)
+    fused = llama.fuse(plan, SELECTORS[name](), slow, patience=0.05)
+    assert same_bits(fused, llama.fuse(plan.without(plan.segments[2], "x"), SELECTORS[name]()))
+    hole = fused.plan.segments[2]
+    assert (hole.status, hole.reason) == ("miss", "slow: not read within 0.05 s")
+    assert hole.source.stored  # nothing to make good
+    assert fused.tokens.fresh == len(QUESTION) + len(hole.ids)
+
+
+def test_what_a_slow_read_brings_at_last_is_given_up(llama: Case, slow: SlowSource) -> None:
+    """The thread ends, and writes nothing into what the answer is made of."""
+    fused = llama.fuse(llama.plan(lead_in=BOS), Reuse(), slow, patience=0.05)
+    before = [buffer.keys.clone() for buffer in fused.cache.buffers]
+    slow.release.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("kvtool-loader")]:
+        thread.join(30)
+    assert not loader_threads()
+    for buffer, keys in zip(fused.cache.buffers, before, strict=True):
+        assert torch.equal(buffer.keys, keys)
+
+
+def test_decoding_may_take_its_time(llama: Case, slow: SlowSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlowSource, "reading", False)
+    threading.Timer(0.3, slow.release.set).start()
+    plan = llama.plan(lead_in=BOS)
+    assert same_bits(llama.fuse(plan, Reuse(), slow, patience=0.05), llama.fuse(plan, Reuse()))
 
 
 def test_every_record_missing_is_full_prefill(llama: Case) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtool.core.cache import store as store_module
+from kvtool.core.cache.environment import Snapshot
+from kvtool.core.cache.keys import record_key
 from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError
 from tests.cli.working import (
     CHUNKS,
     QUESTION,
@@ -85,6 +90,26 @@ def test_the_beginning_of_the_prompt(store: Path) -> None:
     assert done.json["answer"] == whole["answer"]  # nothing stands before it: it is what it was
     assert payloads(store) == before
     assert ask(store, "--fusion", "reuse").json["tokens"] == whole["tokens"]
+
+
+def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
+    whole = ask(store, "--fusion", "reuse").json
+    copy, wanted = store_module._copy, record_key(bytes.fromhex(chunk), "raw", 1)
+
+    def slowly(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
+        time.sleep(0.6 if key == wanted else 0)
+        return copy(snapshot, key)
+
+    monkeypatch.setattr(store_module, "_copy", slowly)
+    done = ask(store, "--fusion", "reuse", "--load-timeout", "0.2")
+    assert statuses(done.json)[:3] == ["hit", "miss", "hit"]
+    assert done.json["chunks"][1]["reason"] == "slow: not read within 0.2 s"
+    assert f"chunk {chunk[:12]} was computed in place: slow" in done.err
+    assert done.json["tokens"]["fresh"] == whole["tokens"]["fresh"] + whole["chunks"][1]["tokens"]
+    assert payloads(store) == before
+    monkeypatch.undo()
+    assert ask(store, "--fusion", "reuse").json["chunks"] == whole["chunks"]
 
 
 def test_a_locked_store_is_answered_from_and_not_written(store: Path) -> None:

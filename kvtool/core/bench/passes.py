@@ -100,7 +100,7 @@ class Answerer:
         decoder = self.decoder
         synchronize(decoder.device)
         started = time.perf_counter()
-        source = StoreSource(self._store, (decoder.kv_heads, decoder.head_dim), self._profiles)
+        source = StoreSource.of(self._store, decoder, self._profiles)
         plan = prompt.plan(self._store)
         planned = time.perf_counter()
         fused = fuse(decoder, plan, selector_for(self._options, mode), source)

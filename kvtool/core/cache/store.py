@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -333,8 +333,14 @@ class Store:
             raise found
         return found
 
-    def read_layer(self, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[KVRead | DamagedError | None]:
+    def read_layer(
+        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = lambda number: None
+    ) -> list[KVRead | DamagedError | None]:
         """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
+
+        Parameters
+        ----------
+        before : told each chunk's number before its record is read.
 
         Returns
         -------
@@ -345,7 +351,8 @@ class Store:
         with self._read() as snapshot:
             if len(wanted) > 1:
                 snapshot.will_need(lmdb_tables.RECORDS, wanted)
-            for key in wanted:
+            for number, key in enumerate(wanted):
+                before(number)
                 copies.append(_copy(snapshot, key))
         return [_decode(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
 

@@ -57,9 +57,18 @@ class Codec(Protocol):
     ) -> Sequence[Payload]: ...
 
     def decode(
-        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles
+        self,
+        items: Sequence[Encoded],
+        layer: int = 0,
+        profiles: Profiles = no_profiles,
+        device: torch.device | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of several chunks at one layer. Raises DamagedError."""
+        """Keys and values of several chunks at one layer. Raises DamagedError.
+
+        Parameters
+        ----------
+        device : a codec that can decodes there; without one, and by the others, they are left in main memory.
+        """
         ...
 
     def base_of(self, payload: Payload) -> str | None:
@@ -71,9 +80,13 @@ class SelfContained:
     """A codec whose records stand alone and are decoded one by one."""
 
     def decode(
-        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles
+        self,
+        items: Sequence[Encoded],
+        layer: int = 0,
+        profiles: Profiles = no_profiles,
+        device: torch.device | None = None,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of several chunks at one layer. Raises DamagedError."""
+        """Keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from kvtool.core.codec.base import Encoded, Payload, Profiles, no_profiles
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LOSSY, coarser
+from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
@@ -40,8 +42,18 @@ class CacheGen:
         """One layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
         return encode_levels(keys, values, layer, [self.level], profile)[self.level]
 
-    def decode(self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles) -> list[LayerKV]:
+    def decode(
+        self,
+        items: Sequence[Encoded],
+        layer: int = 0,
+        profiles: Profiles = no_profiles,
+        device: torch.device | None = None,
+    ) -> list[LayerKV]:
         """Keys and values of several chunks at one layer: views `[kv_heads, tokens, head_dim]`.
+
+        Parameters
+        ----------
+        device : where transformed records are decoded, by triton; None: by the CPU, as plain ones always are.
 
         Raises
         ------
@@ -56,7 +68,7 @@ class CacheGen:
         for (transformed, digest, _), numbers in together.items():
             some = [parsed[number] for number in numbers]
             made = (
-                self._transformed(profiles(digest), layer, some)
+                self._transformed(profiles(digest), layer, some, device)
                 if transformed
                 else [_plain_sides(coded, item) for coded, item in some]
             )
@@ -74,12 +86,15 @@ class CacheGen:
             raise DamagedError("a compressed record of another level or length")
         return coded
 
-    def _transformed(self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]]) -> list[LayerKV]:
+    def _transformed(
+        self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]], device: torch.device | None
+    ) -> list[LayerKV]:
         shapes = {(item.shape[0], item.shape[2]) for _, item in items}
         kv_heads, head_dim = shapes.pop()
         if shapes or kv_heads * head_dim != profile.layout.channels or not 0 <= layer < profile.layers:
             raise DamagedError("a codec profile of another model")
-        sides = transform.decode(profile, layer, self.level, items)
+        on = functools.partial(DeviceNumbers.of, device=device) if device is not None else None
+        sides = transform.decode(profile, layer, self.level, items, on)
         keys, values = sides.view(SIDES, -1, kv_heads, head_dim).transpose(1, 2)
         tokens = [coded.tokens for coded, _ in items]
         return list(zip(keys.split_with_sizes(tokens, 1), values.split_with_sizes(tokens, 1), strict=True))

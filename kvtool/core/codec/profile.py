@@ -23,6 +23,7 @@ from kvtool.core.errors import DamagedError
 FORMAT = 1
 DIGEST_BYTES = 16
 MOST_BYTES = 2**31
+_CPU = torch.device("cpu")
 _WIDENING = 3  # steps of a level over those of the finer one: odd, so that each bin splits into whole bins
 _NAMES = ("means", "basis", "active", "ids", "fine_ids", "tables")
 
@@ -126,15 +127,18 @@ class Profile:
             self._forward[layer] = found
         return found
 
-    def backward(self, layer: int, level: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(
+        self, layer: int, level: str, dtype: torch.dtype, device: torch.device = _CPU
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[2, groups, padded, size]`, and means `[2, groups, size]`: numbers times the one, plus the other."""
-        key = (layer, level, dtype)
+        key = (layer, level, dtype, device)
         found = self._backward.get(key)
         if found is None:
             steps = float(_WIDENING ** LOSSY.index(level))
             bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
             bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
-            found = bases, self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
+            means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
+            found = bases.to(device), means.to(device)
             self._backward[key] = found
         return found
 
@@ -147,7 +151,7 @@ class Profile:
         return {}
 
     @cached_property
-    def _backward(self) -> dict[tuple[int, str, torch.dtype], tuple[torch.Tensor, torch.Tensor]]:
+    def _backward(self) -> dict[tuple[int, str, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]]:
         return {}
 
     # ---- bytes ---------------------------------------------------------------------------------------------------

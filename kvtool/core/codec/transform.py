@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,21 +12,17 @@ import torch
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy.columns import Columns
-from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form
-from kvtool.core.codec.entropy.decoder import decode as decode_streams
-from kvtool.core.codec.entropy.decoder import refine as refine_streams
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor, in_form
+from kvtool.core.codec.numbers import HostNumbers, Numbers
+from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
 from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
 I16 = npt.NDArray[np.int16]
-Numbers = npt.NDArray[Any]  # int16, or bits of a float form
-_FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 _BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 
 
@@ -103,9 +98,9 @@ def sides_of(
     `numbers` are int16, or of this dtype.
     """
     layout = profile.layout
-    back, means = profile.backward(layer, level, dtype)
+    back, means = profile.backward(layer, level, dtype, numbers.device)
     wide = numbers.to(dtype)
-    out = torch.empty((SIDES, len(numbers), layout.groups, layout.size), dtype=dtype)
+    out = torch.empty((SIDES, len(numbers), layout.groups, layout.size), dtype=dtype, device=numbers.device)
     widths = profile.coded(level, layer).widths
     for side in range(SIDES):
         for group in range(layout.groups):
@@ -116,8 +111,18 @@ def sides_of(
     return out.view(SIDES, -1, layout.channels)
 
 
-def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded, Encoded]]) -> torch.Tensor:
+def decode(
+    profile: Profile,
+    layer: int,
+    level: str,
+    items: Sequence[tuple[Coded, Encoded]],
+    on: Callable[[tuple[int, int]], Numbers] | None = None,
+) -> torch.Tensor:
     """Sides `[2, tokens, C]` of several records of one level, profile and dtype, end to end.
+
+    Parameters
+    ----------
+    on : makes the numbers `[tokens, stride]`, all 0, where the streams are to be decoded; None: in main memory.
 
     Raises
     ------
@@ -126,31 +131,18 @@ def decode(profile: Profile, layer: int, level: str, items: Sequence[tuple[Coded
     tokens = [coded.tokens for coded, _ in items]
     ends = list(accumulate(tokens))
     name = items[0][1].dtype
-    dtype = DTYPES[name]
     shape = (ends[-1], profile.layout.stride)
-    if name in _FLOAT_FORMS and not any(coded.base for coded, _ in items):
-        numbers = torch.empty(shape, dtype=dtype)
-        form: Form = _FLOAT_FORMS[name]
-    else:
-        numbers = torch.zeros(shape, dtype=torch.int16)  # a finer level codes more columns than its base
-        form = "int16"
-    records, held = [coded for coded, _ in items], numbers.view(torch.int16).numpy().view(HELD[form])
-    starts = [end - count for end, count in zip(ends, tokens, strict=True)]
-    fill(profile, layer, items, starts, held, form)
-    return sides_of(profile, layer, level, numbers, records, dtype)
+    numbers = on(shape) if on else HostNumbers.of(shape, name, nested=any(coded.base for coded, _ in items))
+    fill(profile, layer, items, [end - count for end, count in zip(ends, tokens, strict=True)], numbers)
+    return sides_of(profile, layer, level, numbers.tensor, [coded for coded, _ in items], DTYPES[name])
 
 
 def fill(
-    profile: Profile,
-    layer: int,
-    items: Sequence[tuple[Coded, Encoded]],
-    starts: Sequence[int],
-    whole: Numbers,
-    form: Form,
+    profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]], starts: Sequence[int], numbers: Numbers
 ) -> None:
-    """Decode records of one level into numbers `[rows, stride]`, coarser levels first; raises DamagedError.
+    """Decode records of one level from their first rows on, coarser levels first; raises DamagedError.
 
-    Only coded columns are written; for a form other than int16 no record may refine another.
+    Only coded columns are written.
     """
     if not items:
         return
@@ -158,35 +150,28 @@ def fill(
     alone = [number for number, (coded, _) in enumerate(items) if not coded.base]
     refined = [number for number, (coded, _) in enumerate(items) if coded.base]
     there = [starts[number] for number in refined]
-    fill(profile, layer, [_base_of(*items[number]) for number in refined], there, whole, form)
-    for numbers, columns, run in ((alone, own.alone, decode_streams), (refined, own.fine, refine_streams)):
-        if numbers:
-            some = [items[number][0] for number in numbers]
-            run(_decoding(profile, columns, some, [starts[number] for number in numbers], whole, form))
+    fill(profile, layer, [_base_of(*items[number]) for number in refined], there, numbers)
+    for some, columns in ((alone, own.alone), (refined, own.fine)):
+        if some:
+            records = [items[number][0] for number in some]
+            numbers.decode(_fitting(profile, columns, records), records, [starts[number] for number in some])
     for (coded, _), start in zip(items, starts, strict=True):
-        coded.escapes.place(whole[start : start + coded.tokens], form)
+        numbers.place(coded.escapes, start, coded.tokens)
 
 
-def _decoding(
-    profile: Profile,
-    columns: Columns | None,
-    records: Sequence[Coded],
-    starts: Sequence[int],
-    whole: Numbers,
-    form: Form,
-) -> Decoding:
-    marks = [len(coded.escapes.marked) for coded in records]
-    for coded in records:
-        fits = columns is not None and coded.columns == len(columns) and coded.predictors == _BOTH
-        if not fits or coded.profile != profile.digest or coded.level != records[0].level:
-            raise DamagedError("a compressed record that does not fit its profile")
-    if columns is None or (columns.refines and any(marks)):
+def _fitting(profile: Profile, columns: Columns | None, records: Sequence[Coded]) -> Columns:
+    """The columns, if all records are theirs."""
+    fits = columns is not None and all(
+        coded.columns == len(columns)
+        and coded.predictors == _BOTH
+        and coded.profile == profile.digest
+        and coded.level == records[0].level
+        and not (columns.refines and len(coded.escapes.marked))
+        for coded in records
+    )
+    if columns is None or not fits:
         raise DamagedError("a compressed record that does not fit its profile")
-    marked = None
-    if not columns.refines:
-        marked = in_form(np.concatenate([coded.escapes.marked for coded in records]), form)
-    streams, rows = [coded.streams[0] for coded in records], [coded.tokens for coded in records]
-    return Decoding(streams, columns, starts, rows, whole, form, marked=marked, marks=() if marked is None else marks)
+    return columns
 
 
 def _base_of(coded: Coded, item: Encoded) -> tuple[Coded, Encoded]:
@@ -217,7 +202,7 @@ def _add_outside(
         for number in np.unique(group[outside]):
             here = outside & (group == number)
             side, part = divmod(int(number), layout.groups)
-            times = torch.from_numpy(coded.escapes.placed[here].astype(np.float32))[:, None].to(out.dtype)
-            rows_here = torch.from_numpy(rows[here] + first)
-            out[side, :, part].index_add_(0, rows_here, back[side, part, within[here]] * times)
+            times = torch.from_numpy(coded.escapes.placed[here].astype(np.float32))[:, None].to(out.device, out.dtype)
+            rows_here, which = (torch.from_numpy(some).to(out.device) for some in (rows[here] + first, within[here]))
+            out[side, :, part].index_add_(0, rows_here, back[side, part, which] * times)
         first += coded.tokens

@@ -231,7 +231,7 @@ class _Job:
         self.events.step("measure the loss", len(prompts), "questions")
         count = len(decoder.layers)
         schemes = {level: LevelScheme(level, profile, self.options.predictor, count) for level in levels}
-        exact = StoreSource(self.store, (decoder.kv_heads, decoder.head_dim))
+        exact = StoreSource.of(self.store, decoder)
         found: dict[str, Loss] = measure(decoder, exact, prompts, schemes, self.identity.prefix_id, self.events.advance)
         return {level: found[level].to_json() for level in levels}
 

@@ -78,22 +78,24 @@ def fuse(
     source: KVSource,
     reserve: int = 0,
     trace: Trace | None = None,
+    patience: float | None = None,
 ) -> Fused:
     """Fuse the cached segments of a plan and compute the rest.
 
-    A record that turns out missing or damaged while layers are already running becomes a hole: the pass starts again
-    with that segment computed in place, and the plan in the result says why.
+    A record that turns out missing, damaged or slow while layers are already running becomes a hole: the pass starts
+    again with that segment computed in place, and the plan in the result says why.
 
     Parameters
     ----------
     reserve : room for tokens that will be generated.
     trace : where the pass's timeline goes.
+    patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
     """
     while True:
         try:
-            return _fuse(decoder, plan, selector, source, reserve, trace)
+            return _fuse(decoder, plan, selector, source, reserve, trace, patience)
         except RecordMissing as missing:
-            plan = plan.without(missing.segment, missing.reason)
+            plan = plan.without(missing.segment, missing.reason, missing.stored)
 
 
 def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:
@@ -108,7 +110,13 @@ def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torc
 
 
 def _fuse(
-    decoder: Decoder, plan: Plan, selector: Selector, source: KVSource, reserve: int, trace: Trace | None
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    source: KVSource,
+    reserve: int,
+    trace: Trace | None,
+    patience: float | None,
 ) -> Fused:
     cache = decoder.new_cache(plan.length + reserve)
     cache.set_length(plan.length)
@@ -119,7 +127,7 @@ def _fuse(
     ids = plan.ids
     with ExitStack() as stack:
         needed = _needed(plan, selector, wanted, bool(asked))
-        loader = stack.enter_context(Loader(decoder, needed, cache, source, trace))
+        loader = stack.enter_context(Loader(decoder, needed, cache, source, trace, patience=patience))
         if asked:
             attention = question_attention(decoder, plan, cache, loader, asked)
             wanted = selector.rows(plan, attention) & cached

@@ -6,6 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
+
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats
 
@@ -51,11 +53,17 @@ class HotSource:
             if key not in self._held:
                 return None
             self._held.move_to_end(key)
-            return self._held[key].get(layer)
+            kv = self._held[key].get(layer)
+            for side in kv or ():
+                if side.is_cuda:  # it may be let go of while this stream still reads it
+                    side.record_stream(torch.cuda.current_stream(side.device))
+            return kv
 
     def _keep(self, segment: Segment, layer: int, kv: LayerKV) -> None:
         # A view would hold all that was decoded with it.
         own = kv[0].clone(), kv[1].clone()
+        if own[0].is_cuda:  # the next question reads it from another stream
+            torch.cuda.current_stream(own[0].device).synchronize()
         with self._lock:
             layers = self._held.setdefault(_key(segment), {})
             if layer not in layers:

@@ -12,7 +12,7 @@ import torch
 
 from kvtool.core.fusion.placing import CudaPlacing, HostPlacing, Placing
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import KVSource, ReadStats
+from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Table
@@ -42,10 +42,11 @@ class Loader:
         source: KVSource,
         trace: Trace | None = None,
         workers: int | None = None,
+        patience: float | None = None,
     ) -> None:
         self.waited_s = 0.0
         self._decoder, self._segments, self._cache, self._source = decoder, list(segments), cache, source
-        self._trace = trace
+        self._trace, self._patience = trace, patience
         self._ready = [threading.Event() for _ in decoder.layers]
         self._placed: dict[int, tuple[Placing, int]] = {}
         self._error: BaseException | None = None
@@ -67,6 +68,8 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop = True
+        if isinstance(error, RecordMissing) and error.stored:
+            return  # a thread in the middle of a slow read ends after it; the buffers it fills are given up
         for thread in self._threads:
             thread.join()
 
@@ -93,13 +96,22 @@ class Loader:
         """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
         if not self._ready[layer].is_set():
             started = time.perf_counter()
-            self._ready[layer].wait()
+            while not self._ready[layer].wait(self._patience):
+                self._give_up_slow()
             self.waited_s += add_span(self._trace, "wait", started, layer=layer)
         if self._error is not None:
             raise self._error
         if layer in self._placed:
             placing, mark = self._placed[layer]
             placing.wait(mark)
+
+    def _give_up_slow(self) -> None:
+        """Raise if a record has been read for longer than there is patience; decoding may take its time."""
+        now = time.perf_counter()
+        for worker in self._workers:
+            reading = worker.stats.reading
+            if self._patience is not None and reading is not None and now - reading[1] >= self._patience:
+                raise RecordMissing(reading[0], f"slow: not read within {self._patience:g} s", stored=True)
 
     def _run(self, worker: _Worker) -> None:
         try:
@@ -125,8 +137,11 @@ class Loader:
         if not self._segments:
             return
         started = time.perf_counter()
-        layers = self._source.read(self._segments, layer, worker.stats)
+        with worker.placing.at_work():
+            layers = self._source.read(self._segments, layer, worker.stats)
         add_span(self._trace, "read and decode", started, layer=layer)
+        if self._stop:
+            return
         started = time.perf_counter()
 
         def rotate(keys: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -24,6 +26,9 @@ class Placing(Protocol):
     upload_s: float
     rotate_s: float
 
+    def at_work(self) -> AbstractContextManager[object]:
+        """Within it, what the calling thread computes on a GPU is put where the placing itself works."""
+
     def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
         """Place one layer; `rotate(keys, start, stop)` gives the keys of prompt positions start … stop - 1.
 
@@ -42,6 +47,9 @@ class HostPlacing:
     def __init__(self) -> None:
         self.upload_s = self.rotate_s = 0.0
 
+    def at_work(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
     def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
         started = time.perf_counter()
         for segment, (keys, values) in zip(segments, layers, strict=True):
@@ -58,7 +66,8 @@ class HostPlacing:
 
 
 class CudaPlacing:
-    """Into buffers on a GPU, by a stream of its own, from one pinned buffer of one layer's size.
+    """Into buffers on a GPU, by a stream of its own: from one pinned buffer of one layer's size, or from where a codec
+    has decoded them.
 
     Parameters
     ----------
@@ -73,19 +82,15 @@ class CudaPlacing:
         self._copied = torch.cuda.Event()
         self._placed: list[torch.cuda.Event] = []
 
+    def at_work(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
     def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
         started = time.perf_counter()
-        self._copied.synchronize()  # the pinned buffer still held the layer before
-        staged = self._stage(layers)
-        with torch.cuda.stream(self._stream):
-            there = staged.to(buffer.keys.device, non_blocking=True)
-            self._copied.record(self._stream)
-            at = 0
-            for segment in segments:
-                part = there[:, :, at : at + len(segment.ids)]
-                buffer.keys[0, :, segment.start : segment.stop].copy_(part[0])
-                buffer.values[0, :, segment.start : segment.stop].copy_(part[1])
-                at += len(segment.ids)
+        with self.at_work():
+            for segment, (keys, values) in zip(segments, self._uploaded(layers, buffer.keys.device), strict=True):
+                buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
+                buffer.values[0, :, segment.start : segment.stop].copy_(values)
             uploaded = time.perf_counter()
             _rotate_all(segments, buffer, rotate)
             done = torch.cuda.Event()
@@ -94,6 +99,18 @@ class CudaPlacing:
         self.upload_s += uploaded - started
         self.rotate_s += time.perf_counter() - uploaded
         return len(self._placed) - 1
+
+    def _uploaded(self, layers: Sequence[LayerKV], device: torch.device) -> list[LayerKV]:
+        """The layers on the device; those in main memory cross together."""
+        here = [layer for layer in layers if not layer[0].is_cuda]
+        if not here:
+            return list(layers)
+        self._copied.synchronize()  # the pinned buffer still held the layer before
+        staged = self._stage(here).to(device, non_blocking=True)
+        self._copied.record(self._stream)
+        sizes = [keys.shape[1] for keys, _ in here]
+        crossed = iter(zip(*(side.split(sizes, 1) for side in staged), strict=True))
+        return [layer if layer[0].is_cuda else next(crossed) for layer in layers]
 
     def _stage(self, layers: Sequence[LayerKV]) -> torch.Tensor:
         """All segments end to end in pinned memory, `[2, kv_heads, tokens, head_dim]`."""

@@ -22,7 +22,7 @@ class Candidate:
     ----------
     lead_in : digest of the token ids behind which the stored rows were prefilled.
     level : codec level to read, or None when nothing is stored there; `reason` then says why.
-    elsewhere : it is stored at another level than the one asked for.
+    stored : there is a record of it all the same: at another level than the one asked for, or too slow to wait for.
     sensitivity : one little-endian float16 a token (ingest/sensitivity.py), or empty where none was kept.
     """
 
@@ -31,7 +31,7 @@ class Candidate:
     lead_in: bytes = b""
     level: str | None = None
     reason: str = ""
-    elsewhere: bool = False
+    stored: bool = False
     sensitivity: bytes = b""
 
 
@@ -103,9 +103,10 @@ class Plan:
                 found[segment.start : segment.stop] = kept.float()
         return found.nan_to_num(found.nanmean().nan_to_num(1.0).item())
 
-    def without(self, segment: Segment, reason: str) -> Plan:
+    def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
         """The plan with `segment`'s record given up: a hole, and nothing behind it is exact any more by luck."""
-        hole = replace(segment, status="miss", reason=reason)
+        source = replace(segment.source, stored=True) if stored else segment.source
+        hole = replace(segment, status="miss", reason=reason, source=source)
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
 

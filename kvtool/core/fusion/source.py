@@ -11,32 +11,46 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
+from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
 class RecordMissing(Exception):
-    """A record that the plan counts on cannot be used; its segment becomes a hole."""
+    """A record that the plan counts on cannot be used; its segment becomes a hole.
 
-    def __init__(self, segment: Segment, reason: str) -> None:
+    Attributes
+    ----------
+    stored : it is there all the same, and is not to be stored again.
+    """
+
+    def __init__(self, segment: Segment, reason: str, stored: bool = False) -> None:
         super().__init__(reason)
         self.segment = segment
         self.reason = reason
+        self.stored = stored
 
 
 @dataclass(slots=True)
 class ReadStats:
-    """Bytes read and seconds spent, summed over layers."""
+    """Bytes read and seconds spent, summed over layers.
+
+    Attributes
+    ----------
+    reading : the segment whose record is being read, and since when (`time.perf_counter`); None: none is.
+    """
 
     bytes_read: int = 0
     read_s: float = 0.0
     decode_s: float = 0.0
+    reading: tuple[Segment, float] | None = None
 
 
 class KVSource(Protocol):
@@ -52,6 +66,13 @@ class StoreSource:
     store: Store
     shape: tuple[int, int]  # kv_heads, head_dim
     profiles: Profiles = no_profiles
+    device: torch.device | None = None  # where a codec may decode; None: in main memory
+
+    @classmethod
+    def of(cls, store: Store, decoder: Decoder, profiles: Profiles = no_profiles) -> StoreSource:
+        """Records for this model; they are decoded on its device where that can be done."""
+        there = torch.device(decoder.device) if decodes_there(decoder.device) else None
+        return cls(store, (decoder.kv_heads, decoder.head_dim), profiles, there)
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         found: dict[int, LayerKV] = {}
@@ -66,11 +87,11 @@ class StoreSource:
     def _decoded(self, segments: Sequence[Segment], items: list[Encoded], level: str, layer: int) -> list[LayerKV]:
         codec = CODECS[level]
         try:
-            return codec.decode(items, layer, self.profiles)
+            return codec.decode(items, layer, self.profiles, self.device)
         except DamagedError as together:  # which one is it?
             for segment, item in zip(segments, items, strict=True):
                 try:
-                    codec.decode([item], layer, self.profiles)
+                    codec.decode([item], layer, self.profiles, self.device)
                 except DamagedError as error:
                     raise RecordMissing(segment, f"damaged: {error.message}") from error
             raise RecordMissing(segments[0], f"damaged: {together.message}") from together
@@ -78,7 +99,12 @@ class StoreSource:
     def _encoded(self, segments: Sequence[Segment], level: str, layer: int, stats: ReadStats) -> list[Encoded]:
         """One level's records, each with the coarser one that it refines."""
         started = time.perf_counter()
-        records = self.store.read_layer([segment.source.chunk_id for segment in segments], level, layer)
+
+        def before(number: int) -> None:
+            stats.reading = segments[number], time.perf_counter()
+
+        records = self.store.read_layer([segment.source.chunk_id for segment in segments], level, layer, before)
+        stats.reading = None
         stats.read_s += time.perf_counter() - started
         items, bases = [], []
         for segment, record in zip(segments, records, strict=True):

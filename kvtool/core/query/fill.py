@@ -27,8 +27,8 @@ def fill_holes(
     """Prefill holes behind the store's lead-in and store them; returns how many.
 
     A query is no writer: when the store is locked, full or read-only the holes stay, with a warning. A chunk of a
-    `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored at another level
-    than the one asked for is not missing.
+    `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
+    (Candidate.stored) is not missing.
     """
     for segment in holes:
         warn(f"chunk {segment.source.chunk_id.hex()[:12]} was computed in place: {segment.reason}", "")
@@ -72,7 +72,7 @@ def _exact_is_sound(store: Store, chunk_id: bytes) -> bool:
 def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
     """The record to make, if the segment's id is what these ids give behind the store's lead-in."""
     ids, chunk_id = segment.ids, segment.source.chunk_id
-    if segment.source.elsewhere:
+    if segment.source.stored:
         return None
     if chunk_id == identity.prefix_id:
         return WantedChunk(chunk_id, ids, (), ids_digest([]))

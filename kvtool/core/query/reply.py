@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.fusion.names import AUTO
+from kvtool.core.settings import LOAD_TIMEOUT
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
@@ -23,6 +24,7 @@ class QueryOptions:
     ----------
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     force : answer although the gate refuses.
+    load_timeout : seconds that one record may be read for; its chunk is computed in place then.
     max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 
@@ -33,6 +35,7 @@ class QueryOptions:
     link: str = "initial"
     level: str = "auto"
     max_loss: float = MAX_LOSS
+    load_timeout: float = LOAD_TIMEOUT
     retriever: str = "bm25"
     max_tokens: int = 128
     temperature: float = 0.0

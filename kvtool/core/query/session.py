@@ -96,7 +96,7 @@ class Session:
         self._lock_wait = lock_wait
         self._chooser = Chooser(store)
         self._tokenizer = decoder.loaded.tokenizer
-        self._source: KVSource = StoreSource(store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(store))
+        self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
         self._losses = recorded_losses(store)
         self.speeds = SpeedBook(store, decoder, identity.fingerprint)
 
@@ -180,7 +180,9 @@ class Session:
             self.check_gate()
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
         started = time.perf_counter()
-        fused = fuse(self.decoder, asked.plan, selector, self._source, options.max_tokens, self.trace)
+        fused = fuse(
+            self.decoder, asked.plan, selector, self._source, options.max_tokens, self.trace, options.load_timeout
+        )
         first = first_token(fused.logits, sampling)
         ttft = asked.retrieve_ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
         started = time.perf_counter()
@@ -260,7 +262,7 @@ class Session:
         levels = self.store.levels(chunk_id)
         found = smallest_allowed(levels, self._losses, max_loss) if level == "auto" else level
         if found is None or found not in levels:
-            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", elsewhere=bool(levels))
+            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", stored=bool(levels))
         return Candidate(ids, chunk_id, lead_in, found, sensitivity=info.sensitivity)
 
     def _info(self, chunk_id: bytes) -> Any:

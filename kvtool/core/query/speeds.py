@@ -77,7 +77,7 @@ class SpeedBook:
         samples = find_samples(self._store, len(self._decoder.layers), levels, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
-        source = StoreSource(self._store, (self._decoder.kv_heads, self._decoder.head_dim), ProfileShelf(self._store))
+        source = StoreSource.of(self._store, self._decoder, ProfileShelf(self._store))
         for level in levels:
             speed = measure_load(self._decoder, source, samples[level])
             if speed is None:

@@ -83,7 +83,7 @@ def codec_report(
     KvtoolError : a chunk that a question needs is not stored exactly.
     """
     decoder = session.decoder
-    exact = StoreSource(session.store, (decoder.kv_heads, decoder.head_dim))
+    exact = StoreSource.of(session.store, decoder)
     losses = measure(decoder, exact, _prompts(session, requests, options), wanted, session.identity.prefix_id, advance)
     rows = []
     for name in wanted:

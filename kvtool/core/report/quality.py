@@ -76,7 +76,7 @@ def evaluate(
     GateError : the gate refuses the model.
     """
     decoder, failed = session.decoder, 0
-    source = StoreSource(session.store, (decoder.kv_heads, decoder.head_dim), ProfileShelf(session.store))
+    source = StoreSource.of(session.store, decoder, ProfileShelf(session.store))
     if any(missing for _, missing in work) and not options.force:
         session.check_gate()
     for at, missing in work:

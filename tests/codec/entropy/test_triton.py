@@ -1,18 +1,11 @@
-"""The Triton kernel against the reference: in triton's interpreter, and compiled for the GPUs it is meant for.
-
-Triton settles at its import whether it interprets, and any other test may have imported it: so both run in processes of
-their own.
-"""
+"""The Triton kernel against the reference: in triton's interpreter, and compiled for the GPUs it is meant for."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import multiprocessing
-import os
 import re
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,29 +18,10 @@ from kvtool.core.codec.entropy.reference import Stream, decode, encode
 from kvtool.core.codec.entropy.tables import TableSet, quantised
 from kvtool.core.codec.entropy.triton_decode import CudaDecoding, Form, decode_batch_cuda, refine_batch_cuda
 from kvtool.core.errors import DamagedError, KvtoolError
+from tests.codec.processes import needs_triton, triton_process
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
-)
 GAP = -77
 CPU = torch.device("cpu")
-
-
-def _process(folder: Path, interpret: str) -> ProcessPoolExecutor:
-    spawn = multiprocessing.get_context("spawn")
-    settings = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    return ProcessPoolExecutor(1, spawn, initializer=_begin, initargs=(settings,))
-
-
-def _begin(settings: dict[str, str]) -> None:
-    assert "triton" not in sys.modules
-    os.environ.update(settings)
-
-
-@pytest.fixture(scope="module")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    with _process(tmp_path_factory.mktemp("triton"), "1") as process:
-        yield process
 
 
 def decoded(jobs: list[CudaDecoding], refine: bool) -> list[torch.Tensor]:
@@ -231,7 +205,7 @@ def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
         ("int16", True, True),
         ("int16", False, False),
     ]
-    with _process(tmp_path, "0") as process:
+    with triton_process(tmp_path, "0") as process:
         for capability in (80, 90):
             for form, refine, ballot in kinds:
                 ttgir, ptx, size = process.submit(compiled, capability, form, refine, ballot).result()

@@ -1,0 +1,76 @@
+"""Where a layer's records are decoded: whole numbers `[rows, stride]`, in main memory or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode, refine
+from kvtool.core.codec.payload import Coded, Escapes, in_form
+from kvtool.core.codec.raw import DTYPES
+
+_FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}
+
+
+class Numbers(Protocol):
+    """Rows of numbers that records are decoded into.
+
+    Attributes
+    ----------
+    tensor : `[rows, stride]`, int16 or a float form that holds the same numbers.
+    """
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+    def decode(self, columns: Columns, records: Sequence[Coded], starts: Sequence[int]) -> None:
+        """Decode each record's stream from its first row on, escapes included; by columns that refine, what stands
+        there becomes finer. Raises DamagedError."""
+
+    def place(self, escapes: Escapes, start: int, rows: int) -> None:
+        """Put a record's placed escapes into its rows. Raises DamagedError."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostNumbers:
+    """In main memory, decoded by the CPU.
+
+    Attributes
+    ----------
+    form : what the numbers are held as.
+    """
+
+    tensor: torch.Tensor
+    form: Form = "int16"
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], dtype: str, nested: bool) -> HostNumbers:
+        """Numbers that become a tensor of this dtype; only int16 can be refined (`nested`)."""
+        if dtype in _FLOAT_FORMS and not nested:
+            return cls(torch.empty(shape, dtype=DTYPES[dtype]), _FLOAT_FORMS[dtype])
+        return cls(torch.zeros(shape, dtype=torch.int16))  # a finer level codes more columns than its base
+
+    @property
+    def _held(self) -> npt.NDArray[Any]:
+        return self.tensor.view(torch.int16).numpy().view(HELD[self.form])
+
+    def decode(self, columns: Columns, records: Sequence[Coded], starts: Sequence[int]) -> None:
+        """See Numbers."""
+        marked, marks = None, [len(coded.escapes.marked) for coded in records]
+        if not columns.refines:
+            marked = in_form(np.concatenate([coded.escapes.marked for coded in records]), self.form)
+        streams, rows = [coded.streams[0] for coded in records], [coded.tokens for coded in records]
+        job = Decoding(
+            streams, columns, starts, rows, self._held, self.form, marked=marked, marks=() if marked is None else marks
+        )
+        (refine if columns.refines else decode)(job)
+
+    def place(self, escapes: Escapes, start: int, rows: int) -> None:
+        """See Numbers."""
+        escapes.place(self._held[start : start + rows], self.form)
