@@ -35,6 +35,7 @@ from kvtool.core.errors import (
     NoSpaceError,
     UsageError,
 )
+from kvtool.core.machine import is_busy
 
 COMMANDS = {
     "ingest": "Read, split and prefill documents, and keep their KV.",
@@ -47,7 +48,6 @@ COMMANDS = {
     "config": "Show the settings and where they come from.",
 }
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
-_BUSY = 0.5  # other work for each core, on the average of the last minute
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 
@@ -126,11 +126,8 @@ def _share_cores() -> None:
     A thread that spins holds the core that the other one waits for. Measured on 2 cores with one other process: `epic`
     0.74 s instead of 1.2 to 9.9 s. On an idle machine sleeping costs a tenth, so there nothing is changed.
     """
-    if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys() or not hasattr(os, "getloadavg"):
-        return
-    with suppress(OSError):
-        if os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1):
-            os.environ["GOMP_SPINCOUNT"] = _SHORT_SPIN
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys() and is_busy():
+        os.environ["GOMP_SPINCOUNT"] = _SHORT_SPIN
 
 
 def run() -> NoReturn:

@@ -14,6 +14,8 @@ import kvtool as package
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
 from kvtool.core.query import speeds
+from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.session import Session
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, write_corpus
 from tests.compress.making import make_fitted, make_plain
 
@@ -37,6 +39,12 @@ class Stopwatch:
         level = chunks[0].level
         self.measured.append(level)
         return self.by_level.get(level, self.loads)
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the machine may not be while tests run."""
+    monkeypatch.setattr(speeds, "is_busy", lambda: False)
 
 
 @pytest.fixture
@@ -201,6 +209,16 @@ def test_a_store_that_cannot_be_written(path: Path, watch: Stopwatch, monkeypatc
     assert not (path / "speeds").exists() or list((path / "speeds").iterdir()) == []
 
 
+def test_what_a_busy_machine_does_is_not_kept(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "is_busy", lambda: True)
+    assert "it is busy" in ask(path).err
+    monkeypatch.setattr(speeds, "is_busy", lambda: False)
+    ask(path)
+    assert watch.measured == ["pass", "raw"] * 2
+    ask(path)
+    assert watch.measured == ["pass", "raw"] * 2
+
+
 def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -236,6 +254,17 @@ def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
     assert watch.measured == ["pass", "raw"]
     *_, summary = kvtool(*at, "--compare", "union,auto").fine().lines
     assert [run["fusion"] for run in summary["runs"]] == ["full", "union", "auto"]
+
+
+def test_chunks_that_are_held_are_not_counted_as_read(path: Path, watch: Stopwatch) -> None:
+    """Reading takes so long that computing is faster, until an earlier question has read them."""
+    watch.loads = LoadSpeed(0.0, 1.0, 1.0, 1e9)
+    request = Request("mill", documents=("mill2.md",))
+    auto, reuse = QueryOptions(fusion="auto", max_tokens=2), QueryOptions(fusion="reuse", max_tokens=2)
+    with Store.open(path) as store:
+        session = Session.open(store)
+        session.keep_hot(10**9)
+        assert [session.ask(request, options).fusion for options in (auto, reuse, auto)] == ["full", "reuse", "union"]
 
 
 def test_from_python(path: Path, watch: Stopwatch) -> None:

@@ -27,11 +27,13 @@ NOISE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A segment of the prompt: its tokens, its status (fusion/plan) and the level it is read at."""
+    """A segment of the prompt: its tokens, its status (fusion/plan), the level it is read at, and whether it is held in
+    memory, so that nothing is to be read."""
 
     tokens: int
     status: str
     level: str | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Prompt:
             self._keys[name] = self._keys.get(name, 0) + _keys_seen(start, span.tokens)
             if cached and span.level is not None:
                 levels = self._stored.setdefault(name, {})
-                levels[span.level] = levels.get(span.level, 0) + span.tokens
+                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else span.tokens)
                 self.context += span.tokens if number else 0
             start += span.tokens
         self.length = start

@@ -37,6 +37,11 @@ class HotSource:
         """Bytes held now."""
         return self._bytes
 
+    def holds(self, segment: Segment, layers: int) -> bool:
+        """Whether all of so many layers of it are held."""
+        with self._lock:
+            return len(self._held.get(_key(segment), {})) == layers
+
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """One layer's keys and values of several segments; see KVSource."""
         found = {segment.start: self._get(segment, layer) for segment in segments}

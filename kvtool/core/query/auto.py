@@ -53,7 +53,7 @@ def answer_auto(
 def _choose(session: Session, asked: Asked, options: QueryOptions) -> _Chosen:
     started = time.perf_counter()
     laid_out = _at_levels(session, asked, options)
-    spans = {level: _spans(one.plan) for level, one in laid_out.items()}
+    spans = {level: _spans(session, one.plan) for level, one in laid_out.items()}
     levels = [level for level in LEVELS if any(span.level == level for one in spans.values() for span in one)]
     own = [segment.source.chunk_id for segment in asked.plan.cached]
     known = time.perf_counter()
@@ -83,5 +83,8 @@ def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[st
     return {name: found.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
 
 
-def _spans(plan: Plan) -> list[Span]:
-    return [Span(len(one.ids), one.status, one.source.level if one.cached else None) for one in plan.segments]
+def _spans(session: Session, plan: Plan) -> list[Span]:
+    return [
+        Span(len(one.ids), one.status, one.source.level if one.cached else None, one.cached and session.holds(one))
+        for one in plan.segments
+    ]

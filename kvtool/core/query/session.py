@@ -135,6 +135,10 @@ class Session:
         """Hold what was loaded, up to `limit` bytes, for the questions to come."""
         self._source = HotSource(self._source, limit)
 
+    def holds(self, segment: Segment) -> bool:
+        """Whether all of it is held in memory."""
+        return isinstance(self._source, HotSource) and self._source.holds(segment, len(self.decoder.layers))
+
     @property
     def parts(self) -> PromptParts:
         """The store's own beginning and answer header."""

@@ -18,6 +18,7 @@ from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds, read_numbers
 from kvtool.core.levels import ProfileShelf
+from kvtool.core.machine import is_busy
 from kvtool.core.query.measuring import WANTED, measure_load, measure_pass
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class SpeedBook:
     """The speeds of one model on this machine, measured at the first need and kept in a file beside the store.
 
     The file is one for a model, with a row for each device, core and thread count and dtype. What cannot be read is
-    measured again, a store that cannot be written is measured each time.
+    measured again; what is measured while the machine is busy, or for a store that cannot be written, serves this
+    process only.
 
     Attributes
     ----------
@@ -73,7 +75,10 @@ class SpeedBook:
 
     def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
         what = "computes and loads" if self._passes is None else "loads level " + ", ".join(levels)
-        self.say(f"measuring how fast this machine {what}, once for this model")
+        busy = is_busy()
+        self.say(
+            f"measuring how fast this machine {what}, " + ("for now: it is busy" if busy else "once for this model")
+        )
         samples = find_samples(self._store, len(self._decoder.layers), levels, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
@@ -84,7 +89,8 @@ class SpeedBook:
                 self._unreadable.add(level)
             else:
                 self._loads[level] = speed
-        self._keep()
+        if not busy:
+            self._keep()
 
     # ---- the file ----
 
