@@ -64,7 +64,7 @@ def test_a_row_for_each_mode_and_context(home: Path, tmp_path: Path) -> None:
         for name in ("read_ms", "decode_ms", "wait_ms", "select_ms", "plan_ms"):
             assert row[name] >= 0
         assert row["bytes_read"] > 0
-        assert row["peak_memory_mb"] is None or row["peak_memory_mb"] >= 0
+        assert row["peak_memory_mb"] is None or 0 <= row["staging_mb"] <= row["peak_memory_mb"]
     titles = [title.text for title in ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 2 * 3 * (len(MODES) + 1)
     assert not list((home / "cache").glob("kvtool-bench-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from kvtool.core.bench.prompts import Prompt
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
-from kvtool.core.fusion.source import StoreSource
+from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.query.session import selector_for
 
@@ -51,12 +53,14 @@ class Facts:
     passes : rows and keys, layer by layer.
     rows : computed at each layer of the main pass.
     peak_bytes : memory on top of the model, the prompt's cache included; None where it cannot be told.
+    held_bytes : the same of a pass whose chunks are held in memory already, so that nothing is read or decoded.
     """
 
     passes: tuple[Work, ...]
     rows: tuple[int, ...]
     bytes_read: int
     peak_bytes: int | None
+    held_bytes: int | None
 
 
 class Answerer:
@@ -77,12 +81,21 @@ class Answerer:
         if mode == PLAIN:
             with peak_memory(device) as peak:
                 self._plain(prompt)
-            return Facts((full_work(prompt.length, layers),), (prompt.length,) * layers, 0, peak.bytes)
+            return Facts((full_work(prompt.length, layers),), (prompt.length,) * layers, 0, peak.bytes, peak.bytes)
         with peak_memory(device) as peak:
             fused = self._fused(prompt, mode)[1]
         _check_whole(fused)
         passes = tuple(fused_work(fused, selector_for(self._options, mode)))
-        return Facts(passes, fused.tokens.rows, fused.bytes_read, peak.bytes)
+        rows, bytes_read = fused.tokens.rows, fused.bytes_read
+        del fused
+        held = HotSource(self._source(), sys.maxsize)
+        self._fused(prompt, mode, held)
+        with peak_memory(device) as without_reading:
+            self._fused(prompt, mode, held)
+        return Facts(passes, rows, bytes_read, peak.bytes, without_reading.bytes)
+
+    def _source(self) -> StoreSource:
+        return StoreSource.of(self._store, self.decoder, self._profiles)
 
     def _plain(self, prompt: Prompt) -> Sample:
         plan = prompt.plan(self._store)
@@ -96,11 +109,11 @@ class Answerer:
             synchronize(device)
             return Sample((time.perf_counter() - started) * 1e3)
 
-    def _fused(self, prompt: Prompt, mode: str) -> tuple[Sample, Fused]:
+    def _fused(self, prompt: Prompt, mode: str, source: KVSource | None = None) -> tuple[Sample, Fused]:
         decoder = self.decoder
         synchronize(decoder.device)
         started = time.perf_counter()
-        source = StoreSource.of(self._store, decoder, self._profiles)
+        source = source or self._source()
         plan = prompt.plan(self._store)
         planned = time.perf_counter()
         fused = fuse(decoder, plan, selector_for(self._options, mode), source)

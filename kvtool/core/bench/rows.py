@@ -34,6 +34,8 @@ class FusionRow:
     roofline_efficiency : limit_ms / ttft_ms.
     rows_by_layer : computed rows in the main pass, layer by layer, and their sum.
     peak_memory_mb : 10^6 bytes on top of the model, the prompt's KV (`kv_mb`) included; None: unknown.
+    staging_mb : how much of it a pass whose chunks are held in memory already does not take: what loading stages.
+    layer_mb : the KV of one layer of the prompt.
     """
 
     fusion: str
@@ -63,8 +65,10 @@ class FusionRow:
     load_limit_ms: float
     roofline_efficiency: float
     peak_memory_mb: float | None
+    staging_mb: float | None
     model_mb: float
     kv_mb: float
+    layer_mb: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
     work = flops(about.architecture, facts.passes)
     full = flops(about.architecture, [full_work(reference.context, len(about.architecture.layers))])
     bytes_each = about.decoder.dtype.itemsize
+    kv_mb = about.decoder.kv_bytes(reference.context) / 1e6
     limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
     return FusionRow(
         fusion=mode,
@@ -152,9 +157,17 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
         load_limit_ms=limit.load_ms,
         roofline_efficiency=limit.ms / ttft,
         peak_memory_mb=None if facts.peak_bytes is None else facts.peak_bytes / 1e6,
+        staging_mb=_staging_mb(facts),
         model_mb=about.model_bytes / 1e6,
-        kv_mb=about.decoder.kv_bytes(reference.context) / 1e6,
+        kv_mb=kv_mb,
+        layer_mb=kv_mb / len(about.architecture.layers),
     )
+
+
+def _staging_mb(facts: Facts) -> float | None:
+    if facts.peak_bytes is None or facts.held_bytes is None:
+        return None
+    return max(0, facts.peak_bytes - facts.held_bytes) / 1e6
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, float]:

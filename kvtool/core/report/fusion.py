@@ -27,12 +27,14 @@ TABLE_HEAD = (
     "limit ms",
     "of limit",
     "peak MB",
+    "staged",
 )
 _MEANING = (
     "speedup: full prefill / TTFT; FLOPs ratio: full / this mode; efficiency: speedup / FLOPs ratio. Milliseconds: "
     "load = read + decode + upload + rotate, in a thread beside compute (selection included); wait: for it; overlap: "
     "TTFT / the larger of load and compute. limit: by layer the slower of its FLOPs and its weights, or all bytes "
-    "read, at the speeds above; peak: memory on top of the model, measured in a pass that is not timed"
+    "read, at the speeds above; peak: memory on top of the model, measured in a pass that is not timed; staged: what "
+    "a pass that has nothing to load takes less of it (the KV of one layer: {layer_mb:.1f} MB)"
 )
 
 
@@ -42,7 +44,7 @@ def fusion_table(result: FusionBench) -> Iterator[tuple[Any, ...]]:
         both = (("full, transformers", reference.transformers_ms), ("full, kvtool", reference.kvtool_ms))
         for name, milliseconds in both:
             speedup = f"{reference.ms / milliseconds:.2f}"
-            yield (name, reference.context, f"{milliseconds:.1f}", speedup, "1.00", speedup, *[""] * 11)
+            yield (name, reference.context, f"{milliseconds:.1f}", speedup, "1.00", speedup, *[""] * 12)
         for row in result.rows:
             if row.context == reference.context:
                 yield _cells(row)
@@ -66,7 +68,7 @@ def _cells(row: FusionRow) -> tuple[Any, ...]:
         f"{row.bytes_read / 1e6:.1f}",
         f"{row.limit_ms:.1f}",
         f"{row.roofline_efficiency:.0%}",
-        "-" if row.peak_memory_mb is None else f"{row.peak_memory_mb:.0f}",
+        *("-" if megabytes is None else f"{megabytes:.0f}" for megabytes in (row.peak_memory_mb, row.staging_mb)),
     )
 
 
@@ -89,7 +91,7 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
         f"this machine: products {machine.gemm_flops / 1e12:.3f} TFLOP/s, weights read at "
         f"{machine.weight_bytes / 1e9:.1f} GB/s, memcpy {machine.memcpy_bytes / 1e9:.1f} GB/s{upload}"
     )
-    yield _MEANING
+    yield _MEANING.format(layer_mb=max(row.layer_mb for row in result.rows))
     yield f"TTFT: {result.includes}"
     yield f"full, transformers: {result.plain_includes}"
 
