@@ -15,6 +15,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.question import question_attention
 from kvtool.core.fusion.selectors import Infoflow, Reuse, Union
+from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.ranking import hit_rows
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, plain_model, same_bits, tokens
 
@@ -27,15 +28,15 @@ def llama() -> Case:
     return case("llama")
 
 
-def ours(one: Case, plan: Plan, layers: range) -> torch.Tensor:
+def ours(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
     cache = one.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
     with Loader(one.decoder, plan.cached, cache, one.source) as loader:
-        return question_attention(one.decoder, plan, cache, loader, layers)
+        return question_attention(one.decoder, plan, cache, loader, layers, pooling)
 
 
-def eager(one: Case, plan: Plan, layers: range) -> torch.Tensor:
-    """Attention weights of the question over the fused cache of `reuse`, by `transformers`; then the paper's norms."""
+def eager(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
+    """Attention weights of the question over the fused cache of `reuse`, by `transformers`; then the pooling."""
     fused = one.fuse(plan, Reuse())
     start = plan.segments[-1].start
     past = DynamicCache()
@@ -47,8 +48,10 @@ def eager(one: Case, plan: Plan, layers: range) -> torch.Tensor:
         out = plain_model(one.name, one.dtype)(
             input_ids=ids, position_ids=positions, past_key_values=past, output_attentions=True
         )
-    by_layer = [out.attentions[layer][0].float().mean(0).square().sum(0).sqrt() for layer in layers]
-    return torch.stack(by_layer).mean(0)
+    weights = torch.stack([out.attentions[layer][0].float().mean(0) for layer in layers])
+    rows, last = weights.square().sum(1).sqrt(), weights[:, -1]
+    by_layer = {"rows": rows, "last": last, "both": (rows * last).sqrt()}[pooling]
+    return by_layer.mean(0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,11 +62,13 @@ def test_it_is_the_attention_of_the_model(name: str) -> None:
         assert torch.allclose(ours(one, plan, layers), eager(one, plan, layers), atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("pooling", ["rows", "last", "both"])
 @pytest.mark.parametrize("length", [1, 64, 65, 200])
-def test_questions_of_any_length(llama: Case, length: int) -> None:
+def test_questions_of_any_length(llama: Case, length: int, pooling: Pooling) -> None:
     """Blocks of rows are summed up as one."""
     plan = llama.plan(lead_in=BOS, question=tokens(length, 8))
-    assert torch.allclose(ours(llama, plan, range(LAYERS)), eager(llama, plan, range(LAYERS)), atol=2e-6, rtol=1e-4)
+    mine, right = (one(llama, plan, range(LAYERS), pooling) for one in (ours, eager))
+    assert torch.allclose(mine, right, atol=2e-6, rtol=1e-4)
 
 
 def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
@@ -111,10 +116,21 @@ def test_union_recomputes_what_is_looked_at_and_sensitive(llama: Case) -> None:
     plan = llama.plan(lead_in=BOS)
     fused = llama.fuse(plan, Union(0.15))
     count = math.ceil(0.15 * CONTEXT)
-    attention = ours(llama, plan, range(LAYERS // 2, LAYERS))
+    attention = ours(llama, plan, range(LAYERS // 2, LAYERS), "both")
     assert fused.recomputed.nonzero()[:, 0].tolist() == chosen_by(attention * plan.sensitivity(), plan, count)
     assert fused.recomputed.nonzero()[:, 0].tolist() != chosen_by(attention, plan, count)
     assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
+
+
+def test_its_parameters(llama: Case) -> None:
+    plan = llama.plan(lead_in=BOS)
+    count = math.ceil(0.15 * CONTEXT)
+    fused = llama.fuse(plan, Union(0.15, from_depth=0.0, pooling="last", weighting=0.5))
+    worth = ours(llama, plan, range(LAYERS), "last") * plan.sensitivity().sqrt()
+    assert fused.recomputed.nonzero()[:, 0].tolist() == chosen_by(worth, plan, count)
+    assert not torch.equal(fused.recomputed, llama.fuse(plan, Union(0.15)).recomputed)
+    plain, infoflow = Union(0.15, pooling="rows", weighting=0.0), Infoflow(0.15)
+    assert torch.equal(llama.fuse(plan, plain).recomputed, llama.fuse(plan, infoflow).recomputed)
 
 
 def test_without_any_sensitivity_union_is_infoflow(llama: Case) -> None:
@@ -122,7 +138,7 @@ def test_without_any_sensitivity_union_is_infoflow(llama: Case) -> None:
     segments = [replace(one, source=replace(one.source, sensitivity=b"")) for one in plan.segments]
     bare = Plan(tuple(segments))
     assert bare.sensitivity().eq(1).all()
-    assert same_bits(llama.fuse(bare, Union()), llama.fuse(bare, Infoflow()))
+    assert same_bits(llama.fuse(bare, Union(pooling="rows")), llama.fuse(bare, Infoflow()))
 
 
 def test_a_chunk_without_sensitivity_is_taken_as_the_mean(llama: Case) -> None:

@@ -129,7 +129,7 @@ def _fuse(
         needed = _needed(plan, selector, wanted, bool(asked))
         loader = stack.enter_context(Loader(decoder, needed, cache, source, trace, patience=patience))
         if asked:
-            attention = question_attention(decoder, plan, cache, loader, asked)
+            attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
             wanted = selector.rows(plan, attention) & cached
             asking = add_span(trace, "question attention", started) - loader.waited_s
         rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)

@@ -8,6 +8,7 @@ import torch
 
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
@@ -18,9 +19,9 @@ _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt'
 class _Watch:
     """Sums up the attention of the last rows of a pass, layer by layer."""
 
-    def __init__(self, rows: Rows, count: int, layers: range, length: int) -> None:
+    def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling) -> None:
         self._positions = rows.positions[-count:]
-        self._layers = layers
+        self._layers, self._pooling = layers, pooling
         self._total = torch.zeros(length, device=rows.positions.device)
 
     @property
@@ -29,16 +30,20 @@ class _Watch:
         return self._total / len(self._layers)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        """Add a layer's weights: the mean over heads, then the L2 norm over rows (InfoFlow KV)."""
+        """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
         if layer not in self._layers:
             return
-        count = len(self._positions)
+        count = 1 if self._pooling == "last" else len(self._positions)
+        positions, last = self._positions[-count:], self._total
         squares = torch.zeros_like(self._total)
         for first in range(0, count, _BLOCK):
             some = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, some]
-            squares += _weights(part, key[0], self._positions[some], scaling).square().sum(0)
-        self._total += squares.sqrt()
+            weights = _weights(part, key[0], positions[some], scaling)
+            squares += weights.square().sum(0)
+            last = weights[-1]
+        pooled = squares.sqrt_()
+        self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -51,7 +56,9 @@ def _weights(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, sc
     return scores.masked_fill_(hidden, -torch.inf).softmax(-1).mean(0)
 
 
-def question_attention(decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range) -> torch.Tensor:
+def question_attention(
+    decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range, pooling: Pooling = "rows"
+) -> torch.Tensor:
     """Attention of the question over the whole prompt, cached rows as they are reused, at their true positions.
 
     Question and holes are computed; their rows in the cache are those of this pass.
@@ -59,13 +66,15 @@ def question_attention(decoder: Decoder, plan: Plan, cache: PromptCache, loader:
     Parameters
     ----------
     layers : whose attention counts; the mean is taken over them.
+    pooling : of a layer's rows: the L2 norm over all of them (`rows`, InfoFlow KV), the `last` row, which the answer
+        begins at, or the geometric mean of the two (`both`).
 
     Returns
     -------
     float32 `[plan.length]`.
     """
     rows = Rows.of((~plan.mask("hit", "exact")).nonzero()[:, 0], decoder.device)
-    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length)
+    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling)
     cache.before_update = lambda layer, keys, values: loader.wait(layer)
     ids = plan.ids
     decoder.walk([ids[position] for position in rows.order], replace(rows, watch=watch), cache)

@@ -25,6 +25,8 @@ class QueryOptions:
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     force : answer although the gate refuses.
     load_timeout : seconds that one record may be read for; its chunk is computed in place then.
+    check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
+        the mode's own.
     max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 
@@ -46,6 +48,10 @@ class QueryOptions:
     explain: bool = False
     check_layer: int = 1
     metric: str = "v_sse"
+    from_depth: float = 0.5
+    pooling: str | None = None
+    weighting: float = 1.0
+    union_links: int = 0
 
 
 @dataclass(frozen=True, slots=True)

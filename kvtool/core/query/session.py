@@ -47,8 +47,8 @@ def selector_for(options: QueryOptions, mode: str) -> Selector:
     kind = SELECTORS.get(mode)
     if kind is None:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(SELECTORS)}")
-    names = [own.name for own in fields(cast(Any, kind))]
-    return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)})
+    given = {own.name: getattr(options, own.name, None) for own in fields(cast(Any, kind))}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def store_identity(store: Store) -> StoreIdentity:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from kvtool.core.fusion.plan import Plan
 
+Pooling = Literal["rows", "last", "both"]  # see fusion/question.py
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -21,6 +22,7 @@ class Selector(ABC):
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
     reason: ClassVar[str] = ""  # why a row is recomputed
+    pooling: Pooling = "rows"  # of the question's attention, where it is asked for
 
     def asked(self, plan: Plan, layers: int) -> range:
         """Layers whose question attention (fusion/question.py) the mode ranks rows by; empty: by none."""

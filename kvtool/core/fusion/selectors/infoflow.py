@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.base import Pooling, Selector
 from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
 
 
@@ -19,6 +19,7 @@ class Infoflow(Selector):
     Attributes
     ----------
     ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
+    pooling : how the rows of the question become one (question_attention).
     from_depth : the layers whose attention counts begin at this share of the model's depth, and end with the last.
     """
 
@@ -26,6 +27,7 @@ class Infoflow(Selector):
     reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
     from_depth: float = 0.5
+    pooling: Pooling = "rows"
 
     def asked(self, plan: Plan, layers: int) -> range:
         wanted = 0 < self.ratio < 1 and bool(hit_rows(plan).any())

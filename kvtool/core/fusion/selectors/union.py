@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.base import Pooling, Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
@@ -22,7 +22,8 @@ class Union(Selector):
     Attributes
     ----------
     ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
-    from_depth : see Infoflow.
+    from_depth, pooling : see Infoflow.
+    weighting : power of the sensitivity; 0: attention alone.
     union_links : first tokens of every chunk, before all others; none by default: a warm lead-in leaves them no use.
     """
 
@@ -30,6 +31,8 @@ class Union(Selector):
     reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
     from_depth: float = 0.5
+    pooling: Pooling = "both"
+    weighting: float = 1.0
     union_links: int = 0
 
     def asked(self, plan: Plan, layers: int) -> range:
@@ -38,7 +41,7 @@ class Union(Selector):
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         if attention is None:
             return hit_rows(plan) if self.ratio > 0 else plan.mask()
-        worth = attention * plan.sensitivity()
+        worth = attention * plan.sensitivity() ** self.weighting
         worth[self._links(plan)] = torch.inf
         return highest(worth, hit_rows(plan), share_of(self.ratio, context_tokens(plan)))
 
