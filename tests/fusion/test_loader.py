@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,9 +13,10 @@ import torch
 
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion import loader
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse
-from kvtool.core.fusion.source import MemorySource, ReadStats
+from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -89,6 +91,38 @@ def test_a_record_that_turns_out_missing_becomes_a_hole(llama: Case, name: str, 
     assert fused.tokens == expected.tokens
     assert fused.tokens.fresh == len(QUESTION) + len(hole.ids)
     assert not loader_threads()
+
+
+class CountingSource:
+    """Gives copies, and counts the layers of which any is still alive."""
+
+    def __init__(self, inner: KVSource) -> None:
+        self.inner = inner
+        self.given: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self.most = 0
+        self.turn = threading.Lock()
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[Any]:
+        found = [tuple(side.clone() for side in kv) for kv in self.inner.read(segments, layer, stats)]
+        with self.turn:
+            self.given[layer] = [weakref.ref(side) for kv in found for side in kv]
+            alive = [any(ref() is not None for ref in refs) for refs in self.given.values()]
+            self.most = max(self.most, sum(alive))
+        return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_thread_stages_one_layer(llama: Case, workers: int) -> None:
+    source = CountingSource(llama.source)
+    plan = llama.plan(lead_in=BOS)
+    cache = llama.decoder.new_cache(plan.length)
+    cache.set_length(plan.length)
+    with Loader(llama.decoder, plan.cached, cache, source, workers=workers) as loading:
+        for layer in range(LAYERS):
+            loading.wait(layer)
+    assert sorted(source.given) == list(range(LAYERS))
+    assert 1 <= source.most <= workers
+    assert not any(ref() is not None for refs in source.given.values() for ref in refs)
 
 
 class SlowSource(MemorySource):
