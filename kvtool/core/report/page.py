@@ -1,0 +1,104 @@
+"""One self-contained HTML page: text, tables and inline SVG; opens offline, in light and dark, on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #24292f; --faint: #6a737d; --page: #ffffff; --line: #d9dee3 }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e3e7ec; --faint: #98a1ab; --page: #14181d; --line: #333a42 }
+}
+body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif }
+main { max-width: 68rem; margin: 0 auto; padding: 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; color: var(--faint); margin: 0 }
+dd { margin: 0; overflow-wrap: anywhere }
+figure { margin: 1rem 0; overflow-x: auto } figure svg { display: block; max-width: none }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
+th:first-child, td:first-child { text-align: left }
+.tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9 }
+.tokens span { border-radius: 3px; padding: .1em 0 }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a head; cells are shown as they are."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shaded:
+    """Pieces of a text, each with a weight from 0 to 1 that shades it."""
+
+    pieces: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, then what stands under it, in this order.
+
+    Attributes
+    ----------
+    figures : SVG documents, trusted: they are ours.
+    """
+
+    title: str
+    text: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    shaded: tuple[Shaded, ...] = ()
+
+
+def page(title: str, facts: Mapping[str, object], sections: Sequence[Section]) -> str:
+    """The page's HTML.
+
+    Parameters
+    ----------
+    facts : what was measured, on what: shown under the title.
+    """
+    body = [f"<h1>{escape(title)}</h1>", "<dl>"]
+    body += [f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items()]
+    body.append("</dl>")
+    for section in sections:
+        body += _section(section)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield f"<section><h2>{escape(section.title)}</h2>"
+    for paragraph in section.text:
+        yield f"<p>{escape(paragraph)}</p>"
+    for figure in section.figures:
+        yield f"<figure>{figure}</figure>"
+    for table in section.tables:
+        yield from _table(table)
+    for shaded in section.shaded:
+        yield '<p class="tokens">' + "".join(_piece(*piece) for piece in shaded.pieces) + "</p>"
+    yield "</section>"
+
+
+def _table(table: Table) -> Iterator[str]:
+    yield '<div class="wide"><table><thead><tr>'
+    yield from (f"<th>{escape(name)}</th>" for name in table.head)
+    yield "</tr></thead><tbody>"
+    for row in table.rows:
+        yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+    yield "</tbody></table></div>"
+
+
+def _piece(text: str, weight: float) -> str:
+    shade = round(100 * min(1.0, max(0.0, weight)))
+    return f'<span style="background:rgb(224 134 0 / {shade}%)">{escape(text)}</span>' if shade else escape(text)
