@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
+from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
 from kvtool.cli.sessions import open_session
@@ -15,7 +18,9 @@ from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
 
-WHATS = ("gate", "codec", "quality")
+REPORTS = ()
+WHATS = ("gate", "codec", "quality", *REPORTS)
+Report = Callable[[Run, Any, Subject], int | None]
 
 
 @app.command(cls=ManyValues)
@@ -29,6 +34,9 @@ def inspect(
             help="`gate`: the laws on this model. `codec`: what its levels lose. `quality`: modes beside `full`.",
         ),
     ] = "",
+    about: Annotated[
+        str | None, typer.Argument(metavar="[QUESTION|ID]", help="A question, or a chunk's id.", show_default=False)
+    ] = None,
     batch: Annotated[
         Path | None,
         typer.Option("--batch", metavar="FILE.jsonl", help="codec, quality: the questions.", show_default=False),
@@ -55,10 +63,22 @@ def inspect(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="quality: measure although the gate refuses.")] = False,
+    chunks: Annotated[
+        list[str] | None, typer.Option("--chunks", metavar="ID", help="Of a question: these chunks, in this order.")
+    ] = None,
+    documents: Annotated[
+        list[str] | None, typer.Option("--documents", metavar="PATH", help="Of a question: all chunks of these.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page with plots, too.", show_default=False),
+    ] = None,
 ) -> int | None:
     """The store at a glance, or one thing about it in depth."""
     if what and what not in WHATS:
         raise UsageError(f"inspect: there is no {what!r}", f"known: {', '.join(WHATS)}")
+    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html)
+    subject.check()
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
@@ -67,10 +87,18 @@ def inspect(
         if what == "codec":
             _codec(run, store, batch, limit, scheme or [])
             return None
+        if what in REPORTS:
+            return _report(what)(run, store, subject)
         if what == "quality":
             return quality(run, store, Wanted(batch, runs or (), limit, max_tokens, resume, force))
         _glance(run, store)
         return None
+
+
+def _report(what: str) -> Report:
+    """A report in a module of its own, imported when it is asked for: `inspect_WHAT.WHAT`."""
+    found: Report = getattr(importlib.import_module(f"kvtool.cli.inspect_{what}"), what)
+    return found
 
 
 def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: list[str]) -> None:

@@ -1,0 +1,77 @@
+"""What `kvtool inspect` is asked about: a question or a file of them, and the page to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.core.errors import KvtoolError, UsageError
+
+if TYPE_CHECKING:
+    from kvtool.cli.options import Run
+    from kvtool.core.query.reply import Request
+    from kvtool.core.report.page import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Flags that several reports share.
+
+    Attributes
+    ----------
+    text : the argument after WHAT: a question, or a chunk's id.
+    """
+
+    text: str | None = None
+    chunks: tuple[str, ...] = ()
+    documents: tuple[str, ...] = ()
+    batch: Path | None = None
+    limit: int | None = None
+    html: Path | None = None
+
+    def requests(self, what: str) -> list[Request]:
+        """The questions: the argument's, or those of `--batch`, `--limit` of them.
+
+        Raises
+        ------
+        UsageError : none, or both.
+        """
+        from kvtool.core.query.reply import Request, read_batch
+
+        if (self.text is None) == (self.batch is None):
+            raise UsageError(
+                f"inspect {what} needs a question, or a file of them",
+                f'kvtool inspect {what} "Who founded the observatory?", or --batch FILE.jsonl',
+            )
+        if self.batch is not None:
+            return read_batch(self.batch)[: self.limit]
+        return [Request(str(self.text), self.chunks, self.documents)]
+
+    def check(self) -> None:
+        """Refuse a page that cannot be written, before anything is computed.
+
+        Raises
+        ------
+        UsageError : it is a folder, or its folder is not there.
+        """
+        if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):
+            raise UsageError(f"the page cannot be written to {str(self.html)!r}", "name a file in a folder that exists")
+
+    def write_page(self, run: Run, title: str, facts: dict[str, object], sections: Sequence[Section]) -> None:
+        """Write the page, if one is wanted.
+
+        Raises
+        ------
+        KvtoolError : it cannot be written.
+        """
+        if self.html is None:
+            return
+        from kvtool.core.report.page import page
+
+        try:
+            self.html.write_text(page(title, facts, sections), encoding="utf-8")
+        except OSError as error:
+            raise KvtoolError(f"the page {str(self.html)!r} cannot be written: {error.strerror}") from error
+        run.out.status(f"page written to {self.html}")
