@@ -18,7 +18,7 @@ from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
 
-REPORTS = ()
+REPORTS = ("deviation", "sparsity")
 WHATS = ("gate", "codec", "quality", *REPORTS)
 Report = Callable[[Run, Any, Subject], int | None]
 
@@ -30,8 +30,9 @@ def inspect(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="[gate|codec|quality]",
-            help="`gate`: the laws on this model. `codec`: what its levels lose. `quality`: modes beside `full`.",
+            metavar="[gate|codec|quality|deviation|sparsity]",
+            help="`gate`: the laws on this model. `codec`: what its levels lose. `quality`: modes beside `full`. "
+            "`deviation`: reused KV beside full prefill's. `sparsity`: where attention goes.",
         ),
     ] = "",
     about: Annotated[

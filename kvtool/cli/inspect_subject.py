@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.sessions import open_session
 from kvtool.core.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
+    from kvtool.core.cache.store import Store
     from kvtool.core.query.reply import Request
+    from kvtool.core.query.session import Asked, Session
     from kvtool.core.report.page import Section
 
 
@@ -75,3 +78,22 @@ class Subject:
         except OSError as error:
             raise KvtoolError(f"the page {str(self.html)!r} cannot be written: {error.strerror}") from error
         run.out.status(f"page written to {self.html}")
+
+
+def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> tuple[Session, list[Asked], dict[str, object]]:
+    """The model loaded, the questions' prompts, and what every report says of them first."""
+    from kvtool.core.query.reply import QueryOptions
+
+    session = open_session(run, store)
+    settings = run.settings
+    options = QueryOptions(top_k=settings.top_k, level=settings.level, max_loss=settings.max_loss)
+    prompts = [session.lay_out(request, options) for request in requests]
+    identity = session.identity
+    facts: dict[str, object] = {
+        "model": identity.model,
+        "dtype": identity.dtype,
+        "lead_in": identity.lead_in.mode,
+        "question": requests[0].question,
+        "prompt_tokens": prompts[0].plan.length,
+    }
+    return session, prompts, facts

@@ -12,6 +12,7 @@ from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.weights import attention_weights
 
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
@@ -39,21 +40,11 @@ class _Watch:
         for first in range(0, count, _BLOCK):
             some = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, some]
-            weights = _weights(part, key[0], positions[some], scaling)
+            weights = attention_weights(part, key[0], positions[some], scaling).mean(0)
             squares += weights.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
         self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
-
-
-def _weights(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Attention of rows `[heads, rows, head_dim]`, the mean over heads: float32 `[rows, keys]`."""
-    heads, rows, head_dim = query.shape
-    kv_heads, keys, _ = key.shape
-    scores = (query.reshape(kv_heads, -1, head_dim) @ key.transpose(1, 2)).float().view(heads, rows, keys)
-    scores *= head_dim**-0.5 if scaling is None else scaling
-    hidden = torch.arange(keys, device=key.device) > positions[:, None]
-    return scores.masked_fill_(hidden, -torch.inf).softmax(-1).mean(0)
 
 
 def question_attention(

@@ -140,6 +140,11 @@ class Session:
         return isinstance(self._source, HotSource) and self._source.holds(segment, len(self.decoder.layers))
 
     @property
+    def source(self) -> KVSource:
+        """Where its records are read."""
+        return self._source
+
+    @property
     def parts(self) -> PromptParts:
         """The store's own beginning and answer header."""
         return PromptParts(self.identity.prefix, self.identity.answer_header)

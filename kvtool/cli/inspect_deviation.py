@@ -1,0 +1,85 @@
+"""`kvtool inspect deviation`: how far reused KV is from full prefill's, and which tokens it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.cli.inspect_subject import Subject, laid_out
+from kvtool.cli.options import Run
+from kvtool.cli.spark import sparkline
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.plan import Plan
+
+
+def deviation(run: Run, store: Any, about: Subject) -> None:
+    """Measure, tell, and write the page."""
+    requests = about.requests("deviation")
+    session, prompts, facts = laid_out(run, store, requests)
+    from kvtool.core.report.caches import Subject as Prompt
+    from kvtool.core.report.deviation import deviation_report
+    from kvtool.core.report.deviation_page import deviation_sections
+    from kvtool.core.report.means import mean_of
+
+    reports, texts = [], []
+    with run.out.progress("prompts", total=len(prompts), unit="prompts") as bar:
+        for asked in prompts:
+            found = deviation_report(Prompt.of(session.decoder, asked.plan, session.source))
+            texts.append(_texts(asked.plan, found.pop("token_deviation"), session.tokenizer))
+            reports.append(found)
+            bar.advance(1)
+    value = facts | {"prompts": len(reports)} | mean_of(reports)
+    value["chunks"] = [
+        {"id": one.source.chunk_id.hex(), "tokens": [{"text": text, "deviation": worth} for text, worth in pieces]}
+        for one, pieces in zip(_hits(prompts[0].plan), texts[0], strict=True)
+    ]
+    about.write_page(run, "KV deviation", facts | {"prompts": len(reports)}, deviation_sections(value, texts[0]))
+    run.out.result(value, human=lambda: _show(run, value))
+
+
+def _hits(plan: Plan) -> list[Any]:
+    return [one for one in plan.chunks if one.status == "hit"]
+
+
+def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
+    """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
+    left = iter(worth)
+    return [list(_pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]
+
+
+def _pieces(ids: Sequence[int], worth: Sequence[float], tokenizer: Any) -> Iterator[tuple[str, float]]:
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        text = tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False)
+        if not text.endswith("\ufffd") or stop == len(ids):
+            yield text, max(worth[start:stop])
+            start = stop
+
+
+def _show(run: Run, value: dict[str, Any]) -> None:
+    head = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
+    rows = [
+        (
+            row["layer"],
+            f"{row['k_relative']:.3f}",
+            f"{row['v_relative']:.3f}",
+            f"{row['top_share']['0.05']:.0%}",
+            f"{row['top_share']['0.15']:.0%}",
+            "-" if row["spearman_next"] is None else f"{row['spearman_next']:.2f}",
+        )
+        for row in value["layers"]
+    ]
+    run.out.table(head, rows)
+    run.out.print("K, V: deviation over size; top: share of the squared V deviation that these tokens hold;")
+    run.out.print("rank correlation: of the tokens' V deviation with the next layer's")
+    run.out.print(f"V by layer           {sparkline([row['v_relative'] for row in value['layers']])}")
+    run.out.print(f"rank correlation     {sparkline([row['spearman_next'] for row in value['layers']])}")
+    ratios = list(dict.fromkeys(row["ratio"] for row in value["attention"]))
+    choices = list(dict.fromkeys(row["choice"] for row in value["attention"]))
+    by = {(row["choice"], row["ratio"]): row["deviation"] for row in value["attention"]}
+    run.out.table(
+        ("recomputed", *choices),
+        [(f"{ratio:.0%}", *(f"{by[choice, ratio]:.3f}" for choice in choices)) for ratio in ratios],
+        title="deviation of the question's attention",
+    )

@@ -1,0 +1,48 @@
+"""`kvtool inspect sparsity`: where attention goes, and how few keys take most of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.cli.inspect_subject import Subject, laid_out
+from kvtool.cli.options import Run
+from kvtool.cli.spark import sparkline
+
+
+def sparsity(run: Run, store: Any, about: Subject) -> None:
+    """Measure the first question's prompt; the questions after it are asked over the same chunks."""
+    requests = about.requests("sparsity")
+    session, prompts, facts = laid_out(run, store, requests[:1])
+    from kvtool.core.model.prompt import question_tokens
+    from kvtool.core.report.caches import Subject as Prompt
+    from kvtool.core.report.sparsity import sparsity_report
+    from kvtool.core.report.sparsity_page import sparsity_sections
+
+    others = [question_tokens(session.tokenizer, one.question, session.parts) for one in requests[1:]]
+    with run.out.progress("prompts", total=1, unit="prompts") as bar:
+        found = sparsity_report(Prompt.of(session.decoder, prompts[0].plan, session.source), others)
+        bar.advance(1)
+    value = facts | found
+    about.write_page(run, "Attention sparsity", facts | {"questions": len(requests)}, sparsity_sections(value))
+    run.out.result(value, human=lambda: _show(run, value))
+
+
+def _show(run: Run, value: dict[str, Any]) -> None:
+    tallies = {"context, full": value["context"]} | {f"question, {n}": one for n, one in value["question_over"].items()}
+    rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()), "")]
+    rows += [
+        (name, *(f"{part:.1%}" for part in tally["mass"].values()), f"{tally['keys_for_mass']:.1%}")
+        for name, tally in tallies.items()
+    ]
+    held = f"keys for {value['mass_held']:.0%}"
+    run.out.table(("attention of", *value["classes"], held), rows)
+    for name, tally in tallies.items():
+        starts = [row["mass"]["sink"] + row["mass"]["chunk starts"] for row in tally["layers"]]
+        run.out.print(f"sink and starts by layer, {name:<16} {sparkline(starts)}")
+    if value["stability"] is not None:
+        kept = value["stability"]
+        run.out.print(
+            f"two of {kept['questions']} questions share {kept['mean']:.0%} of their heaviest {kept['share']:.0%} of "
+            f"positions (by chance {kept['chance']:.0%}); {kept['starts']:.0%} of these are starts of chunks "
+            f"({kept['starts_chance']:.0%} of all positions are)"
+        )

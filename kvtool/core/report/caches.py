@@ -1,0 +1,100 @@
+"""One prompt's caches to look into: reused, fused, in full; and the queries that the question asks them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.selectors.ranking import hit_rows
+from kvtool.core.fusion.source import KVSource
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+
+Watch = Callable[[int, torch.Tensor, torch.Tensor, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen(Selector):
+    """Recomputes the rows that it was given, bool `[plan.length]`."""
+
+    name: ClassVar[str] = "chosen"
+    rows_chosen: torch.Tensor
+
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
+        return self.rows_chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A prompt whose records are all there, some of them not what full prefill gives.
+
+    Attributes
+    ----------
+    hits : positions, ascending, of rows that are reused and not exact: int64 `[hits]`.
+    """
+
+    decoder: Decoder
+    plan: Plan
+    source: KVSource
+    hits: torch.Tensor
+
+    @classmethod
+    def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> Subject:
+        """Raises UsageError where nothing of the prompt is reused."""
+        hits = hit_rows(plan).nonzero()[:, 0]
+        if not len(hits):
+            raise UsageError(
+                "nothing of this prompt is reused from another place", "take more chunks (--top-k, --documents)"
+            )
+        return cls(decoder, plan, source, hits)
+
+    def full(self) -> PromptCache:
+        """The cache of plain full prefill."""
+        return self.decoder.prefill(self.plan.ids)[1]
+
+    def fused(self, selector: Selector) -> Fused:
+        """The cache of a fusion mode."""
+        return fuse(self.decoder, self.plan, selector, self.source)
+
+    def recomputing(self, rows: torch.Tensor) -> PromptCache:
+        """The cache with these rows (bool `[length]`) recomputed."""
+        return self.fused(Chosen(rows)).cache
+
+    def watch_question(self, cache: PromptCache, watch: Watch) -> None:
+        """Show every layer's queries and keys of the question's rows, which are computed once more: into the cache goes
+        what stands there."""
+        question = self.plan.segments[-1]
+        rows = Rows.of(torch.arange(question.start, question.stop), self.decoder.device)
+        self.decoder.walk(question.ids, replace(rows, watch=watch), cache)
+
+    def queries(self, cache: PromptCache) -> Queries:
+        """Of the question over this cache."""
+        found = Queries(torch.arange(self.plan.segments[-1].start, self.plan.length, device=self.decoder.device))
+        self.watch_question(cache, lambda layer, query, key, scaling: found.add(query[0].clone(), scaling))
+        return found
+
+
+class Queries:
+    """Rotated queries of some rows, layer by layer.
+
+    Attributes
+    ----------
+    positions : of the rows.
+    layers : `[heads, rows, head_dim]` and the scaling of each layer.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+        self.layers: list[tuple[torch.Tensor, float | None]] = []
+
+    def add(self, query: torch.Tensor, scaling: float | None) -> None:
+        """The next layer's."""
+        self.layers.append((query, scaling))

@@ -1,0 +1,100 @@
+"""`kvtool inspect deviation|sparsity`: numbers, tables, a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtool.cli.spark import sparkline
+from kvtool.core.report.means import mean_of
+from tests.cli.working import QUESTION, kvtool, payloads
+from tests.report.test_page import Outline
+
+REPORTS = ("deviation", "sparsity")
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    rows = [QUESTION, "When was the first mill built?", "Where is the fourth mill?"]
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps({"question": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("what", REPORTS)
+def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp_path: Path) -> None:
+    before, html = payloads(store), tmp_path / "page.html"
+    at = ("inspect", what, QUESTION, "--store", store)
+    done = kvtool(*at, "--html", html, "--json").fine()
+    found = Outline(html.read_text(encoding="utf-8"))
+    assert found.tags.count("svg") >= 2
+    assert QUESTION in found.text
+    assert "script" not in found.tags
+    assert done.json["question"] == QUESTION
+    assert len(done.json["layers"] if what == "deviation" else done.json["context"]["layers"]) == 4
+    told = kvtool(*at).fine().out
+    assert "▁" in told or "█" in told
+    assert payloads(store) == before
+
+
+def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) -> None:
+    at = ("inspect", "deviation", "--store", store, "--batch", batch, "--json")
+    both = kvtool(*at, "--limit", 2).fine().json
+    single = [
+        kvtool("inspect", "deviation", q, "--store", store, "--json").fine().json
+        for q in (QUESTION, "When was the first mill built?")
+    ]
+    assert both["prompts"] == 2
+    for layer, row in enumerate(both["layers"]):
+        mean = sum(one["layers"][layer]["v_sse"] for one in single) / 2
+        assert row["v_sse"] == pytest.approx(mean, rel=1e-4)
+    assert both["chunks"] == single[0]["chunks"]
+
+
+def test_the_pieces_of_a_chunk_are_its_text(store: Path, tmp_path: Path) -> None:
+    """Also where a character is several tokens."""
+    text = "방앗간은 1769년에 지어졌다. 밀가루를 빻는다."
+    (tmp_path / "korean.md").write_text(text, encoding="utf-8")
+    kvtool("ingest", tmp_path / "korean.md", "--store", store).fine()
+    at = ("--documents", "mill0.md", "korean.md", "--json")
+    row = kvtool("inspect", "deviation", "언제?", "--store", store, *at).fine().json
+    pieces = [piece["text"] for chunk in row["chunks"] for piece in chunk["tokens"]]
+    assert text in "".join(pieces)
+    assert len(pieces) > len(text.split())
+
+
+def test_sparsity_of_one_question_and_of_more(store: Path, batch: Path) -> None:
+    one = kvtool("inspect", "sparsity", QUESTION, "--store", store, "--json").fine().json
+    assert one["stability"] is None
+    more = kvtool("inspect", "sparsity", "--batch", batch, "--store", store, "--json").fine().json
+    assert more["stability"]["questions"] == 3
+    assert more["question_over"] == one["question_over"]
+    assert "share" in kvtool("inspect", "sparsity", "--batch", batch, "--store", store).fine().out
+
+
+@pytest.mark.parametrize("what", REPORTS)
+def test_what_cannot_be_asked(what: str, store: Path, batch: Path, tmp_path: Path) -> None:
+    at = ("inspect", what, "--store", store)
+    assert kvtool(*at).code == 2
+    assert kvtool(*at, QUESTION, "--batch", batch).code == 2
+    assert kvtool(*at, "--batch", tmp_path / "none.jsonl").code == 2
+    assert kvtool(*at, QUESTION, "--html", tmp_path).code == 2
+    assert kvtool(*at, QUESTION, "--html", tmp_path / "no" / "page.html").code == 2
+    refused = kvtool(*at, QUESTION, "--chunks", "0" * 40)
+    assert refused.code == 2
+    assert "hint:" in refused.err
+    assert kvtool("inspect", what, QUESTION, "--store", tmp_path / "nowhere").code == 10
+
+
+def test_means_of_reports() -> None:
+    rows = [{"a": 1, "b": [1.0, None], "c": "x", "d": None}, {"a": 2, "b": [2.0, 4.0], "c": "y", "d": None}]
+    assert mean_of(rows) == {"a": 1.5, "b": [1.5, 4.0], "c": "x", "d": None}
+    assert mean_of([{"layer": 3}, {"layer": 3}]) == {"layer": 3}
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, None, 0.5, 1]) == "▁ ▄█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([]) == ""
