@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
 
 from kvtool.core.report.page import Section, Shaded, Table, page
 from kvtool.core.report.svg import Line, Panel, line_charts
@@ -62,3 +67,43 @@ def test_all_that_was_given_is_there_and_nothing_is_fetched() -> None:
 
 def test_nothing_to_tell() -> None:
     assert "Empty" in Outline(page("Empty", {}, [])).text
+
+
+def test_many_values_of_x_are_not_all_labelled() -> None:
+    few = line_charts("Few", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(16))),))], "x")
+    many = line_charts("Many", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(30))),))], "x")
+    labels = [re.findall(r'text-anchor="middle">(\d+)<', chart) for chart in (few, many)]
+    assert labels == [[str(x) for x in range(16)], [str(x) for x in range(0, 30, 2)]]
+    assert many.count("<title>") == 30
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")
+def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
+    """Offline, in light and dark, on a phone: plots have a size, nothing is logged."""
+    chart = line_charts("Growth", [Panel("ms", (Line("a", ((1, 2), (2, 3))),))], "tokens")
+    html = page("A page", {"model": "x"}, [Section("One", ("Text.",), (chart,))])
+    probe = (
+        "<script>addEventListener('error', e => console.error(e.message));"
+        "document.title = [...document.querySelectorAll('svg')].map(one => one.getBoundingClientRect().width > 300)"
+        "+ ' ' + getComputedStyle(document.body).backgroundColor</script></body>"
+    )
+    (tmp_path / "page.html").write_text(html.replace("</body>", probe), encoding="utf-8")
+    backgrounds = []
+    for size, more in (("1100,800", ()), ("390,800", ("--blink-settings=preferredColorScheme=0",))):
+        done = subprocess.run(
+            [
+                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--enable-logging=stderr"),
+                *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"),
+                *(f"--window-size={size}", *more, (tmp_path / "page.html").as_uri()),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert "CONSOLE" not in done.stderr
+        found = re.search(r"<title>(true) (rgb[^<]*)</title>", done.stdout)
+        assert found, done.stdout[:500]
+        backgrounds.append(found[2])
+    assert backgrounds[0] == "rgb(255, 255, 255)"
+    assert backgrounds[1] == "rgb(20, 24, 29)"

@@ -9,6 +9,7 @@ from xml.sax.saxutils import escape
 
 _WIDTH, _HEIGHT = 420, 280  # of a panel's plot
 _LEFT, _TOP, _GAP, _BOTTOM = 64, 64, 84, 56
+_MOST_LABELS = 16  # below a panel
 _COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
 _MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-4 -4h8v8h-8z", "M0 -5l5 5l-5 5l-5 -5z", "M0 -5l5 9h-10z")
 _STYLE = """
@@ -76,7 +77,7 @@ def _panel(panel: Panel, names: Sequence[str], across: Sequence[float], x_label:
         yield f'<path class="grid" d="M0 {y:.1f}H{_WIDTH}"/>'
         yield f'<text x="-8" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
     places = {x: _WIDTH * (number + 0.5) / len(across) for number, x in enumerate(across)}
-    for x, place in places.items():
+    for x, place in list(places.items())[:: -(-len(places) // _MOST_LABELS)]:
         yield f'<text x="{place:.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
     yield f'<text class="note" x="{_WIDTH / 2}" y="{_HEIGHT + 36}" text-anchor="middle">{escape(x_label)}</text>'
     for line in panel.lines:
