@@ -13,8 +13,9 @@ from kvtool.core.errors import KvtoolError, UsageError
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
+    from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import Request
-    from kvtool.core.query.session import Asked, Session
+    from kvtool.core.query.session import Session
     from kvtool.core.report.page import Section
 
 

@@ -7,8 +7,9 @@ import pytest
 from kvtool.core.fusion.engine import forced_logits, fuse
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
+from kvtool.core.query.layout import Asked
 from kvtool.core.query.reply import QueryOptions, Request
-from kvtool.core.query.session import Asked, selector_for
+from kvtool.core.query.session import selector_for
 from kvtool.core.report.runs import RunSpec, parse_run
 from kvtool.core.report.trial import Answer, Trial, continued
 from kvtool.core.scoring import kl

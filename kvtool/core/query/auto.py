@@ -13,8 +13,9 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.levels import recorded_losses
 
 if TYPE_CHECKING:
+    from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import QueryOptions, Reply
-    from kvtool.core.query.session import Asked, Session
+    from kvtool.core.query.session import Session
 
 
 @dataclass(frozen=True, slots=True)

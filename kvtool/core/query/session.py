@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import Any, cast
 
-from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
+from kvtool.core.errors import StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.names import AUTO
-from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
+from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS, Selector
 from kvtool.core.fusion.source import KVSource, StoreSource
-from kvtool.core.identity import Ids, StoreIdentity
-from kvtool.core.levels import ProfileShelf, recorded_losses, smallest_allowed
+from kvtool.core.identity import StoreIdentity
+from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.load import load_model
-from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.model.prompt import PromptParts
 from kvtool.core.query.auto import answer_auto
-from kvtool.core.query.choose import Chooser
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
+from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
 from kvtool.core.query.speeds import SpeedBook
 from kvtool.core.retrieval.bm25 import Hit
@@ -64,16 +63,6 @@ def store_identity(store: Store) -> StoreIdentity:
     return identity
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request with its chunks found and its prompt laid out; `retrieve_ms` is what that took."""
-
-    request: Request
-    hits: Sequence[Hit]
-    plan: Plan
-    retrieve_ms: float
-
-
 class Session:
     """Answers questions from one store; the model is loaded once.
 
@@ -94,10 +83,9 @@ class Session:
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
         self._lock_wait = lock_wait
-        self._chooser = Chooser(store)
         self._tokenizer = decoder.loaded.tokenizer
+        self._layout = Layout(store, identity, self._tokenizer, len(decoder.layers))
         self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
-        self._losses = recorded_losses(store)
         self.speeds = SpeedBook(store, decoder, identity.fingerprint)
 
     @classmethod
@@ -147,7 +135,7 @@ class Session:
     @property
     def parts(self) -> PromptParts:
         """The store's own beginning and answer header."""
-        return PromptParts(self.identity.prefix, self.identity.answer_header)
+        return self._layout.parts
 
     @property
     def tokenizer(self) -> Any:
@@ -163,22 +151,15 @@ class Session:
 
     def lay_out(self, request: Request, options: QueryOptions) -> Asked:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
-        started = time.perf_counter()
-        hits = self._chooser.choose(request, options.top_k)
-        parts = self._parts(options)
-        question = question_tokens(self._tokenizer, request.question, parts)
-        plan = build_plan(self._prefix(parts), [self._candidate(hit, options) for hit in hits], question)
+        asked = self._layout.lay_out(request, options, self.trace)
         self.decoder.check_length(
-            plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
+            asked.plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
         )
-        return Asked(request, hits, plan, add_span(self.trace, "retrieve", started) * 1e3)
+        return asked
 
     def lay_out_at(self, asked: Asked, options: QueryOptions, level: str) -> Asked:
         """The same prompt with its chunks read at another level."""
-        options = replace(options, level=level)
-        prefix, *_, question = asked.plan.segments
-        chunks = [self._candidate(hit, options) for hit in asked.hits]
-        return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+        return self._layout.lay_out_at(asked, options, level)
 
     def answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None = None) -> Reply:
         """Fuse, take the first token, generate; then store what was missing."""
@@ -226,59 +207,13 @@ class Session:
         GateError : with the measured numbers.
         """
         ids = self.store.chunk_ids()[:8]
-        chunks = [info.token_ids for chunk in ids if (info := self._info(chunk)) is not None]
+        chunks = [info.token_ids for chunk in ids if (info := self._layout.info(chunk)) is not None]
         chunks = [chunk for chunk in chunks if chunk != self.identity.prefix]
         verdict = gate_store(self.store, self.decoder, self.identity, chunks)
         if verdict is not None:
             verdict.enforce()
 
-    # ---- the prompt ----
-
-    def _parts(self, options: QueryOptions) -> PromptParts:
-        """The store's own beginning and answer header, unless another instruction is asked for."""
-        if options.system is None or options.system == self.identity.system:
-            return self.parts
-        return prompt_parts(self._tokenizer, options.system)
-
-    def _prefix(self, parts: PromptParts) -> Candidate:
-        if not parts.prefix:
-            return Candidate((), lead_in=ids_digest([]), reason="empty")
-        if parts.prefix != self.identity.prefix:
-            return Candidate(parts.prefix, reason="another instruction than the store's")
-        return self._stored(parts.prefix, self.identity.prefix_id, ids_digest([]), "auto", 0.0)
-
-    def _candidate(self, hit: Hit, options: QueryOptions) -> Candidate:
-        """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them."""
-        info = self._info(hit.passage.chunk_id)
-        if info is None:
-            document = self.store.document(hit.passage.source)
-            text = document.text[hit.passage.start : hit.passage.end] if document is not None else ""
-            return Candidate(
-                chunk_tokens(self._tokenizer, [text])[0],
-                hit.passage.chunk_id,
-                reason="its description is lost or damaged",
-            )
-        return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, options.level, options.max_loss)
-
-    def _stored(self, ids: Ids, chunk_id: bytes, lead_in: bytes, level: str, max_loss: float) -> Candidate:
-        info = self._info(chunk_id)
-        if info is None:
-            return Candidate(ids, chunk_id, lead_in, reason="not stored")
-        if info.token_ids != ids:
-            return Candidate(ids, chunk_id, lead_in, reason="the stored token ids differ")
-        if info.layers != len(self.decoder.layers):
-            return Candidate(ids, chunk_id, lead_in, reason="stored with another number of layers")
-        levels = self.store.levels(chunk_id)
-        found = smallest_allowed(levels, self._losses, max_loss) if level == "auto" else level
-        if found is None or found not in levels:
-            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", stored=bool(levels))
-        return Candidate(ids, chunk_id, lead_in, found, sensitivity=info.sensitivity)
-
-    def _info(self, chunk_id: bytes) -> Any:
-        try:
-            return self.store.chunk_info(chunk_id)
-        except DamagedError:
-            return None
+    # ---- afterwards ----
 
     def _segments(self, plan: Plan) -> dict[str, Any]:
         return {
@@ -287,8 +222,6 @@ class Session:
             "chunks": [list(segment.ids) for segment in plan.chunks],
             "question": list(plan.segments[-1].ids),
         }
-
-    # ---- afterwards ----
 
     def _after(self, fused: Fused) -> None:
         self.store.note_access([segment.source.chunk_id for segment in fused.plan.cached_chunks])

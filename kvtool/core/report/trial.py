@@ -13,8 +13,9 @@ from kvtool.core.fusion.engine import Fused, forced_logits, fuse
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
+from kvtool.core.query.layout import Asked
 from kvtool.core.query.reply import QueryOptions
-from kvtool.core.query.session import Asked, selector_for
+from kvtool.core.query.session import selector_for
 from kvtool.core.report.runs import REFERENCE, RunSpec
 from kvtool.core.scoring import score
 

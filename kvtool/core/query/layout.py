@@ -1,0 +1,112 @@
+"""A question's prompt, laid out from a store: which chunks, which tokens, what of it is cached. Runs no model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.identity import Ids, StoreIdentity
+from kvtool.core.levels import recorded_losses, smallest_allowed
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.query.choose import Chooser
+from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.retrieval.bm25 import Hit
+from kvtool.core.trace import Trace, add_span
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with its chunks found and its prompt laid out; `retrieve_ms` is what that took."""
+
+    request: Request
+    hits: Sequence[Hit]
+    plan: Plan
+    retrieve_ms: float
+
+
+class Layout:
+    """Lays prompts out.
+
+    Parameters
+    ----------
+    layers : of the model: a chunk stored with another number is not its own.
+    """
+
+    def __init__(self, store: Store, identity: StoreIdentity, tokenizer: Any, layers: int) -> None:
+        self._store, self._identity, self._tokenizer, self._layers = store, identity, tokenizer, layers
+        self._chooser = Chooser(store)
+        self._losses = recorded_losses(store)
+
+    @property
+    def parts(self) -> PromptParts:
+        """The store's own beginning and answer header."""
+        return PromptParts(self._identity.prefix, self._identity.answer_header)
+
+    def lay_out(self, request: Request, options: QueryOptions, trace: Trace | None = None) -> Asked:
+        """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
+        started = time.perf_counter()
+        hits = self._chooser.choose(request, options.top_k)
+        parts = self._parts(options)
+        question = question_tokens(self._tokenizer, request.question, parts)
+        plan = build_plan(self._prefix(parts), [self._candidate(hit, options) for hit in hits], question)
+        return Asked(request, hits, plan, add_span(trace, "retrieve", started) * 1e3)
+
+    def lay_out_at(self, asked: Asked, options: QueryOptions, level: str) -> Asked:
+        """The same prompt with its chunks read at another level."""
+        options = replace(options, level=level)
+        prefix, *_, question = asked.plan.segments
+        chunks = [self._candidate(hit, options) for hit in asked.hits]
+        return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+
+    def _parts(self, options: QueryOptions) -> PromptParts:
+        """The store's own beginning and answer header, unless another instruction is asked for."""
+        if options.system is None or options.system == self._identity.system:
+            return self.parts
+        return prompt_parts(self._tokenizer, options.system)
+
+    def _prefix(self, parts: PromptParts) -> Candidate:
+        if not parts.prefix:
+            return Candidate((), lead_in=ids_digest([]), reason="empty")
+        if parts.prefix != self._identity.prefix:
+            return Candidate(parts.prefix, reason="another instruction than the store's")
+        return self._stored(parts.prefix, self._identity.prefix_id, ids_digest([]), "auto", 0.0)
+
+    def _candidate(self, hit: Hit, options: QueryOptions) -> Candidate:
+        """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them."""
+        info = self.info(hit.passage.chunk_id)
+        if info is None:
+            document = self._store.document(hit.passage.source)
+            text = document.text[hit.passage.start : hit.passage.end] if document is not None else ""
+            return Candidate(
+                chunk_tokens(self._tokenizer, [text])[0],
+                hit.passage.chunk_id,
+                reason="its description is lost or damaged",
+            )
+        return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, options.level, options.max_loss)
+
+    def _stored(self, ids: Ids, chunk_id: bytes, lead_in: bytes, level: str, max_loss: float) -> Candidate:
+        info = self.info(chunk_id)
+        if info is None:
+            return Candidate(ids, chunk_id, lead_in, reason="not stored")
+        if info.token_ids != ids:
+            return Candidate(ids, chunk_id, lead_in, reason="the stored token ids differ")
+        if info.layers != self._layers:
+            return Candidate(ids, chunk_id, lead_in, reason="stored with another number of layers")
+        levels = self._store.levels(chunk_id)
+        found = smallest_allowed(levels, self._losses, max_loss) if level == "auto" else level
+        if found is None or found not in levels:
+            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", stored=bool(levels))
+        return Candidate(ids, chunk_id, lead_in, found, sensitivity=info.sensitivity)
+
+    def info(self, chunk_id: bytes) -> Any:
+        """The chunk's description; None where it is lost or damaged."""
+        try:
+            return self._store.chunk_info(chunk_id)
+        except DamagedError:
+            return None
