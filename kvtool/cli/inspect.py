@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,21 +19,22 @@ from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
 
-REPORTS = ("deviation", "sparsity")
+REPORTS = ("deviation", "sparsity", "plan", "chunk")
 WHATS = ("gate", "codec", "quality", *REPORTS)
 Report = Callable[[Run, Any, Subject], int | None]
 
 
 @app.command(cls=ManyValues)
-@takes("top_k", "level", "max_loss")
+@takes("top_k", "level", "max_loss", "ratio", "link_tokens")
 def inspect(
     run: Run,
     what: Annotated[
         str,
         typer.Argument(
-            metavar="[gate|codec|quality|deviation|sparsity]",
+            metavar="[gate|codec|quality|deviation|sparsity|plan|chunk]",
             help="`gate`: the laws on this model. `codec`: what its levels lose. `quality`: modes beside `full`. "
-            "`deviation`: reused KV beside full prefill's. `sparsity`: where attention goes.",
+            "`deviation`: reused KV beside full prefill's. `sparsity`: where attention goes. `plan`: what of a "
+            "question's prompt is cached; loads no model. `chunk`: one chunk of the store.",
         ),
     ] = "",
     about: Annotated[
@@ -145,7 +147,7 @@ def _glance(run: Run, store: Any) -> None:
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)
-    losses = recorded_losses(store)
+    losses, served = recorded_losses(store), store.served()
     value = {
         "path": str(store.path),
         "model": identity.model,
@@ -154,6 +156,7 @@ def _glance(run: Run, store: Any) -> None:
         "lead_in": {"mode": identity.lead_in.mode, "tokens": len(identity.lead_in.ids)},
         "gate": None if verdict is None else verdict.passed,
         "losses": losses,
+        "served": asdict(served) | {"hit_rate": served.hit_rate},
         "store": store.stats(),
     }
 
@@ -167,6 +170,11 @@ def _glance(run: Run, store: Any) -> None:
         for level, row in sizes["levels"].items():
             lost = f", {losses[level]:.4f} nats a token lost" if level in losses else ""
             run.out.print(f"level    {level}: {row['chunks']} chunks, {row['bytes'] / 1e6:,.1f} MB{lost}")
+        if served.hit_rate is not None:
+            run.out.print(
+                f"served   {served.questions} questions; {served.hit_rate:.1%} of {served.hits + served.misses} chunks "
+                "were found"
+            )
         run.out.print(f"disk     {sizes['disk_free'] / 1e9:,.1f} GB free")
 
     run.out.result(value, human=show)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.inspect_subject import Subject, laid_out
@@ -44,17 +44,10 @@ def _hits(plan: Plan) -> list[Any]:
 
 def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
     """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
+    from kvtool.core.report.chunk import pieces
+
     left = iter(worth)
-    return [list(_pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]
-
-
-def _pieces(ids: Sequence[int], worth: Sequence[float], tokenizer: Any) -> Iterator[tuple[str, float]]:
-    start = 0
-    for stop in range(1, len(ids) + 1):
-        text = tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False)
-        if not text.endswith("\ufffd") or stop == len(ids):
-            yield text, max(worth[start:stop])
-            start = stop
+    return [list(pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:

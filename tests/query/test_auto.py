@@ -194,7 +194,7 @@ def test_numbers_that_are_none(change: dict[str, Any], path: Path, watch: Stopwa
 def test_another_machine_keeps_its_row(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(path)
     with monkeypatch.context() as patch:
-        patch.setattr(speeds, "_machine", lambda decoder: "elsewhere")
+        patch.setattr(speeds, "machine_of", lambda device, dtype: "elsewhere")
         ask(path)
     ask(path)
     assert watch.measured == ["pass", "raw"] * 2

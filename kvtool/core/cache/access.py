@@ -47,16 +47,18 @@ class AccessLog:
             return
         data = b"".join(_line(chunk_id, when) for chunk_id, when in seen.items())
         with contextlib.suppress(OSError):
-            self._append(data)
+            append(self._path, data)
 
-    def _append(self, data: bytes) -> None:
-        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
-        try:
-            os.fchmod(handle, 0o600)
-            if os.fstat(handle).st_size + len(data) <= _MAX_LOG_BYTES:
-                os.write(handle, data)
-        finally:
-            os.close(handle)
+
+def append(path: Path, data: bytes) -> None:
+    """One write at the end of a log, unless that is long enough; raises OSError."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    try:
+        os.fchmod(handle, 0o600)
+        if os.fstat(handle).st_size + len(data) <= _MAX_LOG_BYTES:
+            os.write(handle, data)
+    finally:
+        os.close(handle)
 
 
 def _line(chunk_id: bytes, when: int) -> bytes:

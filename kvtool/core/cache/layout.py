@@ -7,6 +7,7 @@
     data/gen-1/         data.mdb and lock.mdb (LMDB); compacting makes the next generation
     writer.lock         the one writer's lock; writer.json says who holds it
     access.log          which chunks were used when
+    served.log          how many chunks questions found and missed
     gate/ index/        what other rooms keep beside the records
 
 Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
@@ -29,7 +30,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFor
 
 FORMAT = 1
 STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
-ACCESS_FILE, DATA_FOLDER = "access.log", "data"
+ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
 TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 _SMALL_FILE = 64 * 1024

@@ -20,6 +20,7 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_
 from kvtool.core.cache.environment import Environment, Snapshot
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, KVHeader, decode_record, unseal
+from kvtool.core.cache.served import Served, ServedLog
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Store:
         self._environment: Environment | None = None
         self._attach()
         self._access = AccessLog(path, enabled=not self.read_only)
+        self._served = ServedLog(path, enabled=not self.read_only)
 
     # ---- opening and closing -------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class Store:
 
     def close(self) -> None:
         """Write the access notes and let go of the files; closing twice is fine."""
-        self._access.flush()
+        self.flush()
         with self._mutex:
             environment, self._environment = self._environment, None
         if environment is not None:
@@ -309,6 +311,10 @@ class Store:
 
     def levels(self, chunk_id: bytes) -> list[str]:
         """Levels of which all layers are stored, sorted."""
+        return list(self.level_sizes(chunk_id))
+
+    def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
+        """Bytes of the records of each level of which all layers are stored, by level, sorted."""
         with self._read() as snapshot:
             return _levels_of(snapshot, chunk_id)
 
@@ -358,13 +364,20 @@ class Store:
 
     # ---- upkeep --------------------------------------------------------------------------------------------------
 
-    def note_access(self, chunk_ids: Sequence[bytes]) -> None:
-        """Remember that these chunks were used now; takes no lock, and does nothing on a read-only store."""
+    def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0) -> None:
+        """Remember that a question used these chunks now, and how many it missed; takes no lock, and does nothing on a
+        read-only store."""
         self._access.note(chunk_ids)
+        self._served.note(len(chunk_ids), missed)
 
     def flush(self) -> None:
         """Write the access notes now instead of at close."""
         self._access.flush()
+        self._served.flush()
+
+    def served(self) -> Served:
+        """What questions found in the store, as far as it was written."""
+        return self._served.total()
 
     def verify(self, sample: Fraction | None = None) -> list[Damage]:
         """Check every digest and every reference, in a child process that may die of what it finds.
@@ -416,12 +429,11 @@ def chunk_info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:
     return None if data is None else ChunkInfo.from_bytes(_unseal_named(chunk_id, Kind.CHUNK, data, "a chunk"))
 
 
-def _levels_of(snapshot: Snapshot, chunk_id: bytes) -> list[str]:
-    found = []
+def _levels_of(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
+    found = {}
     for key, data in snapshot.items(lmdb_tables.LEVELS, keys.check_chunk_id(chunk_id)):
         with contextlib.suppress(DamagedError):  # as good as missing: its records are computed again
-            keys.LevelRow.unseal(key, data)
-            found.append(key[ID_BYTES:].decode("ascii"))
+            found[key[ID_BYTES:].decode("ascii")] = keys.LevelRow.unseal(key, data).size
     return found
 
 

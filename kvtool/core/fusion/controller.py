@@ -133,6 +133,10 @@ class Prompt:
         # The question's pass skips the LM head and sums its attention up instead: taken as dear as any other.
         return self._speeds.beside(load, self._pass(("fresh",))) + self._pass(("fresh",), chosen)
 
+    def recomputing(self, rows: int) -> float:
+        """Seconds of a mode that knows from the start which hits it recomputes, so many (`reuse`: none; `epic`)."""
+        return self._speeds.beside(self.load("leading", "exact", "hit"), self._pass(("fresh",), min(rows, self.hits)))
+
     def _pass(self, names: Sequence[str], hits: float = 0.0) -> float:
         rows, keys = (sum(counts.get(name, 0) for name in names) for counts in (self._rows, self._keys))
         share = hits / self.hits if hits else 0.0

@@ -224,7 +224,8 @@ class Session:
         }
 
     def _after(self, fused: Fused) -> None:
-        self.store.note_access([segment.source.chunk_id for segment in fused.plan.cached_chunks])
+        found = [segment.source.chunk_id for segment in fused.plan.cached_chunks]
+        self.store.note_access(found, missed=len(fused.plan.chunks) - len(found))
         holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
         if holes:
             fill_holes(self.store, self.decoder, self.identity, holes, self._lock_wait, self._warn)

@@ -46,7 +46,8 @@ class SpeedBook:
     def __init__(self, store: Store, decoder: Decoder, fingerprint: str) -> None:
         self.say: Say = lambda text: None
         self._store, self._decoder = store, decoder
-        self._name = f"speeds/{fingerprint[:16]}.json"
+        self._file = _SpeedFile(store, fingerprint)
+        self._machine = machine_of(decoder.device, str(decoder.dtype).removeprefix("torch."))
         self._passes: PassSpeed | None = None
         self._loads: dict[str, LoadSpeed] = {}
         self._unreadable: set[str] = set()
@@ -64,14 +65,7 @@ class SpeedBook:
         if self._passes is None or missing:
             self._measure(missing, own)
         assert self._passes is not None
-        return Speeds(
-            passes=self._passes,
-            loads=dict(self._loads),
-            layers=len(self._decoder.layers),
-            cores=_cores(),
-            threads=torch.get_num_threads(),
-            own_memory=self._decoder.device.split(":")[0] != "cpu",
-        )
+        return _on(self._decoder.device, self._passes, self._loads, len(self._decoder.layers))
 
     def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
         what = "computes and loads" if self._passes is None else "loads level " + ", ".join(levels)
@@ -90,18 +84,45 @@ class SpeedBook:
             else:
                 self._loads[level] = speed
         if not busy:
-            self._keep()
-
-    # ---- the file ----
+            self._file.keep(self._machine, self._passes, self._loads, len(self._decoder.layers))
 
     def _recall(self) -> None:
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            row = self._file()["machines"][_machine(self._decoder)]
-            passes = read_numbers(PassSpeed, row["pass"])
-            self._loads = {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
-            self._passes = passes
+        if (found := self._file.row(self._machine)) is not None:
+            self._passes, self._loads = found
 
-    def _file(self) -> dict[str, Any]:
+
+def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: int) -> Speeds | None:
+    """What was measured of a model on this machine, without the model; None if nothing was."""
+    found = _SpeedFile(store, fingerprint).row(machine_of(device, dtype))
+    return None if found is None else _on(device, *found, layers)
+
+
+class _SpeedFile:
+    """A model's speeds beside the store, a row for each machine."""
+
+    def __init__(self, store: Store, fingerprint: str) -> None:
+        self._store = store
+        self._name = f"speeds/{fingerprint[:16]}.json"
+
+    def row(self, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
+        """A machine's; None where nothing can be read."""
+        try:
+            row = self._value()["machines"][machine]
+            passes = read_numbers(PassSpeed, row["pass"])
+            return passes, {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def keep(self, machine: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> None:
+        """Put a machine's row; a store that cannot be written stays as it is."""
+        if self._store.read_only:
+            return
+        machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
+        data = json.dumps({"format": FORMAT, "machines": machines}, indent=1).encode()
+        with contextlib.suppress(OSError, NoSpaceError):  # then it is measured again next time
+            atomic_write(self._store.side_file(self._name), data)
+
+    def _value(self) -> dict[str, Any]:
         """What was kept; empty where that is nothing or nothing of ours."""
         try:
             value = json.loads(self._store.side_file(self._name).read_text(encoding="utf-8"))
@@ -110,25 +131,25 @@ class SpeedBook:
         ours = isinstance(value, dict) and value.get("format") == FORMAT and isinstance(value.get("machines"), dict)
         return value if ours else {}
 
-    def _keep(self) -> None:
-        if self._store.read_only or self._passes is None:
-            return
-        row = Speeds(self._passes, self._loads, len(self._decoder.layers)).to_json()
-        machines = self._file().get("machines", {}) | {_machine(self._decoder): row}
-        data = json.dumps({"format": FORMAT, "machines": machines}, indent=1).encode()
-        with contextlib.suppress(OSError, NoSpaceError):  # then it is measured again next time
-            atomic_write(self._store.side_file(self._name), data)
+
+def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> Speeds:
+    return Speeds(
+        passes=passes,
+        loads=dict(loads),
+        layers=layers,
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        own_memory=device.split(":")[0] != "cpu",
+    )
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _machine(decoder: Decoder) -> str:
-    """What the speeds hold for."""
-    device = decoder.device
+def machine_of(device: str, dtype: str) -> str:
+    """What speeds hold for."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
-    dtype = str(decoder.dtype).removeprefix("torch.")
     return f"{device} ({name}), {_cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
 

@@ -1,0 +1,70 @@
+"""`kvtool inspect plan`: what a question would find in the cache, and what that is worth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.cli.inspect_subject import Subject
+from kvtool.cli.options import Run
+from kvtool.core.errors import UsageError
+
+
+def plan(run: Run, store: Any, about: Subject) -> None:
+    """Lay the prompt out and tell what of it is cached; the model is not loaded."""
+    if about.batch is not None:
+        raise UsageError("inspect plan takes one question", 'kvtool inspect plan "Who founded the observatory?"')
+    (request,) = about.requests("plan")
+    from kvtool.core.model.files import resolve
+    from kvtool.core.model.load import load_tokenizer, resolve_device, supported_config
+    from kvtool.core.query.layout import Layout
+    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.session import store_identity
+    from kvtool.core.query.speeds import recalled
+    from kvtool.core.report.plan import plan_report
+
+    settings, identity = run.settings, store_identity(store)
+    files = resolve(settings.model or identity.model, offline=settings.offline)
+    layers = supported_config(files).num_hidden_layers
+    options = QueryOptions(
+        top_k=settings.top_k,
+        ratio=settings.ratio,
+        link_tokens=settings.link_tokens,
+        level=settings.level,
+        max_loss=settings.max_loss,
+    )
+    asked = Layout(store, identity, load_tokenizer(files), layers).lay_out(request, options)
+    device = resolve_device(settings.device)
+    speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
+    value = {"question": request.question, "model": identity.model, "device": device}
+    value |= plan_report(store, asked, options, len(identity.lead_in.ids), speeds)
+    run.out.result(value, human=lambda: _show(run, value))
+
+
+def _show(run: Run, value: dict[str, Any]) -> None:
+    from kvtool.core.report.plan import reasons
+
+    rows = [
+        (chunk["id"][:12], chunk["source"], chunk["tokens"], chunk["status"], chunk["level"] or "-", chunk["reason"])
+        for chunk in value["chunks"]
+    ]
+    run.out.table(("chunk", "source", "tokens", "status", "level", "why"), rows)
+    tokens = value["tokens"]
+    run.out.print(
+        f"prompt   {tokens['prompt']} tokens: {tokens['exact']} exact, {tokens['hit']} reused, "
+        f"{tokens['miss']} missed, {tokens['fresh']} fresh"
+    )
+    for reason, count in reasons(value["chunks"]).items():
+        run.out.print(f"missed   {count} chunk(s): {reason}")
+    if value["expected_ms"] is None:
+        run.out.print("times    unknown: this machine has not been measured yet (kvtool query --fusion auto)")
+        return
+    told = ", ".join(f"{name} {ms:.0f} ms" for name, ms in value["expected_ms"].items())
+    run.out.print(f"expected {told}")
+    even = value["break_even"]
+    if even["reuses"] is None:
+        run.out.print("worth    nothing: full prefill is expected to be as fast")
+    else:
+        run.out.print(
+            f"worth    prefilling these chunks takes {even['ingest_ms']:.0f} ms and {even['bytes'] / 1e6:.1f} MB; "
+            f"union saves {even['saved_ms']:.0f} ms a question: paid back after {even['reuses']:.1f}"
+        )

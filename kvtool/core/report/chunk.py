@@ -1,0 +1,72 @@
+"""One chunk of a store: where it comes from, what is stored of it, which of its tokens hang on what stands before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtool.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+FEWEST_DIGITS = 6
+
+
+def find_chunk(store: Store, text: str) -> bytes:
+    """The chunk whose id begins with these hexadecimal digits.
+
+    Raises
+    ------
+    UsageError : fewer than FEWEST_DIGITS, none such, or several.
+    """
+    wanted = text.strip().lower()
+    hint = "`kvtool store ls` lists the documents and their chunks"
+    if len(wanted) < FEWEST_DIGITS or wanted.strip("0123456789abcdef"):
+        raise UsageError(f"{text!r} is not a chunk's id: {FEWEST_DIGITS} or more of its hexadecimal digits", hint)
+    found = [chunk for chunk in store.chunk_ids() if chunk.hex().startswith(wanted)]
+    if len(found) != 1:
+        raise UsageError(f"{len(found) or 'no'} chunks of the store have an id that begins with {wanted}", hint)
+    return found[0]
+
+
+def chunk_report(store: Store, chunk: bytes) -> dict[str, Any]:
+    """`id, tokens, layers, lead_in` (digest), `levels{level: bytes}`, `last_used` (seconds since 1970, or None),
+    `places[{source, start, end}]`, `text` of the first place, `sensitivity` by token (empty where none was kept).
+
+    Raises
+    ------
+    UsageError : the chunk's description is lost.
+    """
+    info = store.chunk_info(chunk)
+    if info is None:
+        raise UsageError(f"the description of chunk {chunk.hex()[:12]} is lost", "ingest its document again")
+    places, text = [], ""
+    for document in store.documents():
+        for ref in document.chunks:
+            if ref.chunk_id == chunk:
+                places.append({"source": document.source, "start": ref.start, "end": ref.end})
+                text = text or document.text[ref.start : ref.end]
+    return {
+        "id": chunk.hex(),
+        "tokens": len(info.token_ids),
+        "layers": info.layers,
+        "lead_in": info.lead_in.hex(),
+        "levels": store.level_sizes(chunk),
+        "last_used": store.last_used().get(chunk),
+        "places": places,
+        "text": text,
+        "sensitivity": np.frombuffer(info.sensitivity, "<f2").astype(float).tolist(),
+    }
+
+
+def pieces(ids: Sequence[int], weights: Sequence[float], tokenizer: Any) -> Iterator[tuple[str, float]]:
+    """A text in pieces of whole characters, each with the largest weight of its tokens."""
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        text = tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False)
+        if not text.endswith("\ufffd") or stop == len(ids):
+            yield text, max(weights[start:stop])
+            start = stop

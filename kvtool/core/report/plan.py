@@ -1,0 +1,99 @@
+"""What a question's prompt would find in the cache, and how long each mode would take; runs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.fusion.controller import Prompt, Span
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors import Epic
+from kvtool.core.fusion.speeds import Speeds
+
+_STATUSES = ("exact", "hit", "miss", "fresh")
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.reply import QueryOptions
+
+
+def plan_report(
+    store: Store, asked: Asked, options: QueryOptions, lead_in: int, speeds: Speeds | None
+) -> dict[str, Any]:
+    """What `inspect plan` tells of one prompt, as JSON values.
+
+    Parameters
+    ----------
+    lead_in : tokens that chunks are prefilled behind.
+    speeds : of this machine; None: no times are told.
+
+    Returns
+    -------
+    `chunks[{id, source, start, end, tokens, status, level, reason, bytes}]`, `tokens{prompt, exact, hit, miss, fresh}`,
+    `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for the
+    prefill of these chunks, by `union`'s saving; the last two None without speeds.
+    """
+    plan = asked.plan
+    chunks: list[dict[str, Any]] = [
+        {
+            "id": one.source.chunk_id.hex(),
+            "source": hit.passage.source,
+            "start": hit.passage.start,
+            "end": hit.passage.end,
+            "tokens": len(one.ids),
+            "status": one.status,
+            "level": one.source.level,
+            "reason": one.reason if one.status == "miss" else "",
+            "bytes": store.level_sizes(one.source.chunk_id).get(one.source.level or "", 0),
+        }
+        for hit, one in zip(asked.hits, plan.chunks, strict=True)
+    ]
+    counts = {name: sum(len(one.ids) for one in plan.segments if one.status == name) for name in _STATUSES}
+    value: dict[str, Any] = {"chunks": chunks, "tokens": {"prompt": plan.length} | counts}
+    missing = {one.source.level for one in plan.cached} - set(speeds.loads if speeds else ())
+    if speeds is None or missing:
+        return value | {"expected_ms": None, "break_even": None}
+    expected = expected_ms(plan, speeds, options)
+    ingest = sum(1e3 * speeds.passes.seconds(len(one.ids), _seen(lead_in, len(one.ids))) for one in plan.chunks)
+    saved = expected["full"] - expected["union"]
+    return value | {
+        "expected_ms": expected,
+        "break_even": {
+            "ingest_ms": ingest,
+            "saved_ms": saved,
+            "reuses": ingest / saved if saved > 0 else None,
+            "bytes": sum(int(chunk["bytes"]) for chunk in chunks),
+        },
+    }
+
+
+def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
+    """TTFT of every mode, retrieval left out, from the speeds that the controller decides by."""
+    spans = [Span(len(one.ids), one.status, one.source.level if one.cached else None) for one in plan.segments]
+    prompt = Prompt(spans, speeds)
+    links = int(Epic(options.link_tokens).rows(plan).sum())
+    seconds = {
+        "full": prompt.full(),
+        "prefix": prompt.prefix(),
+        "reuse": prompt.recomputing(0),
+        "epic": prompt.recomputing(links),
+        "blend": prompt.recompute("blend", options.ratio),
+        "infoflow": prompt.recompute("infoflow", options.ratio),
+        "union": prompt.recompute("union", options.ratio),
+    }
+    return {name: 1e3 * value for name, value in seconds.items()}
+
+
+def _seen(before: int, tokens: int) -> int:
+    """Keys that so many rows see behind so many others."""
+    return tokens * before + tokens * (tokens + 1) // 2
+
+
+def reasons(chunks: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many chunks would be missed, by reason."""
+    found: dict[str, int] = {}
+    for chunk in chunks:
+        if chunk["reason"]:
+            found[chunk["reason"]] = found.get(chunk["reason"], 0) + 1
+    return found

@@ -1,0 +1,81 @@
+"""`kvtool inspect chunk`, and what the glance says of the questions that were served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.served import ServedLog
+from kvtool.core.cache.store import Store
+from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, prefix_chunk
+from tests.report.test_page import Outline
+
+
+def test_one_chunk(store: Path, tmp_path: Path) -> None:
+    chunk, html = chunks_of(store, "mill2.md")[1], tmp_path / "chunk.html"
+    row = kvtool("inspect", "chunk", chunk, "--store", store, "--html", html, "--json").fine().json
+    assert row["id"] == chunk
+    assert row["tokens"] == len(row["sensitivity"]) > 0
+    assert all(size > 0 for size in row["levels"].values())
+    (place,) = row["places"]
+    text = Path(place["source"]).read_text(encoding="utf-8")
+    assert row["text"] == text[place["start"] : place["end"]]
+    page = Outline(html.read_text(encoding="utf-8"))
+    assert row["text"].strip() in page.text
+    assert page.tags.count("span") > 0
+    told = kvtool("inspect", "chunk", chunk[:8].upper(), "--store", store).fine().out
+    assert row["text"] in told
+    assert chunk in told
+
+
+def test_when_it_was_used(store: Path) -> None:
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.collect(keep=[bytes.fromhex(prefix_chunk(store))])
+        chunk = next(one.hex() for one in opened.chunk_ids() if one not in opened.last_used())
+    assert "not yet" in kvtool("inspect", "chunk", chunk, "--store", store).fine().out
+    kvtool("query", QUESTION, "--store", store, "--chunks", chunk, *SHORT).fine()
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.collect(keep=[bytes.fromhex(prefix_chunk(store))])
+    assert "20" in kvtool("inspect", "chunk", chunk, "--store", store).fine().out.split("used")[1]
+
+
+@pytest.mark.parametrize("text", ["", "12345", "no id at all", "0" * 40, "zz" * 20])
+def test_no_such_chunk(text: str, store: Path) -> None:
+    done = kvtool("inspect", "chunk", *([text] if text else []), "--store", store)
+    assert done.code == 2
+    assert "kvtool store ls" in done.err
+
+
+def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
+    at = ("--store", store)
+    before = kvtool("inspect", *at, "--json").fine().json["served"]
+    kvtool("query", QUESTION, *at, "--documents", "mill2.md", *SHORT).fine()
+    chunks = chunks_of(store, "mill2.md")
+    drop_records(store, chunks[0])
+    kvtool("query", QUESTION, *at, "--documents", "mill2.md", *SHORT).fine()
+    kvtool("query", QUESTION, *at, "--documents", "mill2.md", "--fusion", "full", *SHORT).fine()  # asks for no chunk
+    served = kvtool("inspect", *at, "--json").fine().json["served"]
+    more = {name: served[name] - before[name] for name in ("questions", "hits", "misses")}
+    assert more == {"questions": 2, "hits": 2 * len(chunks) - 1, "misses": 1}
+    assert served["hit_rate"] == served["hits"] / (served["hits"] + served["misses"])
+    assert f"{served['questions']} questions" in kvtool("inspect", *at).fine().out
+
+
+def test_counts_that_cannot_be_read_count_nothing(tmp_path: Path) -> None:
+    log = ServedLog(tmp_path, enabled=True)
+    log.note(3, 1)
+    log.note(2, 0)
+    log.flush()
+    log.flush()
+    assert log.total().hits == 5
+    path = tmp_path / "served.log"
+    path.write_bytes(path.read_bytes() + b"9 9 9 00000000\n\xff\n7 7")
+    total = log.total()
+    assert (total.questions, total.hits, total.misses) == (2, 5, 1)
+    closed = ServedLog(tmp_path / "nowhere", enabled=True)
+    closed.note(1, 1)
+    closed.flush()
+    assert closed.total().hit_rate is None
+    ServedLog(tmp_path, enabled=False).note(1, 1)
+    assert log.total() == total
