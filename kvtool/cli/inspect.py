@@ -76,25 +76,29 @@ def inspect(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page with plots, too.", show_default=False),
     ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option("--figures", metavar="FOLDER", help="Write the plots as SVG files.", show_default=False),
+    ] = None,
 ) -> int | None:
     """The store at a glance, or one thing about it in depth."""
     if what and what not in WHATS:
         raise UsageError(f"inspect: there is no {what!r}", f"known: {', '.join(WHATS)}")
-    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html)
+    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html, figures)
     subject.check()
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
         if what == "gate":
-            return _gate(run, store)
+            return _gate(run, store, subject)
         if what == "codec":
-            _codec(run, store, batch, limit, scheme or [])
+            _codec(run, store, subject, scheme or [])
             return None
         if what in REPORTS:
             return _report(what)(run, store, subject)
         if what == "quality":
-            return quality(run, store, Wanted(batch, runs or (), limit, max_tokens, resume, force))
-        _glance(run, store)
+            return quality(run, store, Wanted(subject, runs or (), max_tokens, resume, force))
+        _glance(run, store, subject)
         return None
 
 
@@ -104,20 +108,23 @@ def _report(what: str) -> Report:
     return found
 
 
-def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: list[str]) -> None:
+def _codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     from kvtool.core.levels import ProfileShelf
     from kvtool.core.query.reply import QueryOptions, read_batch
     from kvtool.core.report.codec import chosen_schemes, codec_report
+    from kvtool.core.report.codec_page import codec_sections
 
-    if batch is None:
+    if about.batch is None:
         raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")
-    requests = read_batch(batch)[:limit]
+    requests = read_batch(about.batch)[: about.limit]
     settings = run.settings
     session = open_session(run, store)
     wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
     options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=-1.0)  # nothing lossy, whatever was measured
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:
         value = codec_report(session, requests, options, wanted, bar.advance)
+    facts: dict[str, object] = {"model": session.identity.model, "questions": len(requests)}
+    about.write_page(run, "Codec levels", facts, codec_sections(value))
 
     def show() -> None:
         head = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
@@ -140,7 +147,7 @@ def _codec(run: Run, store: Any, batch: Path | None, limit: int | None, names: l
     run.out.result(value, human=show)
 
 
-def _glance(run: Run, store: Any) -> None:
+def _glance(run: Run, store: Any, about: Subject) -> None:
     from kvtool.core.levels import recorded_losses
     from kvtool.core.query.session import store_identity
     from kvtool.core.verdicts import stored_verdict
@@ -159,6 +166,9 @@ def _glance(run: Run, store: Any) -> None:
         "served": asdict(served) | {"hit_rate": served.hit_rate},
         "store": store.stats(),
     }
+
+    if about.wanted:
+        _glance_page(run, about, value)
 
     def show() -> None:
         sizes = value["store"]
@@ -180,7 +190,23 @@ def _glance(run: Run, store: Any) -> None:
     run.out.result(value, human=show)
 
 
-def _gate(run: Run, store: Any) -> int | None:
+def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
+    from kvtool.core.report.page import Section, Table
+
+    levels = [
+        (level, row["chunks"], row["tokens"], row["bytes"], value["losses"].get(level, ""))
+        for level, row in value["store"]["levels"].items()
+    ]
+    sections = [
+        Section("Levels", tables=(Table(("level", "chunks", "tokens", "bytes", "nats a token lost"), tuple(levels)),)),
+        Section("Served", tables=(Table(tuple(value["served"]), (tuple(value["served"].values()),)),)),
+    ]
+    names = ("files", "documents", "chunks", "tokens", "records", "bytes", "disk_free")
+    facts = {name: value[name] for name in ("path", "model", "dtype", "fingerprint", "gate")}
+    about.write_page(run, "Store", facts | {name: value["store"][name] for name in names}, sections)
+
+
+def _gate(run: Run, store: Any, about: Subject) -> int | None:
     from kvtool.core.query.session import store_identity
     from kvtool.core.verdicts import stored_verdict
 
@@ -193,5 +219,10 @@ def _gate(run: Run, store: Any) -> int | None:
         for c in verdict.checks
     ]
     columns = ("law", "check", "difference", "allowed", "")
+    if about.wanted:
+        from kvtool.core.report.page import Section, Table
+
+        section = Section("The laws on this model", tables=(Table(columns, tuple(rows)),))
+        about.write_page(run, "Gate", {"model": identity.model, "passed": verdict.passed}, [section])
     run.out.result(verdict.to_json(), human=lambda: run.out.table(columns, rows))
     return None if verdict.passed else EXIT_MISFIT

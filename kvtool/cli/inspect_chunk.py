@@ -17,7 +17,7 @@ def chunk(run: Run, store: Any, about: Subject) -> None:
     if about.text is None:
         raise UsageError("inspect chunk needs a chunk's id", "`kvtool store ls` lists the documents and their chunks")
     value = chunk_report(store, find_chunk(store, about.text))
-    if about.html is not None:
+    if about.wanted:
         _page(run, store, about, value)
     run.out.result(value, human=lambda: _show(run, value))
 

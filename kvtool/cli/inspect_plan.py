@@ -37,7 +37,22 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
     value = {"question": request.question, "model": identity.model, "device": device}
     value |= plan_report(store, asked, options, len(identity.lead_in.ids), speeds)
+    if about.wanted:
+        _page(run, about, value)
     run.out.result(value, human=lambda: _show(run, value))
+
+
+def _page(run: Run, about: Subject, value: dict[str, Any]) -> None:
+    from kvtool.core.report.page import Section, Table
+
+    head = ("id", "source", "tokens", "status", "level", "reason", "bytes")
+    chunks = Table(head, tuple(tuple(chunk[name] for name in head) for chunk in value["chunks"]))
+    sections = [Section("Chunks", tables=(chunks,))]
+    if value["expected_ms"] is not None:
+        times = Table(("mode", "expected ms"), tuple((m, f"{ms:.0f}") for m, ms in value["expected_ms"].items()))
+        sections.append(Section("Expected time to the first token", tables=(times,)))
+    facts = {"question": value["question"], "model": value["model"], "device": value["device"]}
+    about.write_page(run, "Plan", facts | value["tokens"], sections)
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:

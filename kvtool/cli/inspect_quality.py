@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.sessions import open_session
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
@@ -25,9 +26,8 @@ MAX_TOKENS = 20  # of an answer: what is asked for in a question file is short
 class Wanted:
     """What the flags ask for."""
 
-    batch: Path | None
+    about: Subject
     runs: Sequence[str]
-    limit: int | None
     max_tokens: int
     resume: Path | None
     force: bool = False
@@ -39,12 +39,14 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     from kvtool.core.query.session import store_identity
     from kvtool.core.report.journal import Journal
     from kvtool.core.report.quality import evaluation_facts, overview
+    from kvtool.core.report.quality_page import quality_sections
     from kvtool.core.report.runs import parse_runs
 
-    if wanted.batch is None:
+    batch, limit = wanted.about.batch, wanted.about.limit
+    if batch is None:
         raise UsageError("inspect quality needs questions", "--batch FILE.jsonl, as for `kvtool query`")
     specs = parse_runs(wanted.runs)
-    requests = read_batch(wanted.batch)
+    requests = read_batch(batch)
     settings = run.settings
     if settings.level != "auto":
         check_level(settings.level)
@@ -57,9 +59,13 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     )
     identity = store_identity(store)
     journal = Journal(wanted.resume, evaluation_facts(store, identity, requests, options))
-    failed = _measure(run, store, requests[: wanted.limit], specs, options, journal)
+    failed = _measure(run, store, requests[:limit], specs, options, journal)
     facts = {"model": identity.model, "max_tokens": options.max_tokens, "failed": failed}
     value = facts | overview(journal.rows)
+    if value["runs"]:
+        wanted.about.write_page(
+            run, "Fusion quality", facts | {"questions": value["questions"]}, quality_sections(value)
+        )
     run.out.result(value, human=lambda: _show(run, value))
     if not failed:
         return None

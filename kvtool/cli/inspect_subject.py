@@ -34,6 +34,12 @@ class Subject:
     batch: Path | None = None
     limit: int | None = None
     html: Path | None = None
+    figures: Path | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a page or figures are to be written."""
+        return self.html is not None or self.figures is not None
 
     def requests(self, what: str) -> list[Request]:
         """The questions: the argument's, or those of `--batch`, `--limit` of them.
@@ -54,31 +60,35 @@ class Subject:
         return [Request(str(self.text), self.chunks, self.documents)]
 
     def check(self) -> None:
-        """Refuse a page that cannot be written, before anything is computed.
+        """Refuse a page, or figures, that cannot be written, before anything is computed.
 
         Raises
         ------
-        UsageError : it is a folder, or its folder is not there.
+        UsageError : the page is a folder, or its folder is not there; the figures' folder is not there.
         """
+        if self.figures is not None and not self.figures.is_dir():
+            raise UsageError(f"there is no folder {str(self.figures)!r} for the figures", "name a folder that exists")
         if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):
             raise UsageError(f"the page cannot be written to {str(self.html)!r}", "name a file in a folder that exists")
 
     def write_page(self, run: Run, title: str, facts: dict[str, object], sections: Sequence[Section]) -> None:
-        """Write the page, if one is wanted.
+        """Write the page and the figures by themselves, where they are wanted.
 
         Raises
         ------
-        KvtoolError : it cannot be written.
+        KvtoolError : they cannot be written.
         """
-        if self.html is None:
-            return
-        from kvtool.core.report.page import page
+        from kvtool.core.report.page import figure_files, page
 
-        try:
-            self.html.write_text(page(title, facts, sections), encoding="utf-8")
-        except OSError as error:
-            raise KvtoolError(f"the page {str(self.html)!r} cannot be written: {error.strerror}") from error
-        run.out.status(f"page written to {self.html}")
+        files = [] if self.html is None else [(self.html, page(title, facts, sections))]
+        if self.figures is not None:
+            files += [(self.figures / name, figure) for name, figure in figure_files(title, sections)]
+        for path, text in files:
+            try:
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise KvtoolError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+            run.out.status(f"written: {path}")
 
 
 def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> tuple[Session, list[Asked], dict[str, object]]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.cli.spark import sparkline
 from kvtool.core.report.means import mean_of
-from tests.cli.working import QUESTION, kvtool, payloads
+from tests.cli.working import QUESTION, chunks_of, kvtool, payloads
 from tests.report.test_page import Outline
 
 REPORTS = ("deviation", "sparsity")
@@ -98,3 +98,27 @@ def test_sparklines() -> None:
     assert sparkline([0, None, 0.5, 1]) == "▁ ▄█"
     assert sparkline([0.0, 0.0]) == "▁▁"
     assert sparkline([]) == ""
+
+
+@pytest.mark.parametrize("what", ["", "gate", "plan", "chunk", "quality", "codec", "deviation", "sparsity"])
+def test_every_report_has_a_page(what: str, store: Path, batch: Path, tmp_path: Path) -> None:
+    html, figures = tmp_path / "page.html", tmp_path / "figures"
+    figures.mkdir()
+    about: dict[str, tuple[object, ...]] = {
+        "chunk": (chunks_of(store, "mill2.md")[0],),
+        "plan": (QUESTION,),
+        "quality": ("--batch", batch, "--runs", "reuse,union:0.2"),
+        "codec": ("--batch", batch, "--scheme", "int8", "--scheme", "mean-2"),
+        "deviation": (QUESTION,),
+        "sparsity": ("--batch", batch),
+    }
+    at = ("inspect", *([what] if what else []), *about.get(what, ()), "--store", store)
+    kvtool(*at, "--html", html, "--figures", figures).fine()
+    found = Outline(html.read_text(encoding="utf-8"))
+    assert found.tags.count("h2") >= 1
+    drawn = [path.read_text(encoding="utf-8") for path in figures.iterdir()]
+    assert len(drawn) == found.tags.count("svg")
+    assert all(svg.startswith("<svg") for svg in drawn)
+    if what in ("quality", "codec", *REPORTS):
+        assert drawn
+    assert kvtool(*at, "--figures", tmp_path / "nowhere").code == 2

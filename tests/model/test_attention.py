@@ -50,8 +50,12 @@ def rows(*positions: int) -> Rows:
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
-def test_a_row_sees_the_keys_up_to_its_position(positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("long_prefill", [20, attention.LONG_PREFILL])
+def test_a_row_sees_the_keys_up_to_its_position(
+    positions: list[int], long_prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "BLOCK", BLOCK)
+    monkeypatch.setattr(attention, "LONG_PREFILL", long_prefill)
     query = random(1, HEADS, len(positions), DIM)
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
     assert weights is None

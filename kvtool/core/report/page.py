@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -75,6 +76,14 @@ def page(title: str, facts: Mapping[str, object], sections: Sequence[Section]) -
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def figure_files(title: str, sections: Sequence[Section]) -> Iterator[tuple[str, str]]:
+    """Every figure with the name of a file for it: page, section, number."""
+    for section in sections:
+        for number, figure in enumerate(section.figures, 1):
+            words = f"{title} {section.title}" + (f" {number}" if len(section.figures) > 1 else "")
+            yield re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".svg", figure
 
 
 def _section(section: Section) -> Iterator[str]:
