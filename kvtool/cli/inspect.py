@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtool.cli.inspect_codec import codec
 from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
 from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
-from kvtool.cli.sessions import open_session
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
@@ -92,7 +92,7 @@ def inspect(
         if what == "gate":
             return _gate(run, store, subject)
         if what == "codec":
-            _codec(run, store, subject, scheme or [])
+            codec(run, store, subject, scheme or [])
             return None
         if what in REPORTS:
             return _report(what)(run, store, subject)
@@ -106,45 +106,6 @@ def _report(what: str) -> Report:
     """A report in a module of its own, imported when it is asked for: `inspect_WHAT.WHAT`."""
     found: Report = getattr(importlib.import_module(f"kvtool.cli.inspect_{what}"), what)
     return found
-
-
-def _codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
-    from kvtool.core.levels import ProfileShelf
-    from kvtool.core.query.reply import QueryOptions, read_batch
-    from kvtool.core.report.codec import chosen_schemes, codec_report
-    from kvtool.core.report.codec_page import codec_sections
-
-    if about.batch is None:
-        raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")
-    requests = read_batch(about.batch)[: about.limit]
-    settings = run.settings
-    session = open_session(run, store)
-    wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
-    options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=-1.0)  # nothing lossy, whatever was measured
-    with run.out.progress("questions", total=len(requests), unit="questions") as bar:
-        value = codec_report(session, requests, options, wanted, bar.advance)
-    facts: dict[str, object] = {"model": session.identity.model, "questions": len(requests)}
-    about.write_page(run, "Codec levels", facts, codec_sections(value))
-
-    def show() -> None:
-        head = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
-        rows = [
-            (
-                row["scheme"],
-                f"{row['bits_per_element']:.3f}",
-                f"{row['ratio_vs_16bit']:.2f}x",
-                f"{row['kl_answer']:.4f}",
-                f"{row['kl_first']:.4f}",
-                f"{row['top1_agrees']:.1%}",
-                f"{row['f1']:.3f}" if "f1" in row else "-",
-            )
-            for row in value["schemes"]
-        ]
-        run.out.table(head, rows)
-        if "f1" in value["exact"]:
-            run.out.print(f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions")
-
-    run.out.result(value, human=show)
 
 
 def _glance(run: Run, store: Any, about: Subject) -> None:

@@ -94,6 +94,8 @@ def _measure(
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
+    from kvtool.core.report.quality_page import with_interval
+
     head = (
         *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same answer"),
         *("recomputed", "TTFT ms", "speedup", "Pareto"),
@@ -102,11 +104,11 @@ def _show(run: Run, value: dict[str, Any]) -> None:
         (
             row["run"],
             row["n"],
-            _with_interval(row, "f1"),
-            _with_interval(row, "f1_ratio"),
-            _with_interval(row, "contains"),
-            _with_interval(row, "kl_first"),
-            _with_interval(row, "kl_answer"),
+            with_interval(row, "f1"),
+            with_interval(row, "f1_ratio"),
+            with_interval(row, "contains"),
+            with_interval(row, "kl_first"),
+            with_interval(row, "kl_answer"),
             f"{row['answer_equal']:.1%}",
             f"{row['recomputed_share']:.1%}",
             f"{row['ttft_ms']:.0f}",
@@ -119,10 +121,3 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     run.out.print(f"{value['questions']} questions; in brackets the 95 % interval over questions")
     if value["with_holes"]:
         run.out.print(f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good")
-
-
-def _with_interval(row: dict[str, Any], name: str) -> str:
-    if row.get(name) is None:
-        return "-"
-    low, high = row["intervals"][name]
-    return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"

@@ -7,13 +7,12 @@ from typing import Any
 from kvtool.core.report.page import Section, Table
 from kvtool.core.report.svg import Line, Panel, line_charts
 
-_HEAD = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
+HEAD = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
 
 
-def codec_sections(value: dict[str, Any]) -> list[Section]:
-    """Sections from what `inspect codec --json` gives."""
-    schemes = sorted(value["schemes"], key=lambda row: row["bits_per_element"])
-    rows = tuple(
+def codec_rows(value: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """A row under HEAD for each scheme."""
+    return tuple(
         (
             row["scheme"],
             f"{row['bits_per_element']:.3f}",
@@ -23,13 +22,17 @@ def codec_sections(value: dict[str, Any]) -> list[Section]:
             f"{row['top1_agrees']:.1%}",
             f"{row['f1']:.3f}" if "f1" in row else "-",
         )
-        for row in schemes
+        for row in value["schemes"]
     )
-    points = {round(row["bits_per_element"], 2): max(row["kl_answer"], 1e-6) for row in schemes}
+
+
+def codec_sections(value: dict[str, Any]) -> list[Section]:
+    """Sections from what `inspect codec --json` gives."""
+    points = {round(row["bits_per_element"], 2): max(row["kl_answer"], 1e-6) for row in value["schemes"]}
     chart = line_charts(
         "What fewer bits lose",
         [Panel("KL of the answer, nats", (Line("schemes", tuple(sorted(points.items()))),), logarithmic=True)],
         "bits per element",
     )
     text = "Each scheme's records in place of the exact ones, all else equal: how far the answers' distributions move."
-    return [Section("Levels", (text,), (chart,) if len(points) > 1 else (), (Table(_HEAD, rows),))]
+    return [Section("Levels", (text,), (chart,) if len(points) > 1 else (), (Table(HEAD, codec_rows(value)),))]

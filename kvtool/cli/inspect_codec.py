@@ -1,0 +1,37 @@
+"""`kvtool inspect codec`: what each level costs and loses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.cli.inspect_subject import Subject
+from kvtool.cli.options import Run
+from kvtool.cli.sessions import open_session
+from kvtool.core.errors import UsageError
+
+
+def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
+    """Answer the questions from each level's records, tell what that loses, and write the page."""
+    from kvtool.core.levels import ProfileShelf
+    from kvtool.core.query.reply import QueryOptions, read_batch
+    from kvtool.core.report.codec import chosen_schemes, codec_report
+    from kvtool.core.report.codec_page import HEAD, codec_rows, codec_sections
+
+    if about.batch is None:
+        raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")
+    requests = read_batch(about.batch)[: about.limit]
+    settings = run.settings
+    session = open_session(run, store)
+    wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
+    options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=-1.0)  # nothing lossy, whatever was measured
+    with run.out.progress("questions", total=len(requests), unit="questions") as bar:
+        value = codec_report(session, requests, options, wanted, bar.advance)
+    facts: dict[str, object] = {"model": session.identity.model, "questions": len(requests)}
+    about.write_page(run, "Codec levels", facts, codec_sections(value))
+
+    def show() -> None:
+        run.out.table(HEAD, codec_rows(value))
+        if "f1" in value["exact"]:
+            run.out.print(f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions")
+
+    run.out.result(value, human=show)
