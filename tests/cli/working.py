@@ -156,7 +156,7 @@ def untouched(path: Path) -> Iterator[None]:
 
 def files_below(path: Path) -> dict[str, bytes]:
     """All files below a folder with their content, access notes and locks aside."""
-    aside = ("lock.mdb", "writer.lock", "access.log")
+    aside = ("lock.mdb", "writer.lock", "access.log", "served.log")
     return {str(f): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file() and f.name not in aside}
 
 

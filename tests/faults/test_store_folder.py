@@ -146,10 +146,12 @@ def test_a_fifo_does_not_hang(tmp_path: Path, name: str) -> None:
 
 def test_side_files_that_are_fifos_do_not_hang(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
-    os.mkfifo(path / "access.log")
+    for name in ("access.log", "served.log"):
+        os.mkfifo(path / name)
     with Store.open(path) as store:
-        store.note_access([id_of("f0.0")])
+        store.note_access([id_of("f0.0")], missed=1)
         store.flush()
+        assert store.served().questions == 0
         with store.writer() as pen:
             assert pen.collect() == 0
 

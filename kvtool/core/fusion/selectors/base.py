@@ -22,7 +22,11 @@ class Selector(ABC):
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
     reason: ClassVar[str] = ""  # why a row is recomputed
-    pooling: Pooling = "rows"  # of the question's attention, where it is asked for
+
+    @property
+    def pooling(self) -> Pooling:
+        """Of the question's attention, where it is asked for."""
+        return "rows"
 
     def asked(self, plan: Plan, layers: int) -> range:
         """Layers whose question attention (fusion/question.py) the mode ranks rows by; empty: by none."""
