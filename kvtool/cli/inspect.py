@@ -42,11 +42,11 @@ def inspect(
     ] = None,
     batch: Annotated[
         Path | None,
-        typer.Option("--batch", metavar="FILE.jsonl", help="codec, quality: the questions.", show_default=False),
+        typer.Option("--batch", metavar="FILE.jsonl", help="A file of questions.", show_default=False),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option("--limit", min=1, help="codec, quality: only the first N questions.", show_default=False),
+        typer.Option("--limit", min=1, help="Only the first N of them.", show_default=False),
     ] = None,
     scheme: Annotated[
         list[str] | None,

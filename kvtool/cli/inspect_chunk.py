@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvtool.cli.inspect_subject import Subject
+from kvtool.cli.inspect_subject import Subject, tokenizer_of
 from kvtool.cli.options import Run
 from kvtool.core.errors import UsageError
 
@@ -23,17 +23,13 @@ def chunk(run: Run, store: Any, about: Subject) -> None:
 
 
 def _page(run: Run, store: Any, about: Subject, value: dict[str, Any]) -> None:
-    from kvtool.core.model.files import resolve
-    from kvtool.core.model.load import load_tokenizer
-    from kvtool.core.query.session import store_identity
     from kvtool.core.report.chunk import pieces
     from kvtool.core.report.page import Section, Shaded, Table
 
-    settings, info = run.settings, store.chunk_info(bytes.fromhex(value["id"]))
+    info, (tokenizer, _) = store.chunk_info(bytes.fromhex(value["id"])), tokenizer_of(run, store)
     weights = value["sensitivity"] or [0.0] * value["tokens"]
     scale = sorted(weights)[int(0.98 * (len(weights) - 1))] or 1.0
-    files = resolve(settings.model or store_identity(store).model, offline=settings.offline)
-    shaded = [(text, weight / scale) for text, weight in pieces(info.token_ids, weights, load_tokenizer(files))]
+    shaded = [(text, weight / scale) for text, weight in pieces(info.token_ids, weights, tokenizer)]
     levels = Table(("level", "bytes"), tuple(value["levels"].items()))
     places = Table(("document", "from", "to"), tuple((p["source"], p["start"], p["end"]) for p in value["places"]))
     text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."

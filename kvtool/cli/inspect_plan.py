@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtool.cli.inspect_subject import Subject
+from kvtool.cli.inspect_subject import Subject, options_of, tokenizer_of
 from kvtool.cli.options import Run
 from kvtool.core.errors import UsageError
 
@@ -14,26 +14,17 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     if about.batch is not None:
         raise UsageError("inspect plan takes one question", 'kvtool inspect plan "Who founded the observatory?"')
     (request,) = about.requests("plan")
-    from kvtool.core.model.files import resolve
-    from kvtool.core.model.load import load_tokenizer, resolve_device, supported_config
+    from kvtool.core.model.load import resolve_device, supported_config
     from kvtool.core.query.layout import Layout
-    from kvtool.core.query.reply import QueryOptions
     from kvtool.core.query.session import store_identity
     from kvtool.core.query.speeds import recalled
     from kvtool.core.report.plan import plan_report
 
-    settings, identity = run.settings, store_identity(store)
-    files = resolve(settings.model or identity.model, offline=settings.offline)
+    identity, options = store_identity(store), options_of(run)
+    tokenizer, files = tokenizer_of(run, store)
     layers = supported_config(files).num_hidden_layers
-    options = QueryOptions(
-        top_k=settings.top_k,
-        ratio=settings.ratio,
-        link_tokens=settings.link_tokens,
-        level=settings.level,
-        max_loss=settings.max_loss,
-    )
-    asked = Layout(store, identity, load_tokenizer(files), layers).lay_out(request, options)
-    device = resolve_device(settings.device)
+    asked = Layout(store, identity, tokenizer, layers).lay_out(request, options)
+    device = resolve_device(run.settings.device)
     speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
     value = {"question": request.question, "model": identity.model, "device": device}
     value |= plan_report(store, asked, options, len(identity.lead_in.ids), speeds)
@@ -71,7 +62,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     for reason, count in reasons(value["chunks"]).items():
         run.out.print(f"missed   {count} chunk(s): {reason}")
     if value["expected_ms"] is None:
-        run.out.print("times    unknown: this machine has not been measured yet (kvtool query --fusion auto)")
+        run.out.print("times    unknown: this machine has not been measured at this level (kvtool query --fusion auto)")
         return
     told = ", ".join(f"{name} {ms:.0f} ms" for name, ms in value["expected_ms"].items())
     run.out.print(f"expected {told}")

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.sessions import open_session
+from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
+    from kvtool.core.model.files import ModelFiles
     from kvtool.core.query.layout import Asked
-    from kvtool.core.query.reply import Request
+    from kvtool.core.query.reply import QueryOptions, Request
     from kvtool.core.query.session import Session
     from kvtool.core.report.page import Section
 
@@ -46,7 +48,7 @@ class Subject:
 
         Raises
         ------
-        UsageError : none, or both.
+        UsageError : none, or both; chunks beside a file of questions, which brings its own; chunks and documents.
         """
         from kvtool.core.query.reply import Request, read_batch
 
@@ -55,6 +57,10 @@ class Subject:
                 f"inspect {what} needs a question, or a file of them",
                 f'kvtool inspect {what} "Who founded the observatory?", or --batch FILE.jsonl',
             )
+        if self.batch is not None and (self.chunks or self.documents):
+            raise UsageError("--batch brings its own questions and chunks", "leave --chunks and --documents out")
+        if self.chunks and self.documents:
+            raise UsageError("--chunks and --documents exclude each other", "give one of them")
         if self.batch is not None:
             return read_batch(self.batch)[: self.limit]
         return [Request(str(self.text), self.chunks, self.documents)]
@@ -91,13 +97,33 @@ class Subject:
             run.out.status(f"written: {path}")
 
 
-def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> tuple[Session, list[Asked], dict[str, object]]:
-    """The model loaded, the questions' prompts, and what every report says of them first."""
+def options_of(run: Run) -> QueryOptions:
+    """How a question's prompt is laid out, as the flags say. Raises UsageError for a level that there is not."""
     from kvtool.core.query.reply import QueryOptions
 
+    names = ("top_k", "ratio", "link_tokens", "level", "max_loss")
+    if run.settings.level != "auto":
+        check_level(run.settings.level)
+    return QueryOptions(**{name: getattr(run.settings, name) for name in names})
+
+
+def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
+    """The tokenizer and the files of the store's model, without loading it. Raises ModelError for another model's."""
+    from kvtool.core.ingest.job import check_same_model
+    from kvtool.core.model.files import resolve
+    from kvtool.core.model.load import load_tokenizer
+    from kvtool.core.query.session import store_identity
+
+    settings, identity = run.settings, store_identity(store)
+    files = resolve(settings.model or identity.model, offline=settings.offline)
+    check_same_model(files, identity, settings.dtype)
+    return load_tokenizer(files), files
+
+
+def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> tuple[Session, list[Asked], dict[str, object]]:
+    """The model loaded, the questions' prompts, and what every report says of them first."""
+    options = options_of(run)
     session = open_session(run, store)
-    settings = run.settings
-    options = QueryOptions(top_k=settings.top_k, level=settings.level, max_loss=settings.max_loss)
     prompts = [session.lay_out(request, options) for request in requests]
     identity = session.identity
     facts: dict[str, object] = {

@@ -10,6 +10,7 @@ import pytest
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
 from kvtool.core.query import session, speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads
+from tests.families import save_tiny
 
 PASS, LOAD = PassSpeed(fixed=0.0, row=1e-3, key=0.0), LoadSpeed(0.0, 1e-6, 1.0, 1e9)
 
@@ -90,4 +91,6 @@ def test_what_cannot_be_planned(store: Path, tmp_path: Path) -> None:
     assert kvtool("inspect", "plan", "--store", store).code == 2
     (tmp_path / "b.jsonl").write_text('{"question": "x"}\n')
     assert kvtool("inspect", "plan", "--store", store, "--batch", tmp_path / "b.jsonl").code == 2
+    assert plan(store, "--level", "9").code == 2
+    assert plan(store, "--model", save_tiny("qwen2", tmp_path / "other")).code == 12
     assert kvtool("inspect", "plan", "qqqq zzzz", "--store", store).code == 1

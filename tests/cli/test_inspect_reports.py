@@ -80,6 +80,9 @@ def test_what_cannot_be_asked(what: str, store: Path, batch: Path, tmp_path: Pat
     assert kvtool(*at).code == 2
     assert kvtool(*at, QUESTION, "--batch", batch).code == 2
     assert kvtool(*at, "--batch", tmp_path / "none.jsonl").code == 2
+    assert kvtool(*at, "--batch", batch, "--documents", "mill2.md").code == 2
+    assert kvtool(*at, QUESTION, "--chunks", "0" * 40, "--documents", "mill2.md").code == 2
+    assert kvtool(*at, QUESTION, "--level", "9").code == 2
     assert kvtool(*at, QUESTION, "--html", tmp_path).code == 2
     assert kvtool(*at, QUESTION, "--html", tmp_path / "no" / "page.html").code == 2
     refused = kvtool(*at, QUESTION, "--chunks", "0" * 40)

@@ -64,7 +64,7 @@ class DeviceNumbers:
         wanted = torch.from_numpy(columns.numbers).to(device)
         rows = torch.cat([torch.arange(start, start + job.rows) for start, job in zip(starts, jobs, strict=True)])
         rows = rows.to(device)
-        found = (self.tensor[rows][:, wanted] == ESCAPE - ZERO).nonzero()
+        found = (self.tensor[rows[:, None], wanted] == ESCAPE - ZERO).nonzero()
         ends = np.fromiter(accumulate(job.rows for job in jobs), np.int64)
         of_stream = np.searchsorted(ends, found[:, 0].cpu().numpy(), side="right")
         if np.bincount(of_stream, minlength=len(jobs)).tolist() != [len(own) for own in marked]:

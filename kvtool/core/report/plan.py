@@ -10,12 +10,12 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import Epic
 from kvtool.core.fusion.speeds import Speeds
 
-_STATUSES = ("exact", "hit", "miss", "fresh")
-
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import QueryOptions
+
+_STATUSES = ("exact", "hit", "miss", "fresh")
 
 
 def plan_report(

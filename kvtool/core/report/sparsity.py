@@ -196,6 +196,7 @@ def sparsity_report(
         "tokens": {"context": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
         "mass_held": MASS,
+        "context_rows_asked": 1 / _SAMPLED,  # for `keys_for_mass`; masses are of all rows
         "context": context.to_json(),
         "question_over": {name: tally.to_json() for name, tally in tallies.items()},
         "stability": _stability(subject, cache, others) if others else None,
