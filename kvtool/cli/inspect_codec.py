@@ -7,6 +7,7 @@ from typing import Any
 from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run
 from kvtool.cli.sessions import open_session
+from kvtool.cli.spark import sparkline
 from kvtool.core.errors import UsageError
 
 
@@ -31,6 +32,12 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
 
     def show() -> None:
         run.out.table(HEAD, codec_rows(value))
+        for row in value["schemes"]:
+            errors = [[layer[side] for layer in row["layers"]] for side in ("k_relative", "v_relative")]
+            run.out.print(
+                f"error by layer, {row['scheme']:<8} keys {sparkline(errors[0])} up to {max(errors[0]):.1%}"
+                f"   values {sparkline(errors[1])} up to {max(errors[1]):.1%}"
+            )
         if "f1" in value["exact"]:
             run.out.print(f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions")
 

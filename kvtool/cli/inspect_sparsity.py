@@ -36,8 +36,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     ]
     held = f"keys for {value['mass_held']:.0%}"
     run.out.table(("attention of", *value["classes"], held), rows)
-    every = round(1 / value["context_rows_asked"])
-    run.out.print(f"{held}: the share of the keys that holds it; of the context's rows every {every}th was asked")
+    run.out.print(f"{held}: the share of the keys that a row sees that holds so much of its attention")
     for name, tally in tallies.items():
         starts = [row["mass"]["sink"] + row["mass"]["chunk starts"] for row in tally["layers"]]
         run.out.print(f"sink and starts by layer, {name:<16} {sparkline(starts)}")

@@ -65,10 +65,17 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
         assert 0 <= scheme["top1_agrees"] <= 1
         assert 0 <= scheme["f1"] <= 1
         assert scheme["questions"] == 2
+        assert [layer["layer"] for layer in scheme["layers"]] == list(range(LAYERS))
+        bits = [layer["bits_per_element"] for layer in scheme["layers"]]
+        assert sum(bits) / LAYERS == pytest.approx(scheme["bits_per_element"])
+        assert all(0 < layer[side] < 2 for layer in scheme["layers"] for side in ("k_relative", "v_relative"))
     for names in (("int8", "int4"), *([LOSSY] if profile else []), *([f"mean-{n}" for n in LOSSY],)):
         bits, losses = ([found[name][key] for name in names] for key in ("bits_per_element", "kl_answer"))
         assert bits == sorted(bits, reverse=True)
         assert losses[0] < losses[-1]
+        for side in ("k_relative", "v_relative"):
+            errors = [found[name]["layers"][LAYERS - 1][side] for name in names]
+            assert errors == sorted(errors)
     assert 8 < found["int8"]["bits_per_element"] < 9.1  # a 16-bit scale for 16 numbers
     assert found["int4"]["bits_per_element"] == pytest.approx(found["int8"]["bits_per_element"] - 4)
 
@@ -76,9 +83,11 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
 def test_the_table(fitted: Path, batch: Path) -> None:
     done = inspect(fitted, "--batch", batch, "--limit", "2", "--scheme", "2", "--scheme", "int8").fine()
     head, *rows, last, end = done.out.split("\n")
+    rows, layers = rows[:2], rows[2:]
     for word in ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1"):
         assert word in head
     assert [row.split()[0] for row in rows] == ["2", "int8"]
+    assert [line.split()[:4] for line in layers] == [["error", "by", "layer,", name] for name in ("2", "int8")]
     assert last.startswith("F1 from exact records: ")
     assert last.endswith("2 questions")
     assert end == done.err == ""

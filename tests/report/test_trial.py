@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+from transformers import DynamicCache
 
 from kvtool.core.fusion.engine import forced_logits, fuse
 from kvtool.core.fusion.selectors import SELECTORS
@@ -13,7 +16,7 @@ from kvtool.core.query.session import selector_for
 from kvtool.core.report.runs import RunSpec, parse_run
 from kvtool.core.report.trial import Answer, Trial, continued
 from kvtool.core.scoring import kl
-from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, tokens
+from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, tokens
 
 RUNS = tuple(
     parse_run(text)
@@ -108,6 +111,41 @@ def test_distances() -> None:
         assert row["top1_agrees"] == bool(logits["full"][0].argmax() == logits[spec.name][0].argmax())
     assert rows["prefix"]["kl_answer"] < 1e-9 < rows["reuse"]["kl_answer"]
     assert rows["full"] | {"speedup": 1.0, "kl_first": 0.0, "kl_answer": 0.0, "answer_equal": True} == rows["full"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_distances_by_transformers_alone(name: str) -> None:
+    """Eager attention of the unmodified model, KL in numpy: none of kvtool's own passes, scripts' logits or scores."""
+    own, options = case(name), QueryOptions(max_tokens=6)
+    plan, start = own.plan(), own.plan().segments[-1].start
+    whole = scratch(own, RUNS[0], options, CHUNKS)
+    assert whole.ids == plain_text(name, own.dtype, tuple(plan.ids), options.max_tokens)
+    script = [*whole.ids, *([] if whole.end is None else [whole.end])]
+    full = log_p(own, plan.ids, script, None)
+    rows = dict(trial(own, options).rows(RUNS[1:]))
+    for spec in RUNS[1:]:
+        fused = fuse(own.decoder, plan, selector_for(spec.options(options), spec.mode), own.source)
+        past = DynamicCache()
+        for layer, buffer in enumerate(fused.cache.buffers):
+            past.update(*(side[:, :, :start].clone() for side in buffer.view()), layer)
+        mine = log_p(own, plan.ids[start:], script, past)
+        divergence = (np.exp(full) * (full - mine)).sum(-1)
+        assert rows[spec.name]["kl_first"] == pytest.approx(divergence[0], abs=1e-5)
+        assert rows[spec.name]["kl_answer"] == pytest.approx(divergence.mean(), abs=1e-5)
+
+
+def log_p(own: Case, ids: list[int], script: list[int], past: DynamicCache | None) -> np.ndarray:
+    """Before each token of the script: float64 `[len(script), vocabulary]`."""
+    seen = past.get_seq_length() if past is not None else 0
+    both = [*ids, *script[:-1]]
+    with torch.inference_mode():
+        out = plain_model(own.name, own.dtype)(
+            input_ids=torch.tensor([both]),
+            position_ids=torch.arange(seen, seen + len(both))[None],
+            past_key_values=past,
+        )
+    logits: np.ndarray = out.logits[0, len(ids) - 1 :].double().log_softmax(-1).numpy()
+    return logits
 
 
 def test_counts_and_holes() -> None:

@@ -16,6 +16,7 @@ from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.cachegen import encode_levels
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.compress.by_layer import Toll
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, forced_logits, fuse
 from kvtool.core.fusion.plan import Plan, Segment
@@ -77,8 +78,6 @@ class Held:
     """
 
     layers: list[dict[int, LayerKV]]
-    size: int = 0
-    elements: int = 0
 
     @classmethod
     def exact(cls, source: KVSource, plan: Plan, layers: int) -> Held:
@@ -91,16 +90,17 @@ class Held:
             raise DamagedError(f"the exact record of chunk {chunk} cannot be read: {missing.reason}", REPAIR) from None
         return cls([dict(zip(starts, found, strict=True)) for found in read])
 
-    def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> Held:
-        """The same sent through a scheme; the prompt's beginning is never compressed."""
+    def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[Held, list[Toll]]:
+        """The same sent through a scheme, and each layer's toll; the prompt's beginning is never compressed."""
         kept = {segment.start for segment in plan.cached if segment.source.chunk_id == prefix_id}
         sent = Held([dict(found) for found in self.layers])
+        tolls = [Toll() for _ in self.layers]
         for layer, found in enumerate(sent.layers):
             for start in found.keys() - kept:
-                sent.elements += found[start][0].numel() + found[start][1].numel()
-                found[start], size = scheme.round_trip(found[start], layer)
-                sent.size += size
-        return sent
+                exact = found[start]
+                found[start], size = scheme.round_trip(exact, layer)
+                tolls[layer] += Toll.of(exact, found[start], size)
+        return sent, tolls
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """See KVSource."""
@@ -109,14 +109,13 @@ class Held:
 
 @dataclass(slots=True)
 class Loss:
-    """What was measured of one level, a number a question."""
+    """What was measured of one level, a number a question; and its toll of every layer, over the chunks of all."""
 
     kl_first: list[float] = field(default_factory=list)
     kl_answer: list[float] = field(default_factory=list)
     top1_agrees: list[float] = field(default_factory=list)
     f1: list[float] = field(default_factory=list)
-    bytes: int = 0
-    elements: int = 0
+    layers: list[Toll] = field(default_factory=list)
 
     def to_json(self) -> dict[str, float]:
         """Means, and how many questions they are over."""
@@ -127,7 +126,12 @@ class Loss:
     @property
     def bits(self) -> float:
         """Bits of a number of K or V, over the chunks of all prompts."""
-        return 8 * self.bytes / self.elements if self.elements else 0.0
+        return sum(self.layers, Toll()).bits
+
+    def add_tolls(self, tolls: Sequence[Toll]) -> None:
+        """Those of one prompt, a layer each."""
+        before = self.layers or [Toll() for _ in tolls]
+        self.layers = [a + b for a, b in zip(before, tolls, strict=True)]
 
 
 def measure(
@@ -160,9 +164,10 @@ def measure(
         if prompt.answers:
             losses[EXACT].f1.append(score(said.text.strip(), prompt.answers).f1)
         for name, scheme in schemes.items():
-            lossy = held.through(scheme, plan, prefix_id)
+            lossy, tolls = held.through(scheme, plan, prefix_id)
+            losses[name].add_tolls(tolls)
             fused = fuse(decoder, plan, Reuse(), lossy, reserve=_SAMPLING.max_tokens)
-            same = _add(losses[name], expected, forced_logits(decoder, fused, script), lossy)
+            same = _add(losses[name], expected, forced_logits(decoder, fused, script))
             if prompt.answers:
                 fused.cache.set_length(fused.plan.length)
                 text = said.text if same else _say(decoder, fused).text
@@ -171,14 +176,12 @@ def measure(
     return losses
 
 
-def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor, sent: Held) -> bool:
+def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor) -> bool:
     """Count one prompt; whether the greedy answer is the same."""
     agrees = expected.argmax(-1) == logits.argmax(-1)
     loss.kl_first.append(kl(expected[:1], logits[:1]))
     loss.kl_answer.append(kl(expected, logits))
     loss.top1_agrees.append(float(agrees.float().mean()))
-    loss.bytes += sent.size
-    loss.elements += sent.elements
     return bool(agrees.all())
 
 

@@ -75,8 +75,9 @@ def codec_report(
     Returns
     -------
     `questions`, `exact` (F1 where answers are known) and `schemes[{scheme, bits_per_element, ratio_vs_16bit, kl_first,
-    kl_answer, top1_agrees, f1}]`. Bits count records with headers, digests, states and side information; a profile is
-    stored once.
+    kl_answer, top1_agrees, f1, layers}]`, `layers[{layer, bits_per_element, k_relative, v_relative}]`: the norm of the
+    error over that of the exact keys and values. Bits count records with headers, digests, states and side information;
+    a profile is stored once.
 
     Raises
     ------
@@ -89,7 +90,8 @@ def codec_report(
     for name in wanted:
         loss = losses[name]
         ratio = 16 / loss.bits if loss.bits else None
-        rows.append({"scheme": name, "bits_per_element": loss.bits, "ratio_vs_16bit": ratio, **loss.to_json()})
+        row = {"scheme": name, "bits_per_element": loss.bits, "ratio_vs_16bit": ratio, **loss.to_json()}
+        rows.append(row | {"layers": [{"layer": at} | toll.to_json() for at, toll in enumerate(loss.layers)]})
     return {"questions": len(requests), EXACT: losses[EXACT].to_json(), "schemes": rows}
 
 

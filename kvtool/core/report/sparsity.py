@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtool.core.fusion.plan import Plan
@@ -20,7 +21,6 @@ CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "
 START_TOKENS = 4  # of every chunk, if nothing else is asked for
 MASS = 0.9
 HEAVY = 0.05  # share of the context that counts as heavy
-_SAMPLED = 16  # one row of the context in so many is asked how few keys it needs: that takes a sort of all its weights
 _BLOCK = 64  # rows whose weights exist at a time
 
 
@@ -72,7 +72,8 @@ def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS
     weights : `[heads, rows, keys]`, each row's sum 1.
     visible : how many keys each row sees, `[rows]`.
     """
-    falling = weights.sort(dim=-1, descending=True).values.cumsum(-1)
+    rising = torch.from_numpy(np.sort(weights.numpy(), axis=-1))  # twenty times as fast as torch's sort
+    falling = rising.flip(-1).cumsum(-1)
     return ((falling < mass - 1e-6).sum(-1) + 1).clamp_max(visible).double() / visible
 
 
@@ -82,11 +83,10 @@ class Tally:
     Parameters
     ----------
     rows : prompt positions of the pass's rows that are counted.
-    every : one row in so many is asked how few keys hold most of its mass.
     """
 
-    def __init__(self, classes: Classes, rows: torch.Tensor, every: int = 1) -> None:
-        self._classes, self._rows, self._every = classes, rows, every
+    def __init__(self, classes: Classes, rows: torch.Tensor) -> None:
+        self._classes, self._rows = classes, rows
         self.mass: list[torch.Tensor] = []  # of each layer: `[heads, classes]`, the mean over rows
         self.needed: list[torch.Tensor] = []  # of each layer: `[heads]`, the mean over rows
 
@@ -94,18 +94,16 @@ class Tally:
         """Count a layer; `query` are the rows of the pass, of which ours are the last."""
         query = query[0, :, query.shape[2] - len(self._rows) :]
         mass = torch.zeros(query.shape[0], len(CLASSES), dtype=torch.float64)
-        needed, asked = torch.zeros(query.shape[0], dtype=torch.float64), 0
+        needed = torch.zeros(query.shape[0], dtype=torch.float64)
         for first in range(0, len(self._rows), _BLOCK):
             rows = self._rows[first : first + _BLOCK]
             stop = int(rows[-1]) + 1
             here = rows.to(key.device)
             weights = attention_weights(query[:, first : first + _BLOCK], key[0, :, :stop], here, scaling).cpu()
             mass += self._classes.mass(weights, rows)
-            some = torch.arange(-first % self._every, len(rows), self._every)
-            needed += keys_needed(weights[:, some], rows[some] + 1).sum(1)
-            asked += len(some)
+            needed += keys_needed(weights, rows + 1).sum(1)
         self.mass.append(mass / len(self._rows))
-        self.needed.append(needed / max(1, asked))
+        self.needed.append(needed / len(self._rows))
 
     def to_json(self) -> dict[str, Any]:
         """`mass` by class (mean over layers and heads), `keys_for_mass`; and both of each of `layers` and `heads`."""
@@ -176,7 +174,7 @@ def sparsity_report(
     cache.set_length(plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start
     watched = torch.arange(first, last)
-    context = Tally(classes, watched, _SAMPLED)
+    context = Tally(classes, watched)
 
     def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
         context(layer, query[:, :, :last], key, scaling)
@@ -196,7 +194,6 @@ def sparsity_report(
         "tokens": {"context": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
         "mass_held": MASS,
-        "context_rows_asked": 1 / _SAMPLED,  # for `keys_for_mass`; masses are of all rows
         "context": context.to_json(),
         "question_over": {name: tally.to_json() for name, tally in tallies.items()},
         "stability": _stability(subject, cache, others) if others else None,

@@ -49,9 +49,7 @@ def _keys(value: dict[str, Any]) -> Section:
         for name, tally in tallies.items()
     )
     title = f"Share of the keys that holds {value['mass_held']:.0%} of the attention"
-    every = round(1 / value["context_rows_asked"])
-    text = f"Asked of every {every}th of the context's rows, and of all of the question's."
-    return Section("How few keys", (text,), figures=(line_charts(title, [Panel("share of keys", lines)], "layer"),))
+    return Section("How few keys", figures=(line_charts(title, [Panel("share of keys", lines)], "layer"),))
 
 
 def _heads(value: dict[str, Any]) -> Section:
