@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.fusion import loader
-from kvtool.core.model import attention, side_by_side
+from kvtool.core.model import attention, kernels, side_by_side
 from kvtool.core.model.rotary import Rotary, Table
 
 
@@ -60,18 +60,18 @@ def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
     """Scattered rows attend to all keys of the prompt."""
 
     def all_visible(query: Any, key: Any, value: Any, scale: float, last: Any, at: Any) -> torch.Tensor:
-        return attention._sdpa(query, key, value, None, scale, causal=False)
+        return kernels._sdpa(query, key, value, None, scale)
 
-    patch.setattr(attention, "attend_by_products", all_visible)
+    patch.setattr(attention, "attend_rows", all_visible)
 
 
 def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
     """A chunk's rows attend to all of its tokens at ingest."""
 
     def all_visible(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
-        return attention._sdpa(query, key, value, None, scale, causal=False)
+        return kernels._sdpa(query, key, value, None, scale)
 
-    patch.setattr(side_by_side, "_by_products", all_visible)
+    patch.setattr(side_by_side, "_as_rows", all_visible)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from kvtool.core.errors import ModelError
-from kvtool.core.model import attention
+from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.attention import Rows, rows_attention
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
@@ -50,19 +50,59 @@ def rows(*positions: int) -> Rows:
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
+@pytest.mark.parametrize("kernel", ["products", "fused"])
 @pytest.mark.parametrize("long_prefill", [20, attention.LONG_PREFILL])
 def test_a_row_sees_the_keys_up_to_its_position(
-    positions: list[int], long_prefill: int, monkeypatch: pytest.MonkeyPatch
+    positions: list[int], long_prefill: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK", BLOCK)
+    monkeypatch.setattr(kernels, "BLOCK", BLOCK)
     monkeypatch.setattr(attention, "LONG_PREFILL", long_prefill)
+    take(kernel, monkeypatch)
     query = random(1, HEADS, len(positions), DIM)
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
     assert weights is None
     assert out.shape == (1, len(positions), HEADS, DIM)
-    expected = by_formula(query, torch.tensor(positions), 0.3, KEYS)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(rows(*positions).fused(query, KEY, VALUE, 0.3).transpose(1, 2), expected)
+    torch.testing.assert_close(out, by_formula(query, torch.tensor(positions), 0.3, KEYS))
+
+
+def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever suits this machine."""
+    monkeypatch.setenv(kernels.CHOICE, kernel)
+    kernels.products_pay.cache_clear()
+    monkeypatch.setattr(kernels, "products_pay", kernels.products_pay.__wrapped__)
+    monkeypatch.setattr(attention, "products_pay", kernels.products_pay)
+
+
+def test_the_kernel_follows_the_cpu_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(kernels.CHOICE, raising=False)
+    pays = kernels.products_pay.__wrapped__
+    for has_tiles in (True, False):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda found=has_tiles: found)
+        assert pays() is not has_tiles
+    for name in ("products", "fused"):
+        monkeypatch.setenv(kernels.CHOICE, name)
+        assert pays() is (name == "products")
+    monkeypatch.setenv(kernels.CHOICE, "flash")
+    with pytest.raises(UsageError):
+        pays()
+
+
+def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other shape costs oneDNN new code: so many keys as the rows see are rounded up, and hidden."""
+    seen = set()
+    bmm = torch.bmm
+
+    def spy(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        seen.add(max(other.shape[1:]))
+        return bmm(one, other)
+
+    monkeypatch.setattr(torch, "bmm", spy)
+    monkeypatch.setattr(products, "_SCORE_BYTES", 1)  # blocks of 16 rows
+    at = torch.arange(KEYS)
+    query = random(1, HEADS, KEYS, DIM)
+    out = products.attend_by_products(query, KEY, VALUE, 0.3, at.tolist(), at)
+    torch.testing.assert_close(out.transpose(1, 2), by_formula(query, at, 0.3, KEYS))
+    assert seen - {DIM} == {64, 128, 192, 200}
 
 
 def test_without_rows_a_prefill_is_causal() -> None:
@@ -90,7 +130,7 @@ def test_what_cannot_be_done_is_refused(feature: str) -> None:
 
 
 def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
-    """Other rows in its block, or none."""
+    """Other rows in its block, or none; a row alone takes a kernel of its own."""
     positions = [3, 7, 50, 120, 121, 199]
     query = random(1, HEADS, len(positions), DIM)
     whole, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.model.packed import can_pack, keep_freed_memory, pack_weights
+from kvtool.core.model.packed import can_pack, keep_freed_memory, pack_weights, return_freed_memory
 from tests.families import FAMILIES, tiny_model
 
 IDS = torch.arange(5, 60)[None]
@@ -40,5 +40,7 @@ def test_other_dtypes_are_left_alone() -> None:
 
 def test_keeping_memory_can_be_asked_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_freed_memory()
+    return_freed_memory()
     monkeypatch.setattr("sys.platform", "win32")
     keep_freed_memory()
+    return_freed_memory()

@@ -7,12 +7,29 @@ import math
 import pytest
 import torch
 
-from kvtool.core.model import products, side_by_side
+from kvtool.core.model import kernels, products, side_by_side
 from kvtool.core.model.side_by_side import SideBySide
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 8, 11
 LENGTHS = (5, 1, 23, 16)
-ATTENTIONS = [side_by_side._by_products, side_by_side._fused]
+AS_ROWS = side_by_side._as_rows
+
+
+def by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """As a CPU does for which they pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "products_pay", lambda: True)
+        return AS_ROWS(query, key, value, scale)
+
+
+def by_the_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """As the others do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "products_pay", lambda: False)
+        return AS_ROWS(query, key, value, scale)
+
+
+ATTENTIONS = [by_products, side_by_side._fused, by_the_kernel]
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,7 +50,7 @@ def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
 def test_a_chunk_sees_the_lead_in_and_its_own_past(
     attend: object, lead: int, scaling: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "_by_products", attend)
+    monkeypatch.setattr(side_by_side, "_as_rows", attend)
     total = sum(LENGTHS)
     query, key, value = (random(1, n, total, DIM, seed=i) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     own = [(random(1, KV_HEADS, lead, DIM, seed=7), random(1, KV_HEADS, lead, DIM, seed=8))] if lead else []
@@ -54,9 +71,10 @@ def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     real = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda scores, dim: sizes.append(scores.numel()) or real(scores, dim))
+    monkeypatch.setattr(kernels, "products_pay", lambda: True)
     monkeypatch.setattr(products, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
     out = SideBySide.of([100], []).attend(0, query, key, value, 0.3)
-    assert sizes == [HEADS * 20 * seen for seen in (20, 40, 60, 80, 100)]
+    assert sizes == [HEADS * 20 * seen for seen in (64, 64, 64, 100, 100)]
     torch.testing.assert_close(out, by_formula(query, key, value, 0.3))
 
 
@@ -69,6 +87,6 @@ def test_bfloat16_scores_keep_their_differences(common: float) -> None:
     errors = [(attend(query, key, value, 0.2).double() - exact).norm() / exact.norm() for attend in ATTENTIONS]
     plain = (query[0] * 0.2) @ key[0].transpose(-1, -2)
     plain = plain.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ value[0]
-    assert errors[0] < 1.5 * errors[1] + 1e-3
+    assert max(errors[0], errors[2]) < 1.5 * errors[1] + 1e-3
     if common:
         assert errors[0] < 0.1 * (plain.double() - exact[0]).norm() / exact.norm()

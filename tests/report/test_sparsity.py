@@ -100,8 +100,10 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
     assert set(found) == {"full", "reuse", "epic", "union"}
 
 
-def test_rows_are_tallied_in_blocks_as_one() -> None:
-    """More rows than a block."""
+@pytest.mark.parametrize("most", [1, 60_000])
+def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time, and some."""
+    monkeypatch.setattr("kvtool.core.report.sparsity._BLOCK_BYTES", most)
     one = case("llama")
     plan = one.plan(lead_in=BOS)
     count, heads = 150, 2

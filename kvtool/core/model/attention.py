@@ -10,18 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.products import attend_by_products
+from kvtool.core.model.kernels import attend_one, attend_rows, products_pay
 
 IMPLEMENTATION = "kvtool_rows"
 
-# On a GPU rows are attended in blocks: one needs a mask of [BLOCK * groups, keys up to its last row] only, and skips
-# every later key.
-BLOCK = 256
-
-
-# On the CPU a prefill of so many rows is left to torch's flash kernel: one block's scores then no longer fit the cache.
-# Measured on 2 cores, ms a layer, ours and torch's: 4,096 rows 184 and 237 (Qwen2.5-0.5B's heads), 156 and 157
-# (SmolLM2-135M's); 7,800 rows 811 and 808, 685 and 556. Scattered rows are faster by products at any length.
+# Where products pay, a prefill of so many rows is still left to torch's flash kernel: one block's scores then no longer
+# fit the cache. Measured on 2 cores of an AMD EPYC, ms a layer, ours and torch's: 4,096 rows 184 and 237
+# (Qwen2.5-0.5B's heads), 156 and 157 (SmolLM2-135M's); 7,800 rows 811 and 808, 685 and 556. Scattered rows are faster
+# at any length.
 LONG_PREFILL = 6144
 
 
@@ -57,31 +53,11 @@ class Rows:
         """Row i sees the keys at positions ≤ `positions[i]`; key j stands at prompt position j."""
         if self.watch is not None:
             self.watch(layer, query, key, scaling)
-        if query.device.type == "cpu" and not (self.dense and len(self) >= LONG_PREFILL):
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return attend_by_products(query, key, value, scale, self.order, self.positions)
-        return self.fused(query, key, value, scaling)
-
-    def fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-        """The same in the device's own fused kernel."""
-        if self.dense and key.shape[2] == len(self):
-            return _dense(query, key, value, scaling)
-        blocks = [self._block(query, key, value, scaling, at) for at in range(0, len(self), BLOCK)]
-        return torch.cat(blocks, dim=2)
-
-    def _block(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, at: int
-    ) -> torch.Tensor:
-        stop = min(at + BLOCK, len(self))
-        keys = min(self.order[stop - 1] + 1, key.shape[2])
-        visible = torch.arange(keys, device=query.device) <= self.positions[at:stop, None]
-        # Query heads that share a key stand below each other as rows: with a mask CUDA's fused kernels take no grouped
-        # heads, and keys repeated for every head would be copied for every block.
-        kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-        part = query[:, :, at:stop].reshape(1, kv_heads, groups * (stop - at), query.shape[3])
-        mask = visible.repeat(groups, 1)
-        out = _sdpa(part, key[:, :, :keys], value[:, :, :keys], mask, scaling, causal=False)
-        return out.view(1, query.shape[1], stop - at, value.shape[3])
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        causal = query.device.type != "cpu" or len(self) >= LONG_PREFILL or not products_pay()
+        if self.dense and causal and key.shape[2] == len(self) > 1:
+            return _causal(query, key, value, scale)
+        return attend_rows(query, key, value, scale, self.order, self.positions)
 
 
 class Attends(Protocol):
@@ -119,35 +95,27 @@ def rows_attention(
         if kwargs.get(feature) is not None:
             raise ModelError(f"attention with {feature} is not supported", "use a model with plain rotary attention")
     if rows is None:
-        out = _dense(query, key, value, scaling)
+        out = _alone(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling)
     else:
         out = rows.attend(module.layer_idx, query, key, value, scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    count = query.shape[2]
-    if count > 1 and key.shape[2] != count:
+def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Without rows: a decoding row, or a whole prefill."""
+    if query.shape[2] == 1:
+        groups = query.shape[0] == 1 and key.device.type == "cpu"
+        return attend_one(query, key, value, scale) if groups else _causal(query, key, value, scale, causal=False)
+    if key.shape[2] != query.shape[2]:
         raise ModelError("several rows over a longer cache need their positions", "this is a bug in kvtool")
-    if query.device.type == "cpu" and query.shape[0] == 1 and count == 1:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        last = key.shape[2] - 1
-        return attend_by_products(query, key, value, scale, [last], torch.tensor([last]))
-    return _sdpa(query, key, value, None, scaling, causal=count > 1)
+    return _causal(query, key, value, scale)
 
 
-def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    causal: bool,
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool = True
 ) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, is_causal=causal, enable_gqa=groups > 1
-    )
+    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=causal, enable_gqa=groups > 1)
 
 
 def register() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGE = 2**30
+RETURNED_BYTES = 2**20
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -59,11 +61,18 @@ def keep_freed_memory() -> None:
 
     A fresh page costs a fault; packing takes a third of its time so. Does nothing where libc is not glibc.
     """
+    _set_thresholds(_LARGE)
+
+
+def return_freed_memory() -> None:
+    """From here on give blocks of 1 MiB and more back once they are freed: for work that needs room more than time."""
+    _set_thresholds(RETURNED_BYTES)
+
+
+def _set_thresholds(size: int) -> None:
     if not sys.platform.startswith("linux"):
         return
-    try:
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, _LARGE)
-    mallopt(_M_TRIM_THRESHOLD, _LARGE)
+        mallopt(_M_MMAP_THRESHOLD, size)
+        mallopt(_M_TRIM_THRESHOLD, size)

@@ -10,6 +10,7 @@ import torch
 _SCORE_BYTES = 4 * 2**20
 _LEAST_ROWS = 16
 _SAMPLE = 64  # keys that stand for all in what they have in common
+_STEP = 64  # keys; for every other shape of a product oneDNN makes new code: milliseconds, and a megabyte that is kept
 
 
 def attend_by_products(
@@ -35,13 +36,13 @@ def attend_by_products(
     """
     heads, rows, head_dim = query.shape[1:]
     kv_heads, seen = key.shape[1], last[-1] + 1
-    keys, values = key[0, :, :seen], value[0, :, :seen]
+    keys, values, whole = key[0, :, :seen], value[0, :, :seen], seen
     wider = torch.cat([keys, keys.new_ones((kv_heads, seen, 1))], 2).transpose(1, 2)
     step = max(_LEAST_ROWS, _SCORE_BYTES // (keys.itemsize * heads * seen))
     out = query.new_empty((rows, heads, value.shape[3])).transpose(0, 1)
     for begin in range(0, rows, step):
         stop = min(begin + step, rows)
-        first, seen = last[begin] + 1, last[stop - 1] + 1
+        first, seen = last[begin] + 1, min(_rounded(last[stop - 1] + 1), whole)
         part = (query[0, :, begin:stop] * scale).reshape(kv_heads, -1, head_dim)
         # The first key is where most heads rest; the mean shows what all keys share, and is taken of some that every
         # row of the block sees, so that no row depends on a later token.
@@ -54,3 +55,7 @@ def attend_by_products(
         weights = torch.softmax(scores, -1).view(kv_heads, -1, seen)
         out[:, begin:stop] = torch.bmm(weights, values[:, :seen]).view(heads, stop - begin, -1)
     return out[None]
+
+
+def _rounded(keys: int) -> int:
+    return -(-keys // _STEP) * _STEP

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.products import attend_by_products
+from kvtool.core.model.kernels import attend_rows
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,7 +51,7 @@ class SideBySide:
         `[1, heads, rows, head_dim]`.
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attend = _by_products if query.device.type == "cpu" else _fused
+        attend = _as_rows if query.device.type == "cpu" else _fused
         # Rows before heads: the model wants them so, and its own transposition then copies nothing.
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
         for start, stop in self.spans:
@@ -75,7 +75,7 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     return out
 
 
-def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same by plain matrix products."""
+def _as_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same in what is fast on this CPU."""
     last = range(key.shape[2] - query.shape[2], key.shape[2])
-    return attend_by_products(query, key, value, scale, last, torch.arange(last.start, last.stop))
+    return attend_rows(query, key, value, scale, last, torch.arange(last.start, last.stop))

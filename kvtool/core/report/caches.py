@@ -16,6 +16,7 @@ from kvtool.core.fusion.selectors.ranking import hit_rows
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.packed import return_freed_memory
 from kvtool.core.model.prompt_cache import PromptCache
 
 Watch = Callable[[int, torch.Tensor, torch.Tensor, float | None], None]
@@ -54,6 +55,7 @@ class Subject:
             raise UsageError(
                 "nothing of this prompt is reused from another place", "take more chunks (--top-k, --documents)"
             )
+        return_freed_memory()  # several caches of a whole prompt come and go
         return cls(decoder, plan, source, hits)
 
     def full(self) -> PromptCache:

@@ -116,6 +116,32 @@ def chosen_rows(subject: Subject, choice: str, ratio: float, worth: torch.Tensor
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Full prefill's cache and the question's queries over it. Beside it one other cache is held at a time."""
+
+    subject: Subject
+    cache: PromptCache
+    asked: Queries
+
+    @classmethod
+    def of(cls, subject: Subject) -> Right:
+        cache = subject.full()
+        return cls(subject, cache, subject.queries(cache))
+
+    def compare(self, recomputed: torch.Tensor) -> tuple[Deviation, list[float]]:
+        """The deviation of a cache with these rows recomputed (bool `[length]`), and that of its attention by layer."""
+        mine = self.subject.recomputing(recomputed)
+        return deviation(self.subject, mine, self.cache), self._attention(mine)
+
+    def attention(self, recomputed: torch.Tensor) -> list[float]:
+        """By layer, of a cache with these rows recomputed."""
+        return self._attention(self.subject.recomputing(recomputed))
+
+    def _attention(self, mine: PromptCache) -> list[float]:
+        return attention_deviation(mine, self.subject.queries(mine), self.cache, self.asked)
+
+
 def deviation_report(
     subject: Subject, ratios: Sequence[float] = RATIOS, choices: Sequence[str] = CHOICES
 ) -> dict[str, Any]:
@@ -128,17 +154,14 @@ def deviation_report(
     of the squared V deviation in the top rows, the rank correlation with the layer after it;
     `attention[{choice, ratio, rows, deviation, by_layer}]`; `token_deviation` by row: `Deviation.worth`.
     """
-    full = subject.full()
-    asked_full = subject.queries(full)
+    right = Right.of(subject)
     none = torch.zeros(subject.plan.length, dtype=torch.bool)
-    reused = subject.recomputing(none)
-    found = deviation(subject, reused, full)
+    found, reused = right.compare(none)
     worth, rows = found.worth, []
     for choice in choices:
         for ratio in ratios:
             chosen = chosen_rows(subject, choice, ratio, worth)
-            cache = reused if not ratio else subject.recomputing(chosen)
-            by_layer = attention_deviation(cache, subject.queries(cache), full, asked_full)
+            by_layer = right.attention(chosen) if ratio else reused
             mean = sum(by_layer) / len(by_layer)
             rows.append(
                 {"choice": choice, "ratio": ratio, "rows": int(chosen.sum()), "deviation": mean, "by_layer": by_layer}

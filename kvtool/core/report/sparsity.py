@@ -13,6 +13,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import Epic, Reuse, Union
 from kvtool.core.fusion.selectors.ranking import share_of
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
 from kvtool.core.report.caches import Queries, Subject
@@ -21,7 +22,8 @@ CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "
 START_TOKENS = 4  # of every chunk, if nothing else is asked for
 MASS = 0.9
 HEAVY = 0.05  # share of the context that counts as heavy
-_BLOCK = 64  # rows whose weights exist at a time
+_STEP = 256  # keys; every other shape of a product costs oneDNN new code, which it keeps
+_BLOCK_BYTES = RETURNED_BYTES // 2  # of the weights of rows that exist at a time: they stay in the CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +97,12 @@ class Tally:
         query = query[0, :, query.shape[2] - len(self._rows) :]
         mass = torch.zeros(query.shape[0], len(CLASSES), dtype=torch.float64)
         needed = torch.zeros(query.shape[0], dtype=torch.float64)
-        for first in range(0, len(self._rows), _BLOCK):
-            rows = self._rows[first : first + _BLOCK]
-            stop = int(rows[-1]) + 1
+        step = max(1, _BLOCK_BYTES // (4 * query.shape[0] * key.shape[2]))
+        for first in range(0, len(self._rows), step):
+            rows = self._rows[first : first + step]
+            stop = min(-(-(int(rows[-1]) + 1) // _STEP) * _STEP, key.shape[2])
             here = rows.to(key.device)
-            weights = attention_weights(query[:, first : first + _BLOCK], key[0, :, :stop], here, scaling).cpu()
+            weights = attention_weights(query[:, first : first + step], key[0, :, :stop], here, scaling).cpu()
             mass += self._classes.mass(weights, rows)
             needed += keys_needed(weights, rows + 1).sum(1)
         self.mass.append(mass / len(self._rows))
