@@ -58,6 +58,7 @@ def ingest(
         dry_run=dry_run,
         max_size=size_in_bytes(max_size) if max_size else None,
         continue_on_error=continue_on_error,
+        embedder=settings.embedder,
     )
     with _Watch(run) as watch:
         report = run_ingest(store_path(settings.store), options, watch.events)

@@ -101,7 +101,7 @@ def options_of(run: Run) -> QueryOptions:
     """How a question's prompt is laid out, as the flags say. Raises UsageError for a level that there is not."""
     from kvtool.core.query.reply import QueryOptions
 
-    names = ("top_k", "ratio", "link_tokens", "level", "max_loss")
+    names = ("top_k", "ratio", "link_tokens", "level", "max_loss", "retriever", "embedder", "offline")
     if run.settings.level != "auto":
         check_level(run.settings.level)
     return QueryOptions(**{name: getattr(run.settings, name) for name in names})

@@ -6,7 +6,8 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import QueryOptions, Reply, Request
+    from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
     from kvtool.core.query.session import Session
     from kvtool.core.trace import Trace
 
@@ -39,6 +40,9 @@ def query(
     ] = None,
     documents: Annotated[
         list[str] | None, typer.Option("--documents", metavar="PATH", help="Use all chunks of these documents.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="GLOB", help="Search only documents whose path matches.")
     ] = None,
     batch: Annotated[
         Path | None, typer.Option("--batch", metavar="FILE.jsonl", help="Answer every question of a file.")
@@ -64,7 +68,7 @@ def query(
         _check_writable(profile)
     if run.settings.level != "auto":
         check_level(run.settings.level)
-    options = _options(run, token_ids, explain, force)
+    options = replace(_options(run, token_ids, explain, force), only=tuple(only or ()))
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store, _traced(profile) as trace:
@@ -166,6 +170,9 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
         "max_loss",
         "load_timeout",
         "retriever",
+        "embedder",
+        "offline",
+        "order",
         "max_tokens",
         "temperature",
         "seed",
@@ -209,8 +216,16 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     )
     if reply.explained:
         show_explained(run.out, reply)
+    run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in reply.chunks)))
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+
+
+def _place(chunk: ReplyChunk) -> str:
+    """`file:line`, below the working folder where it is."""
+    with suppress(ValueError, OSError):
+        return f"{Path(chunk.source).relative_to(Path.cwd())}:{chunk.line}"
+    return f"{chunk.source}:{chunk.line}"
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:

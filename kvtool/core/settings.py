@@ -175,7 +175,18 @@ class Settings:
         metavar="SECONDS",
         lowest=0.001,
     )
-    retriever: str = _key("bm25", "How chunks are found.", "query", choices=("bm25",))
+    retriever: str = _key(
+        "auto",
+        "How chunks are found; auto: by words and, where there are vectors, by meaning.",
+        "query",
+        choices=("auto", "bm25", "dense", "hybrid"),
+    )
+    embedder: str | None = _key(
+        None, "The embedding model of the chunks' vectors.", "ingest", "query", metavar="NAME|FOLDER"
+    )
+    order: str = _key(
+        "relevance", "How found chunks stand in the prompt.", "query", choices=("relevance", "best-last", "document")
+    )
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)
     temperature: float = _key(0.0, "Sampling temperature; 0 is greedy.", "query", lowest=0)
     seed: int = _key(0, "Seed of the sampling.", "query", lowest=0, highest=2**63 - 1)

@@ -21,6 +21,11 @@ def name_key(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=ID_BYTES, person=b"kvtool name").digest()
 
 
+def mark_of(data: Bytes) -> bytes:
+    """16 bytes that tell a stored value from another one."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
 def level_key(chunk_id: bytes, level: str) -> bytes:
     """Key of the row that says: all layers of this chunk are stored at this level."""
     return check_chunk_id(chunk_id) + check_level(level).encode("ascii")

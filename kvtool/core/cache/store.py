@@ -269,10 +269,24 @@ class Store:
 
     def file(self, path: str) -> FileEntry | None:
         """The file as last ingested. Raises DamagedError."""
-        key = keys.name_key(path)
+        return self.file_at(keys.name_key(path))
+
+    def file_at(self, key: bytes) -> FileEntry | None:
+        """The file of a key of :meth:`file_marks`. Raises DamagedError."""
         with self._read() as snapshot:
             data = snapshot.get(lmdb_tables.FILES, key)
         return None if data is None else FileEntry.from_bytes(_unseal_named(key, Kind.FILE, data, "a file entry"))
+
+    def file_marks(self) -> dict[bytes, bytes]:
+        """A mark of every file's entry, by key: another mark, and something of the entry is another."""
+        with self._read() as snapshot:
+            return {key: keys.mark_of(data) for key, data in snapshot.items(lmdb_tables.FILES)}
+
+    def document_mark(self, source: str) -> bytes | None:
+        """The same of a document's entry; None: there is none."""
+        with self._read() as snapshot:
+            data = snapshot.get(lmdb_tables.DOCUMENTS, keys.name_key(source))
+        return None if data is None else keys.mark_of(data)
 
     def document(self, source: str) -> DocumentEntry | None:
         """The document of this source. Raises DamagedError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvtool.core.settings import DEFAULT_MODEL, is_lead_in_file
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.retrieval.finder import Finder
 
 
 def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> IngestReport:
@@ -45,6 +47,10 @@ def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> 
     StoreLockedError, NoSpaceError, StoreFormatError : see `core/cache`.
     """
     check_level(options.level)
+    if options.embedder is not None:
+        from kvtool.core.retrieval.embed import Embedder
+
+        Embedder(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
     if options.dry_run:
         try:
@@ -188,9 +194,34 @@ class _Job:
             self.report.documents.removed += len(entry.documents)
         if prepared or found.gone or self.known != self.identity:
             self.report.chunks.removed = writer.collect(keep=[self.identity.prefix_id])
+            self._index()
+        elif self.options.embedder is not None:
+            self._index()
         if decoder is not None:
             self._gate(decoder, missing)
         return self.report
+
+    def _index(self) -> None:
+        """Bring the retrieval index up to date, and the vectors if there are any, so that no question has to."""
+        from kvtool.core.retrieval.finder import Finder
+        from kvtool.core.retrieval.vectors import remembered
+
+        assert self.store is not None
+        finder = Finder(self.store)
+        with suppress(DamagedError):  # of a document that was there before: `store verify` tells, and so does a query
+            index, ref = finder.index, self.options.embedder or remembered(self.store)
+            if ref is not None and len(index):
+                self.events.status(f"vectors by {ref}")
+                self._embed(finder, ref)
+
+    def _embed(self, finder: Finder, ref: str) -> None:
+        try:
+            finder.embed(ref, self.options.offline)
+        except ModelError as error:
+            if self.options.embedder is not None:
+                raise
+            self.report.warnings.append(f"no vectors: {error.message}")
+            self.events.warn(self.report.warnings[-1], error.hint)
 
     @cached_property
     def found(self) -> Survey:

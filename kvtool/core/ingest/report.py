@@ -30,6 +30,7 @@ class IngestOptions:
     dry_run: bool = False
     max_size: int | None = None
     continue_on_error: bool = False
+    embedder: str | None = None
 
 
 @dataclass(slots=True)

@@ -8,28 +8,28 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.readers.jsonl import ENDINGS
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import UsageError
 from kvtool.core.query.reply import Request
-from kvtool.core.retrieval.bm25 import BM25Index, Hit, index_of
-from kvtool.core.retrieval.passages import Passage, passages_in
+from kvtool.core.retrieval.finder import Finder, How, Warn
+from kvtool.core.retrieval.passages import Hit, Passage, passages_in
 
 
 class Chooser:
-    """Finds chunks in one store. The retrieval index is read (or built) when the first question needs it."""
+    """Finds chunks in one store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, warn: Warn) -> None:
         self._store = store
-        self._index: BM25Index | None = None
+        self._finder = Finder(store, warn)
         self._places: dict[bytes, Passage] | None = None
         self._sources: list[str] | None = None
 
-    def choose(self, request: Request, top_k: int) -> list[Hit]:
+    def choose(self, request: Request, top_k: int, how: How) -> list[Hit]:
         """The chunks for a request, in prompt order: as given, else best first.
 
         Raises
         ------
         UsageError : an unknown chunk id or document, or an empty question.
-        KvtoolError : retrieval found nothing.
+        KvtoolError : retrieval found nothing, or its embedding model cannot be had.
         """
         if not request.question.strip():
             raise UsageError("the question is empty", "ask something")
@@ -37,19 +37,7 @@ class Chooser:
             return [Hit(self._by_id(chunk), float("nan")) for chunk in request.chunks]
         if request.documents:
             return [Hit(passage, float("nan")) for name in request.documents for passage in self._of_document(name)]
-        return self._search(request.question, top_k)
-
-    def _search(self, question: str, top_k: int) -> list[Hit]:
-        if self._index is None:
-            self._index = index_of(self._store)
-        if not self._index.passages:
-            raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
-        hits = self._index.search(question, top_k)
-        if not hits:
-            raise KvtoolError(
-                "no chunk matches the question", "use words that stand in the documents, or name them with --documents"
-            )
-        return hits
+        return self._finder.find(request.question, top_k, how)
 
     def _by_id(self, text: str) -> Passage:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvtool.core.levels import recorded_losses, smallest_allowed
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.choose import Chooser
 from kvtool.core.query.reply import QueryOptions, Request
-from kvtool.core.retrieval.bm25 import Hit
+from kvtool.core.retrieval.finder import How, Warn
+from kvtool.core.retrieval.passages import Hit, Passage, in_order
 from kvtool.core.trace import Trace, add_span
 
 
@@ -38,9 +40,16 @@ class Layout:
     layers : of the model: a chunk stored with another number is not its own.
     """
 
-    def __init__(self, store: Store, identity: StoreIdentity, tokenizer: Any, layers: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        identity: StoreIdentity,
+        tokenizer: Any,
+        layers: int,
+        warn: Warn = lambda text, hint: None,
+    ) -> None:
         self._store, self._identity, self._tokenizer, self._layers = store, identity, tokenizer, layers
-        self._chooser = Chooser(store)
+        self._chooser = Chooser(store, warn)
         self._losses = recorded_losses(store)
 
     @property
@@ -51,7 +60,10 @@ class Layout:
     def lay_out(self, request: Request, options: QueryOptions, trace: Trace | None = None) -> Asked:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
         started = time.perf_counter()
-        hits = self._chooser.choose(request, options.top_k)
+        how = How(options.retriever, options.embedder, options.only, options.offline)
+        hits = self._chooser.choose(request, options.top_k, how)
+        if not (request.chunks or request.documents):
+            hits = in_order(hits, options.order)
         parts = self._parts(options)
         question = question_tokens(self._tokenizer, request.question, parts)
         plan = build_plan(self._prefix(parts), [self._candidate(hit, options) for hit in hits], question)
@@ -63,6 +75,17 @@ class Layout:
         prefix, *_, question = asked.plan.segments
         chunks = [self._candidate(hit, options) for hit in asked.hits]
         return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+
+    def line_of(self, passage: Passage) -> int:
+        """The line of its document, from 1, on which a chunk begins; 1 where the document is gone or damaged."""
+        with suppress(DamagedError):
+            document = self._store.document(passage.source)
+            if document is not None:
+                start = (
+                    passage.start + len(document.text[passage.start :]) - len(document.text[passage.start :].lstrip())
+                )
+                return document.text.count("\n", 0, start) + 1
+        return 1
 
     def _parts(self, options: QueryOptions) -> PromptParts:
         """The store's own beginning and answer header, unless another instruction is asked for."""

@@ -27,6 +27,8 @@ class QueryOptions:
     load_timeout : seconds that one record may be read for; its chunk is computed in place then.
     check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
         the mode's own.
+    retriever, embedder, only, offline : see `retrieval.finder.How`.
+    order : of the chunks that were found: `relevance` (best first), `best-last`, or as in their `document`s.
     max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 
@@ -38,7 +40,11 @@ class QueryOptions:
     level: str = "auto"
     max_loss: float = MAX_LOSS
     load_timeout: float = LOAD_TIMEOUT
-    retriever: str = "bm25"
+    retriever: str = "auto"
+    embedder: str | None = None
+    only: tuple[str, ...] = ()
+    order: str = "relevance"
+    offline: bool = False
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -67,19 +73,22 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """A chunk of the prompt. `start`, `end`: characters of `source`; `reason` on a miss."""
+    """A chunk of the prompt. `start`, `end`: characters of `source`, `line` where it begins; `reason` on a miss."""
 
     id: str
     source: str
     start: int
     end: int
+    line: int
     score: float | None
     tokens: int
     status: str
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        row = {name: getattr(self, name) for name in ("id", "source", "start", "end", "score", "tokens", "status")}
+        row = {
+            name: getattr(self, name) for name in ("id", "source", "start", "end", "line", "score", "tokens", "status")
+        }
         return row | ({"reason": self.reason} if self.reason else {})
 
 

@@ -27,7 +27,7 @@ from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
 from kvtool.core.query.speeds import SpeedBook
-from kvtool.core.retrieval.bm25 import Hit
+from kvtool.core.retrieval.passages import Hit
 from kvtool.core.scoring import score
 from kvtool.core.trace import Trace, add_span
 from kvtool.core.verdicts import gate_store
@@ -84,7 +84,7 @@ class Session:
         self._warn = warn
         self._lock_wait = lock_wait
         self._tokenizer = decoder.loaded.tokenizer
-        self._layout = Layout(store, identity, self._tokenizer, len(decoder.layers))
+        self._layout = Layout(store, identity, self._tokenizer, len(decoder.layers), warn)
         self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
         self.speeds = SpeedBook(store, decoder, identity.fingerprint)
 
@@ -184,7 +184,7 @@ class Session:
             question=asked.request.question,
             answer=said.text.strip(),
             fusion=mode,
-            chunks=_reply_chunks(asked.hits, fused.plan),
+            chunks=self._chunks(asked.hits, fused.plan),
             tokens=_tokens(fused, len(said.ids)),
             timing_ms=self._timing(asked, fused, ttft, said.milliseconds),
             bytes_read=fused.bytes_read,
@@ -214,6 +214,22 @@ class Session:
             verdict.enforce()
 
     # ---- afterwards ----
+
+    def _chunks(self, hits: Sequence[Hit], plan: Plan) -> list[ReplyChunk]:
+        return [
+            ReplyChunk(
+                id=hit.passage.chunk_id.hex(),
+                source=hit.passage.source,
+                start=hit.passage.start,
+                end=hit.passage.end,
+                line=self._layout.line_of(hit.passage),
+                score=None if hit.score != hit.score else hit.score,
+                tokens=len(segment.ids),
+                status=segment.status,
+                reason=segment.reason if segment.status == "miss" else "",
+            )
+            for hit, segment in zip(hits, plan.chunks, strict=True)
+        ]
 
     def _segments(self, plan: Plan) -> dict[str, Any]:
         return {
@@ -251,21 +267,3 @@ def _tokens(fused: Fused, generated: int) -> dict[str, int]:
         "fresh": counts.fresh,
         "generated": generated,
     }
-
-
-def _reply_chunks(hits: Sequence[Hit], plan: Plan) -> list[ReplyChunk]:
-    return [_reply_chunk(hit, segment) for hit, segment in zip(hits, plan.chunks, strict=True)]
-
-
-def _reply_chunk(hit: Hit, segment: Segment) -> ReplyChunk:
-    passage = hit.passage
-    return ReplyChunk(
-        id=passage.chunk_id.hex(),
-        source=passage.source,
-        start=passage.start,
-        end=passage.end,
-        score=None if hit.score != hit.score else hit.score,
-        tokens=len(segment.ids),
-        status=segment.status,
-        reason=segment.reason if segment.status == "miss" else "",
-    )

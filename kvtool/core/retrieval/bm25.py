@@ -1,106 +1,61 @@
-"""BM25 over the chunks of a store; the index is a side file, rebuilt when the documents changed."""
+"""BM25 (Robertson and Zaragoza 2009; Lucene's variant, k1 = 1.5, b = 0.75) over the living chunks of an index."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from kvtool.core.retrieval.passages import Passage
-from kvtool.core.retrieval.terms import terms
+import numpy as np
 
-if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.postings import key_of
+from kvtool.core.retrieval.segment import Segment
+from kvtool.core.retrieval.tables import Array
 
-INDEX_FORMAT = 1
+_K1, _B = 1.5, 0.75
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A passage and how well it matches (BM25 score; higher is better)."""
-
-    passage: Passage
-    score: float
-
-
-class BM25Index:
-    """Ranks passages by BM25 (bm25s, Lucene variant).
-
-    A passage is indexed with the title of its document: the chunk that says "the institute" is then found by its name.
-    """
-
-    def __init__(self, passages: Sequence[Passage], engine: Any | None) -> None:
-        self.passages = list(passages)
-        self._engine = engine
-
-    @classmethod
-    def build(cls, texts: Sequence[tuple[Passage, str]]) -> BM25Index:
-        """Index (passage, text) pairs."""
-        import bm25s
-
-        words = [terms(text) for _, text in texts]
-        passages = [passage for passage, _ in texts]
-        if not any(words):
-            return cls(passages, None)
-        engine = bm25s.BM25()
-        engine.index(words, show_progress=False)
-        return cls(passages, engine)
-
-    def search(self, question: str, top_k: int) -> list[Hit]:
-        """The best `top_k` passages with a positive score, best first; equal chunks once, ties by document order."""
-        known = self._engine.vocab_dict if self._engine is not None else {}
-        wanted = [term for term in terms(question) if term in known]
-        if self._engine is None or not wanted:
-            return []
-        scores = self._engine.get_scores(wanted)
-        hits: dict[bytes, Hit] = {}
-        for index in (-scores).argsort(kind="stable"):
-            if scores[index] <= 0 or len(hits) == top_k:
-                break
-            passage = self.passages[int(index)]
-            hits.setdefault(passage.chunk_id, Hit(passage, float(scores[index])))
-        return list(hits.values())
-
-    def save(self, folder: Path) -> None:
-        """Write the index to `folder`, which appears whole or not at all."""
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            if self._engine is not None:
-                self._engine.save(part, show_progress=False)
-            (part / "passages.json").write_text(json.dumps([passage.to_json() for passage in self.passages]))
-            part.rename(folder)
-        except OSError:  # another process was faster, or the folder is read-only or full: the index is a convenience
-            shutil.rmtree(part, ignore_errors=True)
-
-    @classmethod
-    def load(cls, folder: Path) -> BM25Index | None:
-        """Read a saved index; None when there is none or it is not whole."""
-        import bm25s
-
-        try:
-            passages = [Passage.from_json(row) for row in json.loads((folder / "passages.json").read_text())]
-            has_terms = (folder / "params.index.json").exists()
-            engine = bm25s.BM25.load(folder, show_progress=False) if has_terms else None
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
-            return None
-        return cls(passages, engine)
+def scores(index: Index, words: Sequence[str]) -> Array:
+    """Of every chunk, float64 `[rows]`; 0 where none of the words stands. A word counts as often as it is given."""
+    found = np.zeros(index.rows)
+    count, total = _living(index)
+    if not count or not total:
+        return found
+    norms = [_K1 * (1 - _B + _B * segment.lengths / (total / count)) for segment in index.segments]
+    for term, times in Counter(words).items():
+        lists = [_living_postings(segment, term) for segment in index.segments]
+        with_term = sum(len(rows) for rows, _ in lists)
+        weight = times * idf(with_term, count)
+        for (rows, counts), norm, offset in zip(lists, norms, index.offsets, strict=True):
+            found[offset + rows.astype(np.int64)] += weight * counts / (counts + norm[rows])
+    return found
 
 
-def index_of(store: Store) -> BM25Index:
-    """The store's index at its present revision: from the side file, or built and kept there."""
-    from kvtool.core.retrieval.passages import passages_of
+def idf(with_term: int, count: int) -> float:
+    """How much a term tells that stands in so many of `count` chunks."""
+    return math.log(1 + (count - with_term + 0.5) / (with_term + 0.5))
 
-    folder = store.side_file(f"index/bm25-{INDEX_FORMAT}-{store.revision()}")
-    index = BM25Index.load(folder)
-    if index is None:
-        index = BM25Index.build(list(passages_of(store)))
-        if not store.read_only:
-            for old in folder.parent.glob("bm25-*"):
-                shutil.rmtree(old, ignore_errors=True)
-            index.save(folder)
-    return index
+
+def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
+    """The terms of a text that tell it from the others: highest count × idf first; ties by the term."""
+    count, _ = _living(index)
+    worth = {
+        term: times * idf(sum(len(_living_postings(one, term)[0]) for one in index.segments), count)
+        for term, times in Counter(words).items()
+    }
+    return sorted(worth, key=lambda term: (-worth[term], term))[:most]
+
+
+def _living(index: Index) -> tuple[int, int]:
+    """Chunks, and terms in all of them."""
+    lengths = [one.lengths if one.living is None else one.lengths[one.living] for one in index.segments]
+    return sum(map(len, lengths)), sum(int(one.sum(dtype=np.int64)) for one in lengths)
+
+
+def _living_postings(segment: Segment, term: str) -> tuple[Array, Array]:
+    rows, counts = segment.words.of(key_of(term))
+    if segment.living is None:
+        return rows, counts
+    kept = segment.living[rows]
+    return rows[kept], counts[kept]

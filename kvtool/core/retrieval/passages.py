@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
-    from kvtool.core.cache.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +20,26 @@ class Passage:
     end: int
     index: int
 
-    def to_json(self) -> list[Any]:
-        return [self.chunk_id.hex(), self.source, self.start, self.end, self.index]
 
-    @classmethod
-    def from_json(cls, row: list[Any]) -> Passage:
-        chunk, source, start, end, index = row
-        return cls(bytes.fromhex(chunk), source, start, end, index)
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A passage and how well it matches; higher is better, 1 is the best match of words alone."""
+
+    passage: Passage
+    score: float
+
+
+def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
+    """Hits, best first, as they are to stand in the prompt: by `relevance`, `best-last`, or as in their `document`s,
+    the one with the best hit first."""
+    if order == "best-last":
+        return list(reversed(hits))
+    if order == "document":
+        ranks: dict[str, int] = {}
+        for hit in hits:
+            ranks.setdefault(hit.passage.source, len(ranks))
+        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
+    return list(hits)
 
 
 def passages_in(document: DocumentEntry) -> list[Passage]:
@@ -35,16 +47,12 @@ def passages_in(document: DocumentEntry) -> list[Passage]:
     return [Passage(c.chunk_id, document.source, c.start, c.end, index) for index, c in enumerate(document.chunks)]
 
 
-def passages_of(store: Store) -> Iterator[tuple[Passage, str]]:
-    """Every passage of a store with the text it is found by: its document's title, and its own."""
-    for source in sorted(store.sources()):
-        document = store.document(source)
-        if document is None:
-            continue
-        title = title_of(document.text)
-        for passage in passages_in(document):
-            text = document.text[passage.start : passage.end]
-            yield passage, text if passage.index == 0 else f"{title}\n{text}"
+def found_by(document: DocumentEntry) -> list[str]:
+    """What each passage is found by: its own text, and its document's title: the one that says "the institute" is then
+    found by its name."""
+    title = title_of(document.text)
+    own = [document.text[ref.start : ref.end] for ref in document.chunks]
+    return [text if number == 0 else f"{title}\n{text}" for number, text in enumerate(own)]
 
 
 def title_of(text: str) -> str:

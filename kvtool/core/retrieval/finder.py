@@ -1,0 +1,138 @@
+"""Chunks of one store for a question: by words, by meaning, or by both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.index import Index, index_of
+from kvtool.core.retrieval.passages import Hit, Passage, found_by
+from kvtool.core.retrieval.search import Search
+from kvtool.core.retrieval.tables import Array
+from kvtool.core.retrieval.vectors import Meaning, remember, remembered
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+Warn = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How chunks are found.
+
+    Attributes
+    ----------
+    retriever : `bm25` (words), `dense` (vectors), `hybrid` (both), `auto`: both where the store has vectors.
+    embedder : the vectors' model; None: the one that the store remembers.
+    offline : the network must not be touched.
+    only : globs; documents whose path, or the end of it, matches one of them. None given: all.
+    """
+
+    retriever: str = "auto"
+    embedder: str | None = None
+    only: tuple[str, ...] = ()
+    offline: bool = False
+
+
+class Finder:
+    """Finds chunks. The index and the vectors are read, or brought up to date, when the first question needs them."""
+
+    def __init__(self, store: Store, warn: Warn = lambda text, hint: None) -> None:
+        self._store, self._warn = store, warn
+        self._index: Index | None = None
+        self._meanings: dict[str, Meaning] = {}
+
+    @property
+    def index(self) -> Index:
+        """At the revision at which it was first asked for."""
+        if self._index is None:
+            self._index = index_of(self._store)
+        return self._index
+
+    def find(self, question: str, top_k: int, how: How) -> list[Hit]:
+        """The best chunks, best first.
+
+        Raises
+        ------
+        KvtoolError : nothing matches, or there are no documents.
+        ModelError : the embedding model that was asked for cannot be had.
+        UsageError : meaning was asked for without a model.
+        """
+        if not len(self.index):
+            raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
+        allowed = self._allowed(how.only) if how.only else None
+        meaning = self._meaning(how)
+        like = meaning(question) if meaning is not None else None
+        search = Search(self.index, self.text, allowed)
+        hits = search.best(question, top_k, like, words=how.retriever != "dense")
+        if not hits:
+            raise KvtoolError(
+                "no chunk matches the question", "use words that stand in the documents, or name them with --documents"
+            )
+        return hits
+
+    def text(self, passage: Passage) -> str:
+        """What a chunk is found by."""
+        document = self._store.document(passage.source)
+        return found_by(document)[passage.index] if document is not None else ""
+
+    # ---- meaning ----
+
+    def embed(self, ref: str, offline: bool = False) -> None:
+        """Make the vectors that are missing, and remember their model. Raises ModelError."""
+        self._meaning_by(ref, offline)
+        remember(self._store, ref)
+
+    def _meaning(self, how: How) -> Meaning | None:
+        if how.retriever == "bm25":
+            return None
+        ref = how.embedder or remembered(self._store)
+        if ref is None:
+            if how.retriever == "auto":
+                return None
+            raise UsageError(
+                f"--retriever {how.retriever} needs an embedding model",
+                "name it with --embedder, once, at ingest or here",
+            )
+        try:
+            return self._meaning_by(ref, how.offline)
+        except ModelError as error:
+            if how.retriever != "auto" or how.embedder is not None:
+                raise
+            self._warn(f"found by words alone: {error.message}", error.hint)
+            return None
+
+    def _meaning_by(self, ref: str, offline: bool) -> Meaning:
+        if ref not in self._meanings:
+            self._meanings[ref] = Meaning.of(self._store, self.index, Embedder(ref, offline), self._texts)
+        return self._meanings[ref]
+
+    def _texts(self, rows: Sequence[int]) -> list[str]:
+        return [self.text(self.index.passage(row)) for row in rows]
+
+    # ---- which documents ----
+
+    def _allowed(self, globs: Sequence[str]) -> Array:
+        """Bool `[rows]`. Raises UsageError: no document matches."""
+        found = [np.empty(0, bool)]
+        for segment in self.index.segments:
+            sources = [segment.source(number) for number in range(len(segment.alive))]
+            matching = np.array([_matches(source, globs) for source in sources], bool) & segment.alive
+            found.append(np.repeat(matching, segment.chunk_counts))
+        allowed = np.concatenate(found)
+        if not allowed.any():
+            raise UsageError(f"no document matches {', '.join(globs)}", "`kvtool store ls` lists the documents")
+        return allowed
+
+
+def _matches(source: str, globs: Sequence[str]) -> bool:
+    """A glob matches a whole path, or its end from some folder on; of a JSON-lines file's document its file's, too."""
+    names = (source, source.rpartition("#")[0])
+    return any(fnmatchcase(name, form) for glob in globs for form in (glob, f"*/{glob}") for name in names if name)

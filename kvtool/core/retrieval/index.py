@@ -1,0 +1,214 @@
+"""The index of a store's documents: segments that never change, kept beside the records and brought up to date."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.core.errors import DamagedError
+from kvtool.core.retrieval.passages import Passage
+from kvtool.core.retrieval.segment import Marked, Segment, digests
+from kvtool.core.retrieval.tables import Array, open_tables, write_tables
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+INDEX_FORMAT = 3
+_KEY, _MARK = 20, 16  # bytes
+_STATE = "state.safetensors"
+_GROWTH = 4  # a segment is merged with the one after it unless it is so many times as large
+_ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process's, about to be named
+
+
+@dataclass(slots=True)
+class Part:
+    """A segment, and the file that it is kept in; "": none yet."""
+
+    segment: Segment
+    name: str = ""
+
+
+class Index:
+    """What one revision of a store's documents says, whatever the order in which they came.
+
+    Every number that a ranking uses is of living documents alone: what was removed leaves no trace in a score.
+    """
+
+    def __init__(self, parts: list[Part], marks: tuple[Array, Array], revision: int) -> None:
+        self.parts, self.revision = parts, revision
+        self._marks = marks
+
+    @cached_property
+    def _files(self) -> dict[bytes, bytes]:
+        """Marks of the store's files by key, as they were at our revision."""
+        return {key.tobytes(): mark.tobytes() for key, mark in zip(*self._marks, strict=True)}
+
+    @classmethod
+    def empty(cls) -> Index:
+        """Of nothing."""
+        return cls([], (digests([], _KEY), digests([], _MARK)), -1)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All of them."""
+        return [part.segment for part in self.parts]
+
+    def __len__(self) -> int:
+        """How many chunks are alive."""
+        return sum(len(one) if one.living is None else int(one.living.sum()) for one in self.segments)
+
+    # ---- rows: the chunks of all segments, one after the other ----
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each segment's rows begin."""
+        return [0, *itertools.accumulate(len(one) for one in self.segments)][:-1]
+
+    @property
+    def rows(self) -> int:
+        """How many, the dead included."""
+        return sum(len(one) for one in self.segments)
+
+    def passage(self, row: int) -> Passage:
+        """A row's chunk, where it stands."""
+        number, own = self._place(row)
+        return self.parts[number].segment.passage(own)
+
+    def document_at(self, row: int) -> tuple[int, int]:
+        """The segment and the document of a row."""
+        number, own = self._place(row)
+        return number, self.parts[number].segment.document_of(own)
+
+    def rows_of(self, place: tuple[int, int]) -> range:
+        """The rows of a document, by its segment and its number there."""
+        number, document = place
+        span, offset = self.parts[number].segment.chunks_of(document), self.offsets[number]
+        return range(offset + span.start, offset + span.stop)
+
+    def _place(self, row: int) -> tuple[int, int]:
+        number = bisect.bisect_right(self.offsets, row) - 1
+        while not len(self.parts[number].segment):
+            number -= 1
+        return number, row - self.offsets[number]
+
+    # ---- bringing it up to date ----
+
+    def update(self, store: Store) -> None:
+        """Take in what changed; only documents that are new or other are read. Raises DamagedError."""
+        for _ in range(3):
+            self.revision = store.revision()
+            now = store.file_marks()
+            changed = [key for key, mark in now.items() if self._files.get(key) != mark]
+            added = [one for key in changed for one in self._changed(store, key)]
+            self._bury([key for key in self._files if key not in now])
+            self._files = now
+            if added:
+                self.parts.append(Part(Segment.build(added)))
+            if store.revision() == self.revision:  # else a writer was at it: what it added is seen the next time
+                break
+        self._merge()
+
+    def _changed(self, store: Store, key: bytes) -> Iterator[Marked]:
+        """The documents of a file that are other than ours, which are buried."""
+        entry = store.file_at(key)
+        known = self._documents_of(key)
+        for source in entry.documents if entry is not None else ():
+            mark = store.document_mark(source)
+            place = known.get(source)
+            if place is not None and mark == place[0].tables["marks"][place[1]].tobytes():
+                del known[source]
+            elif mark is not None and (document := store.document(source)) is not None:
+                yield Marked(key, mark, document)
+        for segment, number in known.values():
+            segment.bury(np.array([number]))
+
+    def _documents_of(self, key: bytes) -> dict[str, tuple[Segment, int]]:
+        """Living documents of a file, by source."""
+        found = {}
+        if key in self._files:
+            for segment in self.segments:
+                for number in segment.documents_of(key).tolist():
+                    found[segment.source(number)] = segment, number
+        return found
+
+    def _bury(self, keys: list[bytes]) -> None:
+        for key, segment in itertools.product(keys, self.segments):
+            segment.bury(segment.documents_of(key))
+
+    def _merge(self) -> None:
+        """Keep few segments, each several times as large as the next, none mostly of the dead: every document is
+        merged about log(documents) times in its life."""
+        self.parts = [part for part in self.parts if part.segment.alive.any()]
+        for at, part in enumerate(self.parts):
+            if part.segment.alive.mean() < 0.5:
+                self.parts[at] = Part(Segment.merged([part.segment]))
+        self.parts.sort(key=lambda part: -len(part.segment))
+        while len(self.parts) > 1 and len(self.parts[-2].segment) < _GROWTH * len(self.parts[-1].segment):
+            both = [self.parts.pop().segment, self.parts.pop().segment]
+            self.parts.append(Part(Segment.merged(both)))
+
+    # ---- on disk ----
+
+    def save(self, folder: Path) -> None:
+        """Keep it: segments that are new, then, in one step, what belongs together. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for part in self.parts:
+            if not part.name:
+                part.name = f"segment-{secrets.token_hex(8)}.safetensors"
+                write_tables(folder / part.name, part.segment.tables.arrays, {})
+        keys = sorted(self._files)
+        marks = digests([self._files[key] for key in keys], _MARK)
+        arrays: dict[str, Array] = {"file_keys": digests(keys, _KEY), "file_marks": marks}
+        for at, segment in enumerate(self.segments):
+            arrays[f"dead_{at}"] = np.flatnonzero(~segment.alive).astype(np.uint32)
+        names = json.dumps([part.name for part in self.parts])
+        write_tables(folder / _STATE, arrays, {"revision": str(self.revision), "segments": names})
+        _clean(folder, {part.name for part in self.parts} | {_STATE})
+
+    @classmethod
+    def open(cls, folder: Path) -> Index | None:
+        """What is kept; None: nothing, or nothing whole."""
+        try:
+            state = open_tables(folder / _STATE)
+            names = json.loads(state.texts["segments"])
+            parts = [Part(Segment(open_tables(folder / name)), name) for name in names]
+            for at, part in enumerate(parts):
+                part.segment.bury(state[f"dead_{at}"])
+            return cls(parts, (state["file_keys"], state["file_marks"]), int(state.texts["revision"]))
+        except (OSError, DamagedError, KeyError, ValueError, IndexError, TypeError):
+            return None
+
+
+def _clean(folder: Path, kept: set[str]) -> None:
+    for path in folder.iterdir():
+        with suppress(OSError):
+            if path.name not in kept and time.time() - path.stat().st_mtime > _ORPHAN_SECONDS:
+                path.unlink()
+
+
+def index_of(store: Store) -> Index:
+    """The store's index at its present revision: as kept, or brought up to date and kept.
+
+    Raises
+    ------
+    DamagedError : a document cannot be read.
+    """
+    folder = store.side_file(f"index/words-{INDEX_FORMAT}/{_STATE}").parent
+    index = Index.open(folder) or Index.empty()
+    if index.revision != store.revision():
+        index.update(store)
+        if not store.read_only:
+            with suppress(OSError):  # the disk is full: the index is a convenience
+                index.save(folder)
+    return index

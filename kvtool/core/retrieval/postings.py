@@ -1,0 +1,97 @@
+"""Which rows have a term, and how often: sorted lists behind each other in four arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from kvtool.core.retrieval.tables import Array, Tables
+
+_MOST = 65_535  # times that a term counts in one row
+
+
+@lru_cache(maxsize=1 << 20)
+def key_of(term: str) -> int:
+    """A term's 64-bit digest: terms of any script in one array. Two of a million share one with a chance of 10^-7."""
+    digest = hashlib.blake2b(term.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvtool term").digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Postings:
+    """Rows by term.
+
+    Attributes
+    ----------
+    keys : uint64 `[terms]`, ascending digests.
+    offsets : int64 `[terms + 1]`, where a term's rows begin.
+    rows, counts : uint32 and uint16 `[postings]`; a term's rows ascend.
+    """
+
+    keys: Array
+    offsets: Array
+    rows: Array
+    counts: Array
+
+    @classmethod
+    def build(cls, texts: Iterable[Sequence[str]]) -> Postings:
+        """Of each row's terms, in order."""
+        numbers: dict[str, int] = {}
+        found: list[Array] = []
+        for row, words in enumerate(texts):
+            own = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words))
+            found.append(own << 32 | row)
+        pairs, counts = np.unique(np.concatenate(found) if found else np.empty(0, np.int64), return_counts=True)
+        keys = np.fromiter(map(key_of, numbers), np.uint64, len(numbers))
+        return _sorted(keys[pairs >> 32], (pairs & 0xFFFFFFFF).astype(np.uint32), counts)
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
+        """Of several, with each one's new row numbers (int64 `[rows]`; -1: the row goes)."""
+        keys, rows, counts = [], [], []
+        for one, renumbered in parts:
+            moved = renumbered[one.rows]
+            kept = moved >= 0
+            keys.append(np.repeat(one.keys, np.diff(one.offsets))[kept])
+            rows.append(moved[kept].astype(np.uint32))
+            counts.append(one.counts[kept])
+        return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
+
+    def of(self, key: int) -> tuple[Array, Array]:
+        """Rows and counts of a term."""
+        at = int(np.searchsorted(self.keys, np.uint64(key)))
+        if at == len(self.keys) or int(self.keys[at]) != key:
+            return self.rows[:0], self.counts[:0]
+        span = slice(int(self.offsets[at]), int(self.offsets[at + 1]))
+        return self.rows[span], self.counts[span]
+
+    def rows_of(self, keys: Array) -> Array:
+        """Rows of several terms (uint64, ascending, each once), behind each other."""
+        at = np.searchsorted(self.keys, keys)
+        known = at < len(self.keys)
+        known[known] = self.keys[at[known]] == keys[known]
+        spans = [self.rows[self.offsets[one] : self.offsets[one + 1]] for one in at[known].tolist()]
+        return np.concatenate(spans) if spans else self.rows[:0]
+
+    def to_arrays(self, name: str) -> dict[str, Array]:
+        """By name, for a file."""
+        fields = ("keys", "offsets", "rows", "counts")
+        return {f"{name}_{field}": getattr(self, field) for field in fields}
+
+    @classmethod
+    def from_tables(cls, tables: Tables | Mapping[str, Array], name: str) -> Postings:
+        """Inverse of :meth:`to_arrays`."""
+        keys, offsets, rows, counts = (tables[f"{name}_{field}"] for field in ("keys", "offsets", "rows", "counts"))
+        return cls(keys, offsets, rows, counts)
+
+
+def _sorted(keys: Array, rows: Array, counts: Array) -> Postings:
+    order = np.lexsort((rows, keys))
+    keys = keys[order]
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.empty(0, np.int64)
+    offsets = np.append(starts, len(keys)).astype(np.int64)
+    return Postings(keys[starts], offsets, rows[order], np.minimum(counts[order], _MOST).astype(np.uint16))

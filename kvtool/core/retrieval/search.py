@@ -1,0 +1,112 @@
+"""Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name.
+
+Measured on the recall of all gold paragraphs among five (`samples/recall.py`; README). A hop costs no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtool.core.retrieval import bm25
+from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.links import named_in
+from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.retrieval.tables import Array
+from kvtool.core.retrieval.terms import terms
+
+_WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
+_NAMED = 0.2  # what a document's best chunk gains when the question names it, beside 1 for the best match
+_HOP = 0.4  # what it gains, times the score of the chunk that names it
+_FIRST = 5  # chunks of the first hop that are read for names
+
+Texts = Callable[[Passage], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One question over one index.
+
+    Attributes
+    ----------
+    texts : gives a chunk's own text and its document's title.
+    allowed : bool `[rows]`, the chunks that may be found; None: all.
+    """
+
+    index: Index
+    texts: Texts
+    allowed: Array | None = None
+
+    def best(
+        self, question: str, top_k: int, meaning: Array | None = None, hop: bool = True, words: bool = True
+    ) -> list[Hit]:
+        """The best `top_k` chunks, best first; equal chunks once, ties in the order of the documents.
+
+        Parameters
+        ----------
+        meaning : likeness of every chunk by its vector, 0 … 1 (float64 `[rows]`); None: by words alone.
+        hop : follow names.
+        words : whether words count; without them there has to be a likeness.
+        """
+        base = self._base(terms(question) if words else [], meaning)
+        score = self._with_hop(question, base) if hop and base.any() else base
+        hits: dict[bytes, Hit] = {}
+        for row in self._ranked(score, top_k):
+            passage = self.index.passage(row)
+            hits.setdefault(passage.chunk_id, Hit(passage, float(score[row])))
+            if len(hits) >= top_k:
+                break
+        return list(hits.values())
+
+    def _base(self, words: Sequence[str], meaning: Array | None) -> Array:
+        found = bm25.scores(self.index, words)
+        if self.allowed is not None:
+            found = np.where(self.allowed, found, 0.0)
+        highest = found.max(initial=0.0)
+        matching = found / highest if highest > 0 else found
+        if meaning is None:
+            return matching
+        both = _WORDS * matching + (1 - _WORDS) * meaning
+        return both if self.allowed is None else np.where(self.allowed, both, 0.0)
+
+    def _with_hop(self, question: str, base: Array) -> Array:
+        first = base.copy()
+        for row, share in self._rows_named(terms(question), base).items():
+            first[row] += _NAMED * share
+        gains: dict[int, float] = {}
+        for row in self._ranked(first, _FIRST)[:_FIRST]:
+            own = self.index.document_at(row)
+            for other, share in self._rows_named(terms(self.texts(self.index.passage(row))), base).items():
+                if self.index.document_at(other) != own:
+                    gains[other] = max(gains.get(other, 0.0), _HOP * float(first[row]) * share)
+        for row, gain in gains.items():
+            first[row] += gain
+        return first
+
+    def _rows_named(self, words: Sequence[str], base: Array) -> dict[int, float]:
+        """The best chunk of each document that is named, with the document's share."""
+        found = {}
+        for place, share in named_in(self.index, words).items():
+            rows = self.index.rows_of(place)
+            if len(rows):
+                row = rows.start + int(base[rows.start : rows.stop].argmax())
+                if self.allowed is None or self.allowed[row]:
+                    found[row] = share
+        return found
+
+    def _ranked(self, score: Array, count: int) -> list[int]:
+        """Rows with a positive score, highest first; at least `count` chunks that differ, if there are."""
+        rows = np.flatnonzero(score > 0)
+        wanted = 4 * count + 16  # equal chunks stand in several documents
+        while True:
+            some = rows
+            if len(rows) > wanted:
+                least = np.partition(score[rows], len(rows) - wanted)[len(rows) - wanted]
+                some = rows[score[rows] >= least]
+            places = {row: self.index.passage(row) for row in some.tolist()}
+            order = sorted(places, key=lambda row: (-score[row], places[row].source, places[row].start))
+            if len(some) == len(rows) or len({places[row].chunk_id for row in order}) >= count:
+                return order
+            wanted *= 4

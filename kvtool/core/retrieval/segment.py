@@ -1,0 +1,175 @@
+"""A part of the index that never changes: some documents, their chunks, and where their terms stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.core.retrieval.passages import Passage, found_by, title_of
+from kvtool.core.retrieval.postings import Postings, key_of
+from kvtool.core.retrieval.tables import Array, Tables
+from kvtool.core.retrieval.terms import terms
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.entries import DocumentEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A document as stored: its file's key, a digest of its row, and itself."""
+
+    file_key: bytes
+    mark: bytes
+    entry: DocumentEntry
+
+
+class Segment:
+    """Documents sorted by source, and their chunks in order.
+
+    Attributes
+    ----------
+    words : of each chunk, its document's title included: the chunk that says "the institute" is found by its name.
+    titles : of each document, its title's terms.
+    lengths : uint32 `[chunks]`, terms of each.
+    alive : bool `[documents]`: which of them are still the store's.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.words = Postings.from_tables(tables, "word")
+        self.titles = Postings.from_tables(tables, "title")
+        self.lengths = tables["lengths"]
+        self._first = tables["first_chunk"]
+        self.alive = np.ones(len(self._first) - 1, dtype=bool)
+
+    @classmethod
+    def build(cls, documents: Sequence[Marked]) -> Segment:
+        """Index documents."""
+        documents = sorted(documents, key=lambda one: one.entry.source)
+        entries = [one.entry for one in documents]
+        titles = [sorted(set(terms(title_of(entry.text)))) for entry in entries]
+        lengths: list[int] = []
+        refs = [ref for entry in entries for ref in entry.chunks]
+        sources = [entry.source.encode("utf-8", "surrogatepass") for entry in entries]
+        arrays: dict[str, Array] = {
+            "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
+            "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
+            "file_keys": digests([one.file_key for one in documents], 20),
+            "marks": digests([one.mark for one in documents], 16),
+            "first_chunk": np.cumsum([0, *(len(entry.chunks) for entry in entries)], dtype=np.int64),
+            "chunk_ids": digests([ref.chunk_id for ref in refs], 20),
+            "spans": np.array([(ref.start, ref.end) for ref in refs], np.int64).reshape(-1, 2),
+            "title_sizes": np.array([len(title) for title in titles], np.uint32),
+            "title_ids": np.array([key_of("\0".join(title)) for title in titles], np.uint64),
+            **Postings.build(_words(entries, lengths)).to_arrays("word"),
+            **Postings.build(titles).to_arrays("title"),
+        }
+        arrays["lengths"] = np.array(lengths, np.uint32)
+        return cls(Tables(arrays, {}))
+
+    @classmethod
+    def merged(cls, parts: Sequence[Segment]) -> Segment:
+        """The living documents of several, as if they had been indexed together; no text is needed."""
+        kept = [(at, number) for at, part in enumerate(parts) for number in np.flatnonzero(part.alive).tolist()]
+        kept.sort(key=lambda place: parts[place[0]].source(place[1]))
+        documents = [np.full(len(part.alive), -1, np.int64) for part in parts]
+        chunks = [np.full(len(part.lengths), -1, np.int64) for part in parts]
+        count = 0
+        for new, (at, number) in enumerate(kept):
+            span = parts[at].chunks_of(number)
+            documents[at][number] = new
+            chunks[at][span.start : span.stop] = range(count, count + len(span))
+            count += len(span)
+
+        def gathered(name: str, numbers: Sequence[Array]) -> Array:
+            """Rows of all parts in their new order."""
+            both = [(part.tables[name][own >= 0], own[own >= 0]) for part, own in zip(parts, numbers, strict=True)]
+            rows, places = (np.concatenate(side) for side in zip(*both, strict=True))
+            return rows[np.argsort(places)]
+
+        sources = [parts[at].source(number).encode("utf-8", "surrogatepass") for at, number in kept]
+        words = Postings.merged([(part.words, own) for part, own in zip(parts, chunks, strict=True)])
+        titles = Postings.merged([(part.titles, own) for part, own in zip(parts, documents, strict=True)])
+        arrays: dict[str, Array] = {
+            "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
+            "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
+            "first_chunk": np.cumsum([0, *(len(parts[at].chunks_of(n)) for at, n in kept)], dtype=np.int64),
+            **{name: gathered(name, documents) for name in ("file_keys", "marks", "title_sizes", "title_ids")},
+            **{name: gathered(name, chunks) for name in ("chunk_ids", "spans", "lengths")},
+            **words.to_arrays("word"),
+            **titles.to_arrays("title"),
+        }
+        return cls(Tables(arrays, {}))
+
+    # ---- documents and chunks ----
+
+    def __len__(self) -> int:
+        """How many chunks."""
+        return len(self.lengths)
+
+    def source(self, document: int) -> str:
+        """Of a document."""
+        ends = self.tables["source_ends"]
+        start = int(ends[document - 1]) if document else 0
+        return self.tables["source_bytes"][start : int(ends[document])].tobytes().decode("utf-8", "surrogatepass")
+
+    def chunks_of(self, document: int) -> range:
+        """Rows of its chunks."""
+        return range(int(self._first[document]), int(self._first[document + 1]))
+
+    def documents_of(self, file_key: bytes) -> Array:
+        """Numbers of a file's living documents."""
+        at = self._by_file.get(file_key, ())
+        return np.array([number for number in at if self.alive[number]], np.int64)
+
+    @cached_property
+    def _by_file(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        for number, key in enumerate(self.tables["file_keys"]):
+            found.setdefault(key.tobytes(), []).append(number)
+        return found
+
+    def document_of(self, row: int) -> int:
+        """The document of a chunk."""
+        return int(np.searchsorted(self._first, row, side="right")) - 1
+
+    def passage(self, row: int) -> Passage:
+        """A chunk, where it stands."""
+        document = self.document_of(row)
+        start, end = self.tables["spans"][row].tolist()
+        return Passage(
+            self.tables["chunk_ids"][row].tobytes(), self.source(document), start, end, row - int(self._first[document])
+        )
+
+    @property
+    def chunk_counts(self) -> Array:
+        """Of each document, int64 `[documents]`."""
+        return np.diff(self._first)
+
+    @cached_property
+    def living(self) -> Array | None:
+        """Bool `[chunks]`: of documents that are still the store's; None: all."""
+        return None if self.alive.all() else np.repeat(self.alive, self.chunk_counts)
+
+    def bury(self, documents: Array) -> None:
+        """These documents (numbers) are the store's no more."""
+        self.alive[documents] = False
+        self.__dict__.pop("living", None)
+
+
+def _words(entries: Iterable[DocumentEntry], lengths: list[int]) -> Iterator[list[str]]:
+    """Of each chunk, one at a time: all words of a large corpus would take far more room than the index."""
+    for entry in entries:
+        for text in found_by(entry):
+            words = terms(text)
+            lengths.append(len(words))
+            yield words
+
+
+def digests(values: Sequence[bytes], size: int) -> Array:
+    """uint8 `[values, size]`."""
+    return np.frombuffer(b"".join(values), np.uint8).reshape(-1, size)

@@ -1,0 +1,73 @@
+"""Named arrays in one file that is mapped, not read: what a question needs of an index is a small part of it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from kvtool.core.errors import DamagedError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_HEAD = struct.Struct("<Q")
+_KINDS = {"U8": "u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Arrays by name, and a few texts. The arrays are views of the mapped file and must not be written."""
+
+    arrays: Mapping[str, Array]
+    texts: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays[name]
+
+
+def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, str]) -> None:
+    """Write a safetensors file that appears whole or not at all. Raises OSError."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(save({name: np.ascontiguousarray(one) for name, one in arrays.items()}, dict(texts)))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_tables(path: Path) -> Tables:
+    """Map a file that :func:`write_tables` wrote.
+
+    Raises
+    ------
+    OSError : it cannot be opened.
+    DamagedError : it is cut off, or none of ours.
+    """
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < _HEAD.size:
+            raise DamagedError(f"{path} is cut off")
+        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    try:
+        (length,) = _HEAD.unpack_from(view)
+        head: dict[str, Any] = json.loads(bytes(view[_HEAD.size : _HEAD.size + length]))
+        texts = head.pop("__metadata__", {})
+        data = view[_HEAD.size + length :]
+        return Tables({name: _array(data, row) for name, row in head.items()}, texts)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+
+
+def _array(data: memoryview, row: Mapping[str, Any]) -> Array:
+    start, stop = row["data_offsets"]
+    kind = np.dtype(_KINDS[row["dtype"]])
+    if not 0 <= start <= stop <= len(data):
+        raise ValueError("an array lies outside of the file")
+    return np.frombuffer(data[start:stop], kind).reshape(row["shape"])

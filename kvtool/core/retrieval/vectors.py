@@ -1,0 +1,149 @@
+"""A vector for every chunk, kept beside the index for each embedding model: cosine, exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtool.core.errors import DamagedError
+from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.tables import Array, open_tables, write_tables
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+VECTORS_FORMAT = 1
+_ROWS_AT_ONCE = 65_536  # widened to float32
+_REMEMBERED = "index/embedder.safetensors"
+Texts = Callable[[Sequence[int]], list[str]]
+
+
+class Vectors:
+    """Unit vectors of one embedding model, float16, by what was embedded.
+
+    Attributes
+    ----------
+    keys : uint64 `[vectors]`, ascending: a chunk and its document's title.
+    rows : float16 `[vectors, dimensions]`.
+    """
+
+    def __init__(self, keys: Array, rows: Array) -> None:
+        self.keys, self.rows = keys, rows
+
+    @classmethod
+    def open(cls, path: Path) -> Vectors:
+        """What is kept, or nothing."""
+        with suppress(OSError, DamagedError, KeyError, ValueError):
+            tables = open_tables(path)
+            if len(tables["keys"]) == len(tables["rows"]):
+                return cls(tables["keys"], tables["rows"])
+        return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
+
+    def places(self, wanted: Array) -> Array:
+        """Where the vectors of these keys stand; -1: nowhere."""
+        at = np.searchsorted(self.keys, wanted)
+        known = at < len(self.keys)
+        known[known] = self.keys[at[known]] == wanted[known]
+        return np.where(known, at, -1)
+
+    def update(self, wanted: Array, encode: Callable[[Array], Array]) -> bool:
+        """Keep the vectors of these keys and no others. Returns whether something changed.
+
+        Parameters
+        ----------
+        encode : gives vectors for positions in `wanted`.
+        """
+        unique, first = np.unique(wanted, return_index=True)
+        places = self.places(unique)
+        missing = np.flatnonzero(places < 0)
+        if not len(missing) and len(unique) == len(self.keys):
+            return False
+        made = encode(first[missing]).astype(np.float16) if len(missing) else None
+        width = made.shape[1] if made is not None else self.rows.shape[1]
+        rows, kept = np.empty((len(unique), width), np.float16), places >= 0
+        if kept.any():
+            rows[kept] = self.rows[places[kept]]
+        if made is not None:
+            rows[missing] = made
+        self.keys, self.rows = unique, rows
+        return True
+
+    def likeness(self, places: Array, question: Array) -> Array:
+        """Cosines with a question's unit vector (float32 `[dimensions]`), float64 `[places]`."""
+        import torch
+
+        asked = torch.from_numpy(np.ascontiguousarray(question))
+        found = np.empty(len(self.rows))
+        for at in range(0, len(self.rows), _ROWS_AT_ONCE):
+            block = torch.from_numpy(np.array(self.rows[at : at + _ROWS_AT_ONCE]))
+            found[at : at + _ROWS_AT_ONCE] = (block.float() @ asked).numpy()
+        return found[places]
+
+
+def keys_of(index: Index) -> Array:
+    """Of every row of the index, uint64: its chunk's id and its document's title."""
+    parts = [np.empty(0, np.uint64)]
+    for segment in index.segments:
+        ids = np.ascontiguousarray(segment.tables["chunk_ids"][:, :8]).view(np.uint64)[:, 0]
+        titles = np.repeat(segment.tables["title_ids"], segment.chunk_counts)
+        parts.append(ids ^ (titles * np.uint64(0x9E3779B97F4A7C15)))
+    return np.concatenate(parts)
+
+
+class Meaning:
+    """Likeness of a store's chunks to questions, by one embedding model."""
+
+    def __init__(self, embedder: Embedder, vectors: Vectors, index: Index) -> None:
+        self._embedder, self._vectors = embedder, vectors
+        self._places = vectors.places(keys_of(index))
+
+    @classmethod
+    def of(cls, store: Store, index: Index, embedder: Embedder, texts: Texts) -> Meaning:
+        """Vectors of all living chunks; those that are missing are made and kept. Raises ModelError."""
+        path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}.safetensors")
+        vectors, living = Vectors.open(path), _living_rows(index)
+
+        def encode(positions: Array) -> Array:
+            return embedder.encode(texts(living[positions].tolist()))
+
+        if vectors.update(keys_of(index)[living], encode) and not store.read_only:
+            with suppress(OSError):  # the disk is full: they are made again
+                write_tables(path, {"keys": vectors.keys, "rows": vectors.rows}, {"model": embedder.ref})
+        return cls(embedder, vectors, index)
+
+    def __call__(self, question: str) -> Array:
+        """Of every row of the index, 0 … 1 from the least to the most alike; 0 for the dead. float64 `[rows]`."""
+        known = self._places >= 0
+        found = np.zeros(len(self._places))
+        if known.any():
+            like = self._vectors.likeness(self._places[known], self._embedder.encode([question])[0])
+            low, high = like.min(), like.max()
+            found[known] = (like - low) / (high - low) if high > low else 1.0
+        return found
+
+
+def _living_rows(index: Index) -> Array:
+    parts = [np.ones(len(one), bool) if one.living is None else one.living for one in index.segments]
+    return np.flatnonzero(np.concatenate([np.empty(0, bool), *parts]))
+
+
+# ---- which model a store's vectors are of ----
+
+
+def remember(store: Store, ref: str) -> None:
+    """Let the questions of this store, and its next ingest, use this embedding model."""
+    with suppress(OSError):
+        write_tables(store.side_file(_REMEMBERED), {}, {"model": ref})
+
+
+def remembered(store: Store) -> str | None:
+    """The embedding model of the last ingest that named one."""
+    try:
+        return open_tables(store.side_file(_REMEMBERED)).texts["model"]
+    except (OSError, DamagedError, KeyError):
+        return None

@@ -1,0 +1,148 @@
+"""Likeness by meaning: cosines of the model's own vectors, made once for a chunk and kept for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.retrieval import embed
+from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.finder import Finder, How
+from kvtool.core.retrieval.index import index_of
+from kvtool.core.retrieval.vectors import Meaning, remembered
+from tests.retrieval.making import ingest, store_of
+
+TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with store_of(tmp_path / "store", TEXTS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What was embedded."""
+    calls: list[list[str]] = []
+    real = Embedder.encode
+
+    def encode(self: Embedder, texts: Sequence[str]) -> np.ndarray:
+        calls.append(list(texts))
+        return real(self, texts)
+
+    monkeypatch.setattr(Embedder, "encode", encode)
+    return calls
+
+
+def found(store: Store, question: str, how: How, top_k: int = 5) -> list[str]:
+    return [hit.passage.source for hit in Finder(store).find(question, top_k, how)]
+
+
+def test_a_word_that_is_not_there_is_found_by_its_meaning(store: Store, static_model: Path) -> None:
+    for question, source in (("grinder", "a"), ("river", "b"), ("bread", "c")):
+        for retriever in ("dense", "hybrid", "auto"):
+            how = How(retriever, str(static_model))
+            assert found(store, question, how)[0] == source
+        with pytest.raises(Exception, match="no chunk matches"):
+            found(store, question, How("bm25", str(static_model)))
+
+
+@pytest.mark.parametrize("kind", ["static_model", "sentence_model"])
+def test_likeness_is_the_cosine(store: Store, kind: str, request: pytest.FixtureRequest) -> None:
+    embedder = Embedder(str(request.getfixturevalue(kind)))
+    question, texts = embedder.encode(["mill river"])[0], embedder.encode(list(TEXTS.values()))
+    assert np.linalg.norm(texts[:3], axis=1) == pytest.approx(1)  # of the last one the static model knows no word
+    cosines = texts @ question
+    index = index_of(store)
+    meaning = Meaning.of(store, index, embedder, lambda rows: [TEXTS[index.passage(row).source] for row in rows])
+    wanted = (cosines - cosines.min()) / (cosines.max() - cosines.min())
+    assert meaning("mill river") == pytest.approx(wanted, abs=5e-3)  # float16
+
+
+def test_a_vector_is_made_once(store: Store, static_model: Path, encoded: list[list[str]]) -> None:
+    how = How("dense", str(static_model))
+    found(store, "mill", how)
+    assert sorted(encoded[0]) == sorted(TEXTS.values())
+    found(store, "river", how)
+    assert encoded[1:] == [["mill"], ["river"]]
+    with store.writer() as writer:
+        ingest(writer, {"b": {"b": "the bread"}})
+        writer.remove_file("d")
+    encoded.clear()
+    assert found(store, "bread", how)[:2] == ["b", "c"]
+    assert encoded == [["the bread"], ["bread"]]
+
+
+def test_each_model_has_vectors_of_its_own(store: Store, static_model: Path, sentence_model: Path) -> None:
+    first = found(store, "grinder", How("dense", str(static_model)))
+    found(store, "grinder", How("dense", str(sentence_model)))
+    assert found(store, "grinder", How("dense", str(static_model))) == first
+    assert len(list((store.path / "index").glob("vectors-*"))) == 2
+
+
+def test_the_model_is_remembered(store: Store, static_model: Path) -> None:
+    assert remembered(store) is None
+    with pytest.raises(UsageError, match="needs an embedding model"):
+        found(store, "grinder", How("dense"))
+    with pytest.raises(Exception, match="no chunk matches"):
+        found(store, "grinder", How())
+    Finder(store).embed(str(static_model))
+    assert remembered(store) == str(static_model)
+    assert found(store, "grinder", How())[0] == "a"
+
+
+def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, static_model: Path) -> None:
+    Finder(store).embed(str(static_model))
+    gone = static_model.rename(static_model.with_name("gone"))
+    try:
+        warned: list[str] = []
+        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, How())
+        assert hits[0].passage.source == "a"
+        assert "found by words alone" in warned[0]
+        for how in (How("hybrid"), How("auto", str(static_model))):
+            with pytest.raises(ModelError, match="there is no embedding model"):
+                found(store, "mill", how)
+    finally:
+        gone.rename(static_model)
+
+
+def test_what_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, static_model: Path, sentence_model: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        Embedder(str(tmp_path))
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Embedder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        Embedder(str(tmp_path)).encode(["x"])
+    with pytest.raises(ModelError, match="cannot be had"):
+        Embedder("nobody/nothing", offline=True)
+    monkeypatch.setattr(embed, "find_spec", lambda name: None)
+    for model, package in ((static_model, "model2vec"), (sentence_model, "sentence_transformers")):
+        with pytest.raises(ModelError, match=f"needs the package {package}") as caught:
+            Embedder(str(model))
+        assert "kvtool[embed]" in caught.value.hint
+
+
+def test_damaged_vectors_are_made_anew(store: Store, static_model: Path) -> None:
+    how = How("dense", str(static_model))
+    wanted = found(store, "river", how)
+    (path,) = (store.path / "index").glob("vectors-*")
+    for keep in (0, 20, -8):
+        path.write_bytes(path.read_bytes()[:keep])
+        assert found(store, "river", how) == wanted
+
+
+def test_only_some_documents(store: Store, static_model: Path) -> None:
+    assert found(store, "river mill", How("dense", str(static_model)))[:2] == ["a", "b"]
+    assert found(store, "river mill", How("dense", str(static_model), ("[bcd]",))) == ["b"]
+    with pytest.raises(UsageError, match="no document matches"):
+        found(store, "river", How(only=("*.md",)))
