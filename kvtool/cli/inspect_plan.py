@@ -23,11 +23,12 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     identity, options = store_identity(store), options_of(run)
     tokenizer, files = tokenizer_of(run, store)
     layers = supported_config(files).num_hidden_layers
-    asked = Layout(store, identity, tokenizer, layers).lay_out(request, options)
+    layout = Layout(store, identity, tokenizer, layers, run.out.warning)
+    asked = layout.lay_out(request, options)
     device = resolve_device(run.settings.device)
     speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
     value = {"question": request.question, "model": identity.model, "device": device}
-    value |= plan_report(store, asked, options, len(identity.lead_in.ids), speeds)
+    value |= plan_report(store, layout, asked, options, len(identity.lead_in.ids), speeds)
     if about.wanted:
         _page(run, about, value)
     run.out.result(value, human=lambda: _show(run, value))
@@ -36,7 +37,7 @@ def plan(run: Run, store: Any, about: Subject) -> None:
 def _page(run: Run, about: Subject, value: dict[str, Any]) -> None:
     from kvtool.core.report.page import Section, Table
 
-    head = ("id", "source", "tokens", "status", "level", "reason", "bytes")
+    head = ("id", "source", "line", "score", "keywords", "tokens", "status", "level", "reason", "bytes")
     chunks = Table(head, tuple(tuple(chunk[name] for name in head) for chunk in value["chunks"]))
     sections = [Section("Chunks", tables=(chunks,))]
     if value["expected_ms"] is not None:
@@ -50,10 +51,18 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     from kvtool.core.report.plan import reasons
 
     rows = [
-        (chunk["id"][:12], chunk["source"], chunk["tokens"], chunk["status"], chunk["level"] or "-", chunk["reason"])
+        (
+            chunk["id"][:12],
+            f"{chunk['source']}:{chunk['line']}",
+            "-" if chunk["score"] is None else f"{chunk['score']:.2f}",
+            chunk["tokens"],
+            chunk["status"],
+            chunk["level"] or "-",
+            chunk["reason"] or ", ".join(chunk["keywords"]),
+        )
         for chunk in value["chunks"]
     ]
-    run.out.table(("chunk", "source", "tokens", "status", "level", "why"), rows)
+    run.out.table(("chunk", "source", "score", "tokens", "status", "level", "keywords, or why"), rows)
     tokens = value["tokens"]
     run.out.print(
         f"prompt   {tokens['prompt']} tokens: {tokens['exact']} exact, {tokens['hit']} reused, "

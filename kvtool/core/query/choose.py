@@ -19,7 +19,7 @@ class Chooser:
 
     def __init__(self, store: Store, warn: Warn) -> None:
         self._store = store
-        self._finder = Finder(store, warn)
+        self.finder = Finder(store, warn)
         self._places: dict[bytes, Passage] | None = None
         self._sources: list[str] | None = None
 
@@ -37,7 +37,7 @@ class Chooser:
             return [Hit(self._by_id(chunk), float("nan")) for chunk in request.chunks]
         if request.documents:
             return [Hit(passage, float("nan")) for name in request.documents for passage in self._of_document(name)]
-        return self._finder.find(request.question, top_k, how)
+        return self.finder.find(request.question, top_k, how)
 
     def _by_id(self, text: str) -> Passage:
         try:

@@ -76,6 +76,10 @@ class Layout:
         chunks = [self._candidate(hit, options) for hit in asked.hits]
         return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 
+    def keywords(self, passage: Passage) -> list[str]:
+        """The words that tell a chunk from the store's others."""
+        return self._chooser.finder.keywords(passage)
+
     def line_of(self, passage: Passage) -> int:
         """The line of its document, from 1, on which a chunk begins; 1 where the document is gone or damaged."""
         with suppress(DamagedError):

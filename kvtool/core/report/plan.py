@@ -12,14 +12,14 @@ from kvtool.core.fusion.speeds import Speeds
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.layout import Asked, Layout
     from kvtool.core.query.reply import QueryOptions
 
 _STATUSES = ("exact", "hit", "miss", "fresh")
 
 
 def plan_report(
-    store: Store, asked: Asked, options: QueryOptions, lead_in: int, speeds: Speeds | None
+    store: Store, layout: Layout, asked: Asked, options: QueryOptions, lead_in: int, speeds: Speeds | None
 ) -> dict[str, Any]:
     """What `inspect plan` tells of one prompt, as JSON values.
 
@@ -30,9 +30,9 @@ def plan_report(
 
     Returns
     -------
-    `chunks[{id, source, start, end, tokens, status, level, reason, bytes}]`, `tokens{prompt, exact, hit, miss, fresh}`,
-    `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for the
-    prefill of these chunks, by `union`'s saving; the last two None without speeds.
+    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level, reason, bytes}]`, `tokens{prompt,
+    exact, hit, miss, fresh}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such
+    questions pay for the prefill of these chunks, by `union`'s saving; the last two None without speeds.
     """
     plan = asked.plan
     chunks: list[dict[str, Any]] = [
@@ -41,6 +41,9 @@ def plan_report(
             "source": hit.passage.source,
             "start": hit.passage.start,
             "end": hit.passage.end,
+            "line": layout.line_of(hit.passage),
+            "score": None if hit.score != hit.score else hit.score,
+            "keywords": layout.keywords(hit.passage),
             "tokens": len(one.ids),
             "status": one.status,
             "level": one.source.level,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.passages import Hit, Passage, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
+from kvtool.core.retrieval.terms import spellings, terms
 from kvtool.core.retrieval.vectors import Meaning, remember, remembered
 
 if TYPE_CHECKING:
@@ -82,6 +84,12 @@ class Finder:
         """What a chunk is found by."""
         document = self._store.document(passage.source)
         return found_by(document)[passage.index] if document is not None else ""
+
+    def keywords(self, passage: Passage, most: int = 5) -> list[str]:
+        """The words that tell a chunk from the others (TF-IDF), as they are spelled in it."""
+        text = self.text(passage)
+        spelled = spellings(text)
+        return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, terms(text), most)))
 
     # ---- meaning ----
 

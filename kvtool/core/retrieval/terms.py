@@ -34,6 +34,15 @@ def terms(text: str) -> list[str]:
     return found
 
 
+def spellings(text: str) -> dict[str, str]:
+    """The first word of `text` that gives each term: what a person would call it."""
+    found: dict[str, str] = {}
+    for word in _WORD.findall(unicodedata.normalize("NFKC", text)):
+        for term in terms(word):
+            found.setdefault(term, word)
+    return found
+
+
 def _pairs(run: str) -> list[str]:
     return [run] if len(run) == 1 else [run[i : i + 2] for i in range(len(run) - 1)]
 

@@ -1,0 +1,92 @@
+"""How chunks are found, from the command line: filters, order, vectors, where an answer comes from."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool
+from tests.retrieval.conftest import MEANINGS, tokenizer
+
+
+@pytest.fixture
+def embedder(tmp_path: Path) -> Path:
+    """A table of vectors by model2vec, in which `grinder` means a mill."""
+    from model2vec import StaticModel
+
+    StaticModel(MEANINGS, tokenizer()).save_pretrained(tmp_path / "embedder")
+    return tmp_path / "embedder"
+
+
+def ask(store: Path, *args: object) -> Any:
+    return kvtool("query", QUESTION, "--store", store, *SHORT, "--json", *args).fine().json
+
+
+def test_where_an_answer_comes_from(store: Path) -> None:
+    chunks = ask(store)["chunks"]
+    for chunk in chunks:
+        text = Path(chunk["source"]).read_text(encoding="utf-8")
+        assert 1 <= chunk["line"] <= text.count("\n") + 1
+        own = text[chunk["start"] : chunk["end"]].strip().split("\n")[0]
+        assert own in text.split("\n")[chunk["line"] - 1]
+    said = kvtool("query", QUESTION, "--store", store, *SHORT).fine().err
+    assert f"sources: {chunks[0]['source']}:{chunks[0]['line']}" in said
+
+
+def test_only_some_documents(store: Path) -> None:
+    found = ask(store, "--only", "mill0.md", "--only", "*2.md")["chunks"]
+    assert {Path(chunk["source"]).name for chunk in found} <= {"mill0.md", "mill2.md"}
+    done = kvtool("query", QUESTION, "--store", store, "--only", "*.zip")
+    done.failed(2, "no document matches *.zip")
+
+
+def test_orders(store: Path) -> None:
+    best = [chunk["id"] for chunk in ask(store)["chunks"]]
+    assert [chunk["id"] for chunk in ask(store, "--order", "best-last")["chunks"]] == best[::-1]
+    chunks = ask(store, "--order", "document")["chunks"]
+    assert sorted(chunk["id"] for chunk in chunks) == sorted(best)
+    for one, other in itertools.pairwise(chunks):
+        assert one["source"] != other["source"] or one["start"] < other["start"]
+    given = ask(store, "--order", "best-last", "--chunks", *best[:2])["chunks"]
+    assert [chunk["id"] for chunk in given] == best[:2]  # what is named stands as it was named
+
+
+def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
+    row = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json
+    scores = [chunk["score"] for chunk in row["chunks"]]
+    assert scores == sorted(scores, reverse=True)
+    for chunk in row["chunks"]:
+        text = Path(chunk["source"]).read_text(encoding="utf-8")
+        assert 0 < len(chunk["keywords"]) <= 5
+        assert all(word in text for word in chunk["keywords"])
+    shown = kvtool("inspect", "plan", QUESTION, "--store", store).fine().out
+    assert row["chunks"][0]["keywords"][0] in shown
+
+
+def test_vectors(tiny: Path, corpus: Path, tmp_path: Path, embedder: Path) -> None:
+    """Made at ingest, remembered, kept up to date by an ingest that names no model, and used without being asked."""
+    corpus = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    path, question = tmp_path / "store", ("query", "grinder", *SHORT, "--json")
+    at = ("--store", path, *CHUNKS, *PREFIX)
+    kvtool("ingest", corpus, "--model", tiny, *at).fine()
+    kvtool(*question, "--store", path).failed(1, "no chunk matches")
+    kvtool(*question, "--store", path, "--retriever", "dense").failed(2, "needs an embedding model")
+    kvtool("ingest", corpus, "--embedder", tmp_path / "nowhere", *at).failed(12, "no embedding model")
+    kvtool("ingest", corpus, "--embedder", embedder, *at).fine()
+    assert kvtool(*question, "--store", path).fine().json["chunks"]
+    (corpus / "stream.md").write_text("A stream, and nothing else.\n")
+    kvtool("ingest", corpus, *at).fine()
+    found = kvtool("query", "river", "--retriever", "dense", *SHORT, "--json", "--store", path).fine().json["chunks"]
+    assert Path(found[0]["source"]).name == "stream.md"
+    embedder.rename(tmp_path / "gone")
+    done = kvtool("query", QUESTION, *SHORT, "--json", "--store", path).fine()
+    assert "found by words alone" in done.err
+    assert done.json["chunks"]
+    kvtool("query", QUESTION, "--retriever", "hybrid", "--store", path).failed(12, "no embedding model")
+    (corpus / "stream.md").unlink()
+    done = kvtool("ingest", corpus, "--sync", "--json", *at).fine()
+    assert "no vectors" in done.json["warnings"][0]
