@@ -13,7 +13,7 @@ import torch
 _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGE = 2**30
-RETURNED_BYTES = 2**20
+RETURNED_BYTES = 2**22
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -65,7 +65,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """From here on give blocks of 1 MiB and more back once they are freed: for work that needs room more than time."""
+    """From here on give blocks of 4 MiB and more back once they are freed: for work that needs room more than time."""
     _set_thresholds(RETURNED_BYTES)
 
 
