@@ -166,15 +166,11 @@ def test_a_profile_is_read_as_it_was() -> None:
     assert np.array_equal(read.tables.frequencies, made.tables.frequencies)
 
 
-@pytest.mark.parametrize("name", TRANSFORMED)
-def test_transformed_records_are_written_as_they_were(name: str, back_end: None) -> None:
-    assert written(Profile.from_bytes(stored("profile")))[name] == stored(name)
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_records_are_written_as_they_were(name: str, back_end: None) -> None:
-    """But for the last bit of the errors that they state: float32 sums of numbers that are not dyadic."""
-    made, old = (Coded.parse(data) for data in (written(handmade())[name], stored(name)))
+@pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
+def test_records_are_written_as_they_were(name: str, back_end: None) -> None:
+    """But for the last bit of the errors that they state: float32 sums, which not every CPU takes in the same order."""
+    profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()
+    made, old = (Coded.parse(data) for data in (written(profile)[name], stored(name)))
     assert made.errors == pytest.approx(old.errors, rel=1e-6)
     assert b"".join(dataclasses.replace(made, errors=old.errors).pack()) == stored(name)
 

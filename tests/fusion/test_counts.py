@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse, Selector
 from kvtool.core.fusion.selectors.epic import Link
-from kvtool.core.model import products
+from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.rotary import Rotary, Table
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
 CONTEXT = sum(map(len, CHUNKS))
-LAYERS = 4
+LAYERS, HEADS, KV_HEADS = 4, 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -120,26 +120,37 @@ def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str,
                 assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
 
 
+@pytest.mark.parametrize("kernel", ["products", "fused"])
 @pytest.mark.parametrize("name", SELECTORS)
-def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What attention weighs at a time is one block of rows, and no fused kernel gets a mask."""
+def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
+    """What attention weighs at a time, or masks, is one block of rows."""
     seen: list[int] = []
-    softmax = torch.softmax
+    softmax, attend = torch.softmax, F.scaled_dot_product_attention
 
     def spy(scores: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(scores.shape[-2])
         return softmax(scores, *args, **kwargs)
 
+    def masked(query: torch.Tensor, *args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        assert attn_mask is None or kernel == "fused"
+        if attn_mask is not None:
+            groups = 1 if attn_mask.ndim == 4 else HEADS // KV_HEADS
+            seen.append(attn_mask.shape[-2] // groups)
+        return attend(query, *args, attn_mask=attn_mask, **kwargs)
+
     plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
-    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    for module in (kernels, attention):
+        monkeypatch.setattr(module, "products_pay", lambda: kernel == "products")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", masked)
     monkeypatch.setattr(products, "_SCORE_BYTES", 0)
+    monkeypatch.setattr(kernels, "BLOCK", products._LEAST_ROWS)
     monkeypatch.setattr(torch, "softmax", spy)
     for plan in plans:
         for selector in (SELECTORS[name](), lossless(name)):
             if selector is not None:
                 llama.fuse(plan, selector)
-    assert seen
-    assert max(seen) <= products._LEAST_ROWS
+    assert seen or (name == "full" and kernel == "fused")  # which needs no mask at all
+    assert max(seen, default=0) <= products._LEAST_ROWS
 
 
 def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) -> tuple[Fused, list[int]]:
