@@ -22,13 +22,15 @@ def scores(index: Index, words: Sequence[str]) -> Array:
     count, total = _living(index)
     if not count or not total:
         return found
-    norms = [_K1 * (1 - _B + _B * segment.lengths / (total / count)) for segment in index.segments]
+    norms = [(_K1 * (1 - _B + _B * one.lengths / (total / count))).astype(np.float32) for one in index.segments]
+    parts = np.split(found, index.offsets[1:])  # views
     for term, times in Counter(words).items():
         lists = [_living_postings(segment, term) for segment in index.segments]
         with_term = sum(len(rows) for rows, _ in lists)
         weight = times * idf(with_term, count)
-        for (rows, counts), norm, offset in zip(lists, norms, index.offsets, strict=True):
-            found[offset + rows.astype(np.int64)] += weight * counts / (counts + norm[rows])
+        for (rows, counts), norm, part in zip(lists, norms, parts, strict=True):
+            times_there = counts.astype(np.float32)
+            part[rows] += weight * (times_there / (times_there + norm[rows]))
     return found
 
 

@@ -19,9 +19,10 @@ def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
     found: list[Place] = []
     titles: list[Array] = []
     for number, segment in enumerate(index.segments):
-        sizes = segment.tables["title_sizes"]
+        sizes = segment.title_sizes
         held = np.bincount(segment.titles.rows_of(keys), minlength=len(sizes))
-        documents = np.flatnonzero((held == sizes) & (sizes > 0) & segment.alive)
+        documents = np.flatnonzero(held == sizes)
+        documents = documents[segment.alive[documents]]
         found += [(number, document) for document in documents.tolist()]
         titles.append(segment.tables["title_ids"][documents])
     if not found:

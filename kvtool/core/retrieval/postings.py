@@ -47,7 +47,14 @@ class Postings:
             found.append(own << 32 | row)
         pairs, counts = np.unique(np.concatenate(found) if found else np.empty(0, np.int64), return_counts=True)
         keys = np.fromiter(map(key_of, numbers), np.uint64, len(numbers))
-        return _sorted(keys[pairs >> 32], (pairs & 0xFFFFFFFF).astype(np.uint32), counts)
+        lengths = np.bincount(pairs >> 32, minlength=len(keys))
+        order = np.argsort(keys)
+        # The lists are whole already; they only change places.
+        starts = np.repeat((np.cumsum(lengths) - lengths)[order], lengths[order])
+        offsets = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
+        places = starts + np.arange(len(pairs)) - np.repeat(offsets[:-1], lengths[order])
+        rows = (pairs[places] & 0xFFFFFFFF).astype(np.uint32)
+        return cls(keys[order], offsets, rows, np.minimum(counts[places], _MOST).astype(np.uint16))
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:

@@ -145,6 +145,12 @@ class Segment:
             self.tables["chunk_ids"][row].tobytes(), self.source(document), start, end, row - int(self._first[document])
         )
 
+    @cached_property
+    def title_sizes(self) -> Array:
+        """How many terms each document's title has, int64 `[documents]`; -1: it has no title."""
+        sizes = self.tables["title_sizes"].astype(np.int64)
+        return np.where(sizes > 0, sizes, -1)
+
     @property
     def chunk_counts(self) -> Array:
         """Of each document, int64 `[documents]`."""

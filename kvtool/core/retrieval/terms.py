@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import lru_cache
 
 # Hangul, Kana and Han are written without (useful) spaces: Korean particles stick to their nouns, Chinese and Japanese
 # have no word breaks. Overlapping character pairs find them all without a dictionary.
@@ -25,13 +26,20 @@ def terms(text: str) -> list[str]:
     """Search terms of `text` in order: words without common endings, and character pairs of unspaced scripts."""
     found: list[str] = []
     for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
-        at = 0
-        for run in _UNSPACED.finditer(word):
-            found.extend(_plain(word[at : run.start()]))
-            found.extend(_pairs(run.group()))
-            at = run.end()
-        found.extend(_plain(word[at:]))
+        found += _of_word(word)
     return found
+
+
+@lru_cache(maxsize=1 << 17)
+def _of_word(word: str) -> tuple[str, ...]:
+    found: list[str] = []
+    at = 0
+    for run in _UNSPACED.finditer(word):
+        found.extend(_plain(word[at : run.start()]))
+        found.extend(_pairs(run.group()))
+        at = run.end()
+    found.extend(_plain(word[at:]))
+    return tuple(found)
 
 
 def spellings(text: str) -> dict[str, str]:
