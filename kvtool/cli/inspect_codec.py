@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtool.cli.inspect_subject import Subject
+from kvtool.cli.inspect_subject import Subject, retrieval_of
 from kvtool.cli.options import Run
 from kvtool.cli.sessions import open_session
 from kvtool.cli.spark import sparkline
@@ -21,10 +21,9 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     if about.batch is None:
         raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")
     requests = read_batch(about.batch)[: about.limit]
-    settings = run.settings
     session = open_session(run, store)
     wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
-    options = QueryOptions(fusion="reuse", top_k=settings.top_k, max_loss=-1.0)  # nothing lossy, whatever was measured
+    options = QueryOptions(**retrieval_of(run), fusion="reuse", max_loss=-1.0)  # nothing lossy, whatever was measured
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:
         value = codec_report(session, requests, options, wanted, bar.advance)
     facts: dict[str, object] = {"model": session.identity.model, "questions": len(requests)}

@@ -53,7 +53,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     rows = [
         (
             chunk["id"][:12],
-            f"{chunk['source']}:{chunk['line']}",
+            chunk["source"] if chunk["line"] is None else f"{chunk['source']}:{chunk['line']}",
             "-" if chunk["score"] is None else f"{chunk['score']:.2f}",
             chunk["tokens"],
             chunk["status"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.inspect_subject import Subject
+from kvtool.cli.inspect_subject import Subject, retrieval_of
 from kvtool.cli.sessions import open_session
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
@@ -51,7 +51,7 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     if settings.level != "auto":
         check_level(settings.level)
     options = QueryOptions(
-        top_k=settings.top_k,
+        **retrieval_of(run),
         level=settings.level,
         max_loss=settings.max_loss,
         max_tokens=wanted.max_tokens,

@@ -97,14 +97,19 @@ class Subject:
             run.out.status(f"written: {path}")
 
 
+def retrieval_of(run: Run) -> dict[str, Any]:
+    """How chunks are found, as the settings say: fields of `QueryOptions`."""
+    return {name: getattr(run.settings, name) for name in ("top_k", "retriever", "embedder", "order", "offline")}
+
+
 def options_of(run: Run) -> QueryOptions:
     """How a question's prompt is laid out, as the flags say. Raises UsageError for a level that there is not."""
     from kvtool.core.query.reply import QueryOptions
 
-    names = ("top_k", "ratio", "link_tokens", "level", "max_loss", "retriever", "embedder", "offline")
+    names = ("ratio", "link_tokens", "level", "max_loss")
     if run.settings.level != "auto":
         check_level(run.settings.level)
-    return QueryOptions(**{name: getattr(run.settings, name) for name in names})
+    return QueryOptions(**retrieval_of(run), **{name: getattr(run.settings, name) for name in names})
 
 
 def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:

@@ -223,9 +223,10 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
 
 def _place(chunk: ReplyChunk) -> str:
     """`file:line`, below the working folder where it is."""
+    path = Path(chunk.source)
     with suppress(ValueError, OSError):
-        return f"{Path(chunk.source).relative_to(Path.cwd())}:{chunk.line}"
-    return f"{chunk.source}:{chunk.line}"
+        path = path.relative_to(Path.cwd())
+    return str(path) if chunk.line is None else f"{path}:{chunk.line}"
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:

@@ -217,7 +217,7 @@ def built(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTOOL_HOME", str(folder / "home"))
         kvtool("ingest", folder / "corpus", "--store", folder / "store", "--model", tiny, *CHUNKS).fine()
-        kvtool("query", QUESTION, "--store", folder / "store", *SHORT).fine()  # builds the index, too
+        kvtool("query", QUESTION, "--store", folder / "store", *SHORT).fine()
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.retrieval import embed
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.finder import Finder, How
@@ -118,13 +119,19 @@ def test_what_is_no_model(
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         Embedder(str(tmp_path))
     (tmp_path / "config.json").write_text("[")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights that can run code")
+    with pytest.raises(ModelError, match="no safetensors weights"):
+        Embedder(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ModelError, match="cannot be read"):
         Embedder(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be loaded"):
         Embedder(str(tmp_path)).encode(["x"])
-    with pytest.raises(ModelError, match="cannot be had"):
+    with pytest.raises(ModelError, match="not on this machine, and kvtool is offline"):
         Embedder("nobody/nothing", offline=True)
+    with pytest.raises(ModelError, match="there is no embedding model at"):
+        Embedder("./nothing")
     monkeypatch.setattr(embed, "find_spec", lambda name: None)
     for model, package in ((static_model, "model2vec"), (sentence_model, "sentence_transformers")):
         with pytest.raises(ModelError, match=f"needs the package {package}") as caught:
@@ -139,6 +146,41 @@ def test_damaged_vectors_are_made_anew(store: Store, static_model: Path) -> None
     for keep in (0, 20, -8):
         path.write_bytes(path.read_bytes()[:keep])
         assert found(store, "river", how) == wanted
+
+
+def test_one_of_a_hub_is_looked_for_in_its_cache(
+    static_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    repo = tmp_path / "models--org--vectors"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("c0ffee")
+    shutil.copytree(static_model, repo / "snapshots" / "c0ffee")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached, local = Embedder("org/vectors", offline=True), Embedder(str(static_model))
+    assert cached.digest == local.digest
+    assert np.array_equal(cached.encode(["mill"]), local.encode(["mill"]))
+
+
+def test_a_damaged_document_fails_no_question(
+    store: Store, static_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store.document
+
+    def document(source: str) -> object:
+        if source == "a":
+            raise DamagedError("its text is damaged", "")
+        return real(source)
+
+    index_of(store)
+    monkeypatch.setattr(store, "document", document)
+    warned: list[str] = []
+    finder = Finder(store, lambda text, hint: warned.append(text))
+    assert {hit.passage.source for hit in finder.find("mill stream", 2, How("bm25"))} == {"a", "b"}
+    assert [text for text in warned if "names in a were not followed" in text]
+    with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
+        finder.find("mill", 1, How("dense", str(static_model)))
 
 
 def test_only_some_documents(store: Store, static_model: Path) -> None:

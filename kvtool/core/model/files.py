@@ -69,7 +69,7 @@ def resolve(ref: str, *, offline: bool = False) -> ModelFiles:
         exists = path.exists()
     except (OSError, ValueError) as error:
         raise ModelError(f"{ref!r} is neither a file name nor a model's name: {error}", WAYS_OUT) from error
-    if exists or _looks_local(ref):
+    if exists or looks_local(ref):
         return _local(path)
     if not _HUB_NAME.fullmatch(ref):
         raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
@@ -85,7 +85,7 @@ def _packaged() -> ModelFiles:
     return ModelFiles(PACKAGED, converted(find_packaged()), "packaged")
 
 
-def _looks_local(ref: str) -> bool:
+def looks_local(ref: str) -> bool:
     """A path by its spelling, so that a typo in it is not looked for on the hub."""
     return ref.startswith(("/", ".", "~")) or "\\" in ref or ref.count("/") > 1 or ref.lower().endswith(".gguf")
 

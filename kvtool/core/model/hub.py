@@ -30,7 +30,7 @@ def fetched(name: str, *, offline: bool = False) -> Path:
     NoSpaceError : the disk is full.
     """
     incomplete = None
-    if (folder := _cached(name)) is not None:
+    if (folder := _cached(name, _WANTED, _SUBFOLDERS)) is not None:
         try:
             check_folder(folder)
         except ModelError as error:
@@ -43,9 +43,26 @@ def fetched(name: str, *, offline: bool = False) -> Path:
             f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
         )
     _check_published(name, _ask(name))
-    folder = _download(name)
+    folder = _download(name, _WANTED, _SUBFOLDERS)
     check_folder(folder)
     return folder
+
+
+def snapshot(name: str, wanted: list[str], *, offline: bool = False) -> Path:
+    """Files of another kind of model, by glob: what is in the cache, else downloaded.
+
+    Raises
+    ------
+    ModelError, NoSpaceError : as :func:`fetched`.
+    """
+    if (folder := _cached(name, wanted)) is not None and (folder / "config.json").is_file():
+        return folder
+    if offline or _offline_by_environment():
+        raise ModelError(
+            f"the model {name!r} is not on this machine, and kvtool is offline", "go online once, or name a folder"
+        )
+    _ask(name)
+    return _download(name, wanted)
 
 
 def _offline_by_environment() -> bool:
@@ -55,12 +72,12 @@ def _offline_by_environment() -> bool:
     return bool(constants.HF_HUB_OFFLINE) or any(wish in _TRUE for wish in wishes)
 
 
-def _cached(name: str) -> Path | None:
+def _cached(name: str, wanted: list[str], ignored: list[str] | None = None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS))
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted, ignore_patterns=ignored))
     except HFValidationError as error:
         raise ModelError(f"{name!r} cannot be a model's name: {error}", WAYS_OUT) from error
     except (OSError, ValueError):  # not there, or only in part
@@ -103,7 +120,7 @@ def _check_published(name: str, info: Any) -> None:
         raise ModelError(f"{name!r} on the hub is not a language model: it has no config.json", WAYS_OUT)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, wanted: list[str], ignored: list[str] | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -111,7 +128,7 @@ def _download(name: str) -> Path:
     if hide:
         disable_progress_bars()
     try:
-        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored))
     except Exception as error:
         raise _explained(name, error) from error
     finally:

@@ -80,16 +80,14 @@ class Layout:
         """The words that tell a chunk from the store's others."""
         return self._chooser.finder.keywords(passage)
 
-    def line_of(self, passage: Passage) -> int:
-        """The line of its document, from 1, on which a chunk begins; 1 where the document is gone or damaged."""
+    def line_of(self, passage: Passage) -> int | None:
+        """The line of its document, from 1, on which a chunk begins; None where the document is gone or damaged."""
         with suppress(DamagedError):
             document = self._store.document(passage.source)
             if document is not None:
-                start = (
-                    passage.start + len(document.text[passage.start :]) - len(document.text[passage.start :].lstrip())
-                )
-                return document.text.count("\n", 0, start) + 1
-        return 1
+                own = document.text[passage.start :]
+                return document.text.count("\n", 0, passage.start + len(own) - len(own.lstrip())) + 1
+        return None
 
     def _parts(self, options: QueryOptions) -> PromptParts:
         """The store's own beginning and answer header, unless another instruction is asked for."""

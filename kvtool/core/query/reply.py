@@ -73,13 +73,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """A chunk of the prompt. `start`, `end`: characters of `source`, `line` where it begins; `reason` on a miss."""
+    """A chunk of a prompt. `start`, `end`: characters in `source`; `line`: where it begins, if known."""
 
     id: str
     source: str
     start: int
     end: int
-    line: int
+    line: int | None
     score: float | None
     tokens: int
     status: str

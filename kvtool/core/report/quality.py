@@ -20,6 +20,8 @@ from kvtool.core.report.intervals import CONFIDENCE, RESAMPLES, interval, ratio_
 from kvtool.core.report.journal import Journal
 from kvtool.core.report.runs import REFERENCE, RunSpec, ordered
 from kvtool.core.report.trial import Row, Trial
+from kvtool.core.retrieval.index import INDEX_FORMAT
+from kvtool.core.retrieval.vectors import remembered
 
 Work = list[tuple[int, list[RunSpec]]]
 Warn = Callable[[str, str], None]
@@ -44,6 +46,7 @@ def evaluation_facts(
         "max_loss": options.max_loss if options.level == "auto" else None,
         "batch": hashlib.sha256(batch.encode()).hexdigest(),
         "top_k": options.top_k,
+        "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
         "max_tokens": options.max_tokens,
     }
 

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.digests import file_digest
+from kvtool.core.model.files import looks_local
 from kvtool.core.retrieval.tables import Array
 
 _BATCH = 64  # texts at once
-_WEIGHTS = ("*.safetensors", "*.bin", "*.onnx")
+_WANTED = ("*.json", "*.txt", "*.model", "*.safetensors")  # configuration, vocabulary, weights
 Encode = Callable[[Sequence[str]], Array]
 
 
@@ -42,12 +44,10 @@ class Embedder:
 
     @property
     def digest(self) -> str:
-        """Of its configuration and weights: vectors of another one are another's."""
+        """Of its configuration, vocabulary and weights: vectors of another one are another's."""
         found = hashlib.sha256()
-        for path in sorted(self._folder.rglob("*")):
-            if path.is_file() and (path.suffix == ".json" or any(path.match(kind) for kind in _WEIGHTS)):
-                found.update(f"{path.relative_to(self._folder)}:{path.stat().st_size}".encode())
-                found.update(path.read_bytes() if path.suffix == ".json" else _ends(path))
+        for path in sorted({path for kind in _WANTED for path in self._folder.rglob(kind)}):
+            found.update(f"{path.relative_to(self._folder).as_posix()}:{file_digest(path)}\n".encode())
         return found.hexdigest()[:24]
 
     def encode(self, texts: Sequence[str]) -> Array:
@@ -72,37 +72,27 @@ class Embedder:
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
 
 
-def _ends(path: Path) -> bytes:
-    """The first and the last megabyte: where weights of one size differ, these do."""
-    with path.open("rb") as file:
-        head = file.read(2**20)
-        file.seek(max(0, path.stat().st_size - 2**20))
-        return head + file.read()
-
-
 def _folder_of(ref: str, offline: bool) -> Path:
     """Its local folder; one of a hub is downloaded.
 
     Raises
     ------
-    ModelError : there is none.
+    ModelError : there is none, or its weights are no safetensors: other formats can run code when they are opened.
     """
     path = Path(ref).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{ref} holds no embedding model: config.json is missing", "name its folder")
-        return path
-    if path.exists() or ref.startswith((".", "/", "~")):
-        raise ModelError(f"there is no embedding model at {ref}", "name a folder, or a model of the hub")
-    from huggingface_hub import snapshot_download
+    if path.exists() or looks_local(ref):
+        if not path.is_dir():
+            raise ModelError(f"there is no embedding model at {ref}", "name a folder, or a model of the hub")
+        folder = path
+    else:
+        from kvtool.core.model.hub import snapshot
 
-    try:
-        return Path(snapshot_download(ref, local_files_only=offline))
-    except Exception as error:  # the hub's own errors have many types
-        raise ModelError(
-            f"the embedding model {ref} cannot be had: {type(error).__name__}",
-            "check its name and the network, or name a local folder",
-        ) from error
+        folder = snapshot(ref, list(_WANTED), offline=offline)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{ref} holds no embedding model: config.json is missing", "name its folder")
+    if not any(folder.rglob("*.safetensors")):
+        raise ModelError(f"{ref} holds no safetensors weights", "use a model that is published as safetensors")
+    return folder
 
 
 def _is_static(folder: Path, ref: str) -> bool:
@@ -130,5 +120,5 @@ def _sentence(folder: Path) -> Encode:
     from kvtool.core.model.load import quiet
 
     with quiet():
-        model: Any = SentenceTransformer(str(folder), local_files_only=True)
+        model: Any = SentenceTransformer(str(folder), local_files_only=True, model_kwargs={"use_safetensors": True})
     return lambda texts: model.encode(list(texts), show_progress_bar=False)

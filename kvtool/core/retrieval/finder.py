@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.cache.store import REPAIR
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 Warn = Callable[[str, str], None]
+_DOCUMENTS = 16  # held unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Finder:
         self._store, self._warn = store, warn
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
+        self._document = lru_cache(maxsize=_DOCUMENTS)(store.document)  # its chunks are asked for one after the other
 
     @property
     def index(self) -> Index:
@@ -81,9 +85,19 @@ class Finder:
         return hits
 
     def text(self, passage: Passage) -> str:
-        """What a chunk is found by."""
-        document = self._store.document(passage.source)
-        return found_by(document)[passage.index] if document is not None else ""
+        """What a chunk is found by; "" where its document is damaged or gone: questions are answered without it."""
+        try:
+            return self._text(passage)
+        except DamagedError as error:
+            self._warn(f"names in {passage.source} were not followed: {error.message}", REPAIR)
+            return ""
+
+    def _text(self, passage: Passage) -> str:
+        """The same; raises DamagedError."""
+        document = self._document(passage.source)
+        if document is None:
+            raise DamagedError(f"the document {passage.source} is gone from the store", "ask again")
+        return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, most: int = 5) -> list[str]:
         """The words that tell a chunk from the others (TF-IDF), as they are spelled in it."""
@@ -123,7 +137,7 @@ class Finder:
         return self._meanings[ref]
 
     def _texts(self, rows: Sequence[int]) -> list[str]:
-        return [self.text(self.index.passage(row)) for row in rows]
+        return [self._text(self.index.passage(row)) for row in rows]
 
     # ---- which documents ----
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import secrets
@@ -97,10 +96,12 @@ class Index:
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        number = bisect.bisect_right(self.offsets, row) - 1
-        while not len(self.parts[number].segment):
-            number -= 1
-        return number, row - self.offsets[number]
+        """Number of a row's segment, and the row's number in it."""
+        for number, segment in enumerate(self.segments):
+            if row < len(segment):
+                return number, row
+            row -= len(segment)
+        raise IndexError("no such row")
 
     # ---- bringing it up to date ----
 
@@ -205,7 +206,9 @@ def index_of(store: Store) -> Index:
     DamagedError : a document cannot be read.
     """
     folder = store.side_file(f"index/words-{INDEX_FORMAT}/{_STATE}").parent
-    index = Index.open(folder) or Index.empty()
+    index = Index.open(folder)
+    if index is None:
+        index = Index.empty()
     if index.revision != store.revision():
         index.update(store)
         if not store.read_only:
