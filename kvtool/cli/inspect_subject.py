@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,7 @@ def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
 
 def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> tuple[Session, list[Asked], dict[str, object]]:
     """The model loaded, the questions' prompts, and what every report says of them first."""
-    options = options_of(run)
+    options = replace(options_of(run), max_tokens=0)  # a report generates nothing: the prompt may fill the context
     session = open_session(run, store)
     prompts = [session.lay_out(request, options) for request in requests]
     identity = session.identity

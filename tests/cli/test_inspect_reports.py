@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.cli.spark import sparkline
+from kvtool.core.model.decoder import Decoder
 from kvtool.core.report.means import mean_of
 from tests.cli.working import QUESTION, chunks_of, kvtool, payloads
 from tests.report.test_page import Outline
@@ -72,6 +73,24 @@ def test_sparsity_of_one_question_and_of_more(store: Path, batch: Path) -> None:
     assert more["stability"]["questions"] == 3
     assert more["question_over"] == one["question_over"]
     assert "share" in kvtool("inspect", "sparsity", "--batch", batch, "--store", store).fine().out
+
+
+@pytest.mark.parametrize("what", REPORTS)
+def test_a_report_needs_no_room_for_an_answer(what: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "check_length", check_length := Lengths())
+    kvtool("inspect", what, QUESTION, "--store", store, "--json").fine()
+    prompt = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json["tokens"]["prompt"]
+    assert check_length.asked == [prompt]
+
+
+class Lengths:
+    """Notes what length a model is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, tokens: int, hint: str) -> None:
+        self.asked.append(tokens)
 
 
 @pytest.mark.parametrize("what", REPORTS)
