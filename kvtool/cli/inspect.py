@@ -14,7 +14,8 @@ from kvtool.cli.inspect_codec import codec
 from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
 from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.cli.parsing import ManyValues
+from kvtool.cli.sessions import open_any_store
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
@@ -86,9 +87,7 @@ def inspect(
         raise UsageError(f"inspect: there is no {what!r}", f"known: {', '.join(WHATS)}")
     subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html, figures)
     subject.check()
-    from kvtool.core.cache.store import Store
-
-    with Store.open(store_path(run.settings.store)) as store:
+    with open_any_store(run) as store:
         if what == "gate":
             return _gate(run, store, subject)
         if what == "codec":

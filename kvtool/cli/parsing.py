@@ -18,12 +18,14 @@ def store_path(store: str) -> Path:
 
     Raises
     ------
-    UsageError : a URL; remote stores are not built yet.
+    UsageError : a URL, where a command needs the folder itself.
     """
     from kvtool.core.places import data_dir
 
     if "://" in store:
-        raise UsageError(f"remote stores are not supported: {store}", "give a local folder")
+        raise UsageError(
+            "this command works on a local store, not on a URL", "`kvtool store pull URL` brings it here, `push` back"
+        )
     return Path(store) if store else data_dir() / "store"
 
 

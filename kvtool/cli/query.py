@@ -15,8 +15,8 @@ import typer
 
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, size_in_bytes, store_path, system_text
-from kvtool.cli.sessions import open_session
+from kvtool.cli.parsing import ManyValues, size_in_bytes, system_text
+from kvtool.cli.sessions import open_any_store, open_session
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
 
@@ -69,9 +69,7 @@ def query(
     if run.settings.level != "auto":
         check_level(run.settings.level)
     options = replace(_options(run, token_ids, explain, force), only=tuple(only or ()))
-    from kvtool.core.cache.store import Store
-
-    with Store.open(store_path(run.settings.store)) as store, _traced(profile) as trace:
+    with open_any_store(run) as store, _traced(profile) as trace:
         session = _session(run, store, trace)
         if batch is not None and compare is None:  # modes that are compared each load for themselves
             session.keep_hot(hot_bytes)
@@ -169,6 +167,7 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
         "level",
         "max_loss",
         "load_timeout",
+        "slo_ms",
         "retriever",
         "embedder",
         "offline",

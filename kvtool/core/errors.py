@@ -76,6 +76,10 @@ class DamagedError(KvtoolError):
     exit_code = EXIT_DAMAGED
 
 
+class RemoteError(KvtoolError):
+    """A shared store does not answer, or refuses."""
+
+
 class NoSpaceError(KvtoolError):
     """The disk, the map or the size budget is full."""
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.names import AUTO, MODES
+from kvtool.core.remote.blobs import TIMEOUT
 
 ENV_PREFIX = "KVTOOL_"
 PROJECT_FILE = "kvtool.toml"
@@ -174,6 +175,20 @@ class Settings:
         "query",
         metavar="SECONDS",
         lowest=0.001,
+    )
+    remote_timeout: float = _key(
+        TIMEOUT,
+        "How long a shared store may take for a value before it counts as gone.",
+        "query",
+        metavar="SECONDS",
+        lowest=0.001,
+    )
+    slo_ms: float | None = _key(
+        None,
+        "The time to the first token that is aimed at: what comes from a shared store, and how fine, follows from it.",
+        "query",
+        metavar="MS",
+        lowest=1,
     )
     retriever: str = _key(
         "auto",

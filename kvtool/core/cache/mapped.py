@@ -44,7 +44,7 @@ def _address(view: memoryview | bytearray) -> int:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
 
 
-def _aligned(size: int) -> memoryview:
+def aligned(size: int) -> memoryview:
     """A private writable buffer whose first byte stands on a 64-byte boundary."""
     block = bytearray(size + _ALIGN)
     start = -_address(block) % _ALIGN
@@ -111,7 +111,7 @@ class MappedFile:
         offset = self._offset(view)
         if offset is None or view.nbytes < _READ_FROM:
             return memoryview(bytearray(view))
-        target = _aligned(view.nbytes)
+        target = aligned(view.nbytes)
         done = 0
         while done < target.nbytes:
             count = os.preadv(self._handle, [target[done:]], offset + done)

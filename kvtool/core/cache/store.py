@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import lmdb
 
@@ -55,7 +55,7 @@ class Store:
     # ---- opening and closing -------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, path: Path) -> Store:
+    def open(cls, path: Path) -> Self:
         """Open the store at `path`, which may be read-only.
 
         Raises
@@ -69,7 +69,7 @@ class Store:
         return cls(root, found.uuid)
 
     @classmethod
-    def create_or_open(cls, path: Path) -> Store:
+    def create_or_open(cls, path: Path) -> Self:
         """Open the store at `path`; make it first where there is none yet.
 
         Raises
@@ -91,7 +91,7 @@ class Store:
         if environment is not None:
             lmdb_tables.release(environment)
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -195,6 +195,11 @@ class Store:
     def learned(self, digest: bytes) -> memoryview | None:
         """Bytes of a learned lead-in by its digest. Raises DamagedError."""
         return self._fitted(digest, "the learned lead-in")
+
+    def profile_digests(self) -> list[bytes]:
+        """Of all codec profiles and learned lead-ins, sorted."""
+        with self._read() as snapshot:
+            return list(snapshot.keys(lmdb_tables.PROFILES))
 
     def _fitted(self, digest: bytes, what: str) -> memoryview | None:
         with self._read() as snapshot:
@@ -349,13 +354,13 @@ class Store:
         DamagedError : the record is damaged.
         """
         found = self.read_layer([chunk_id], level, layer)[0]
-        if isinstance(found, DamagedError):
+        if isinstance(found, KvtoolError):
             raise found
         return found
 
     def read_layer(
         self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = lambda number: None
-    ) -> list[KVRead | DamagedError | None]:
+    ) -> list[KVRead | KvtoolError | None]:
         """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
 
         Parameters
@@ -364,7 +369,7 @@ class Store:
 
         Returns
         -------
-        For each chunk its header and payload, None if it is not stored, or what is wrong with it.
+        For each chunk its header and payload, None if it is not stored, or what is wrong with it or its place.
         """
         wanted = [keys.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
         copies: list[memoryview | DamagedError | None] = []
@@ -374,7 +379,7 @@ class Store:
             for number, key in enumerate(wanted):
                 before(number)
                 copies.append(_copy(snapshot, key))
-        return [_decode(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
+        return [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
 
     # ---- upkeep --------------------------------------------------------------------------------------------------
 
@@ -458,9 +463,10 @@ def _copy(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
         return error
 
 
-def _decode(
+def read_record(
     chunk_id: bytes, level: str, layer: int, data: memoryview | DamagedError | None
-) -> KVRead | DamagedError | None:
+) -> KVRead | KvtoolError | None:
+    """A record as it came, checked: its digest, and that it is the one that was asked for."""
     if data is None or isinstance(data, DamagedError):
         return data
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +67,18 @@ class Writer:
         """Keep a codec profile and what is known of the codec levels, in one transaction."""
         self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _codec_row(state)])
 
+    def add_profile(self, digest: bytes, data: bytes) -> None:
+        """Keep a codec profile or a learned lead-in that records may name, without making it the current one."""
+        self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data))])
+
     def put_learned(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
         """Keep a learned lead-in as the one that the next ingest may use, in one transaction. Older ones stay: chunks
         may stand behind them."""
-        row = seal(keys.LEAD_IN_KEY, Kind.MANIFEST, dump_json(state))
-        profile = seal(digest, Kind.PROFILE, data)
-        self._commit([(tables.PROFILES, digest, profile), (tables.META, keys.LEAD_IN_KEY, row)])
+        self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _lead_in_row(state)])
+
+    def set_lead_in_state(self, state: dict[str, Any]) -> None:
+        """Replace what is known of the learned lead-in."""
+        self._commit([_lead_in_row(state)])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the codec levels."""
@@ -99,6 +105,15 @@ class Writer:
             self._fresh.add(place[0])
         if self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at > BATCH_SECONDS:
             self.flush()
+
+    def describe(self, infos: Mapping[bytes, ChunkInfo]) -> None:
+        """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return."""
+        self._check_open()
+        with self._environment().read() as snapshot:
+            rows = [row for chunk_id, info in infos.items() for row in _info_rows(snapshot, chunk_id, info)]
+        if rows:
+            self._commit(rows)
+            self._fresh.update(infos)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
         """Whether the chunk is stored or waits to be."""
@@ -337,6 +352,10 @@ def _file_row(entry: FileEntry) -> Row:
 
 def _codec_row(state: dict[str, Any]) -> Row:
     return tables.META, keys.CODEC_KEY, seal(keys.CODEC_KEY, Kind.MANIFEST, dump_json(state))
+
+
+def _lead_in_row(state: dict[str, Any]) -> Row:
+    return tables.META, keys.LEAD_IN_KEY, seal(keys.LEAD_IN_KEY, Kind.MANIFEST, dump_json(state))
 
 
 def _document_row(document: DocumentEntry) -> Row:

@@ -9,7 +9,7 @@ import torch
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 
 EXACT = ("raw", "lossless")
@@ -32,7 +32,7 @@ def read_records(store: Store, chunk_ids: Sequence[bytes], level: str, layer: in
     for chunk_id, record in zip(chunk_ids, store.read_layer(chunk_ids, level, layer), strict=True):
         if record is None:
             raise DamagedError(f"chunk {chunk_id.hex()[:12]} has no layer {layer} at level {level}", REPAIR)
-        if isinstance(record, DamagedError):
+        if isinstance(record, KvtoolError):
             where = f"layer {layer} of chunk {chunk_id.hex()[:12]} at level {level}"
             raise DamagedError(f"{where} is damaged: {record.message}", REPAIR)
         header, payload = record

@@ -95,7 +95,8 @@ def fuse(
         try:
             return _fuse(decoder, plan, selector, source, reserve, trace, patience)
         except RecordMissing as missing:
-            plan = plan.without(missing.segment, missing.reason, missing.stored)
+            for segment, reason in ((missing.segment, missing.reason), *missing.others):
+                plan = plan.without(segment, reason, missing.stored)
 
 
 def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:

@@ -12,11 +12,11 @@ import torch
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
 from kvtool.core.codec.on_device import decodes_there
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.store import KVRead, Store
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
 
@@ -29,13 +29,17 @@ class RecordMissing(Exception):
     Attributes
     ----------
     stored : it is there all the same, and is not to be stored again.
+    others : what cannot be used either, and why.
     """
 
-    def __init__(self, segment: Segment, reason: str, stored: bool = False) -> None:
+    def __init__(
+        self, segment: Segment, reason: str, stored: bool = False, others: Sequence[tuple[Segment, str]] = ()
+    ) -> None:
         super().__init__(reason)
         self.segment = segment
         self.reason = reason
         self.stored = stored
+        self.others = others
 
 
 @dataclass(slots=True)
@@ -106,26 +110,40 @@ class StoreSource:
         records = self.store.read_layer([segment.source.chunk_id for segment in segments], level, layer, before)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
-        items, bases = [], []
+        items, bases, unusable = [], [], []
         for segment, record in zip(segments, records, strict=True):
-            if record is None or isinstance(record, DamagedError):
-                raise RecordMissing(segment, "not stored" if record is None else f"damaged: {record.message}")
-            header, payload = record
-            shape = (header.kv_heads, header.tokens, header.head_dim_k)
-            if shape != (self.shape[0], len(segment.ids), self.shape[1]):
-                raise RecordMissing(segment, f"stored shape {shape} does not fit")
             try:
-                bases.append(CODECS[level].base_of(payload))
-            except DamagedError as error:
-                raise RecordMissing(segment, f"damaged: {error.message}") from error
-            items.append(Encoded(payload, shape, header.dtype))
-            stats.bytes_read += len(payload)
+                item = self._checked(record, segment)
+                bases.append(CODECS[level].base_of(item.payload))
+            except (_Unusable, DamagedError) as error:
+                unusable.append((segment, str(error) if isinstance(error, _Unusable) else f"damaged: {error.message}"))
+                continue
+            items.append(item)
+            stats.bytes_read += len(item.payload)
+        if unusable:
+            raise RecordMissing(*unusable[0], others=unusable[1:])
         for base in {base for base in bases if base is not None}:
             refined = [number for number, own in enumerate(bases) if own == base]
             found = self._encoded([segments[number] for number in refined], base, layer, stats)
             for number, item in zip(refined, found, strict=True):
                 items[number] = replace(items[number], base=item)
         return items
+
+    def _checked(self, record: KVRead | KvtoolError | None, segment: Segment) -> Encoded:
+        """A record that is there and of the right shape; raises _Unusable."""
+        if record is None:
+            raise _Unusable("not stored")
+        if isinstance(record, KvtoolError):
+            raise _Unusable(f"damaged: {record.message}" if isinstance(record, DamagedError) else record.message)
+        header, payload = record
+        shape = (header.kv_heads, header.tokens, header.head_dim_k)
+        if shape != (self.shape[0], len(segment.ids), self.shape[1]):
+            raise _Unusable(f"stored shape {shape} does not fit")
+        return Encoded(payload, shape, header.dtype)
+
+
+class _Unusable(Exception):
+    """Why a record is as good as none."""
 
 
 @dataclass(frozen=True, slots=True)

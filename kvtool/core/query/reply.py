@@ -45,6 +45,7 @@ class QueryOptions:
     only: tuple[str, ...] = ()
     order: str = "relevance"
     offline: bool = False
+    slo_ms: float | None = None
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0

@@ -1,0 +1,126 @@
+"""`kvtool store push|pull|sync`: a store that several machines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvtool.cli.options import Run, takes
+from kvtool.cli.parsing import list_of, size_in_bytes, store_path
+from kvtool.core.codec.levels import check_level
+from kvtool.core.errors import EXIT_DAMAGED
+
+if TYPE_CHECKING:
+    from kvtool.core.remote.report import Events, TransferReport
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="redis://HOST:PORT/DB[?prefix=NAME] or file:///FOLDER.")]
+
+
+@takes("remote_timeout")
+def push(
+    run: Run,
+    url: Url,
+    delete: Annotated[bool, typer.Option("--delete", help="Forget there what the store does not have.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read back what is there, and send again what is damaged.")
+    ] = False,
+) -> int | None:
+    """Send what a shared store lacks; incremental, and resumed by running it again."""
+    from kvtool.core.cache.store import Store
+    from kvtool.core.remote.push import push as run_push
+    from kvtool.core.remote.urls import open_blobs
+
+    settings = run.settings
+    with (
+        closing(open_blobs(url, settings.remote_timeout)) as blobs,
+        Store.open(store_path(settings.store)) as store,
+        _events(run) as events,
+    ):
+        report = run_push(store, blobs, delete=delete, verify=verify, events=events)
+    return _told(run, [report], report.to_json())
+
+
+@takes("remote_timeout")
+def pull(
+    run: Run,
+    url: Url,
+    level: Annotated[
+        list[str] | None, typer.Option("--level", metavar="LEVEL", help="Only KV of these levels.", show_default="all")
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Forget files that are not there.")] = False,
+    max_size: Annotated[
+        str | None, typer.Option("--max-size", metavar="SIZE", help="What the store may have in use.")
+    ] = None,
+) -> int | None:
+    """Fetch what this store lacks; it is made where there is none."""
+    from kvtool.core.remote.pull import pull as run_pull
+    from kvtool.core.remote.urls import open_blobs
+
+    settings = run.settings
+    levels = [check_level(one) for one in list_of(level)] or None
+    budget = size_in_bytes(max_size) if max_size is not None else None
+    with closing(open_blobs(url, settings.remote_timeout)) as blobs, _events(run) as events:
+        report = run_pull(
+            store_path(settings.store),
+            blobs,
+            levels=levels,
+            delete=delete,
+            lock_wait=settings.lock_wait,
+            max_size=budget,
+            timeout=settings.remote_timeout,
+            events=events,
+        )
+    return _told(run, [report], report.to_json())
+
+
+@takes("remote_timeout")
+def sync(run: Run, url: Url) -> int | None:
+    """Pull, then push; of a file that both have in two versions the one changed last stays."""
+    from kvtool.core.remote.pull import sync as run_sync
+    from kvtool.core.remote.urls import open_blobs
+
+    settings = run.settings
+    with closing(open_blobs(url, settings.remote_timeout)) as blobs, _events(run) as events:
+        reports = run_sync(store_path(settings.store), blobs, lock_wait=settings.lock_wait, events=events)
+    return _told(run, reports, {report.direction: report.to_json() for report in reports})
+
+
+@contextmanager
+def _events(run: Run) -> Iterator[Events]:
+    """A bar for each direction, from the moment its length is known."""
+    from kvtool.core.remote.report import Events
+
+    shown: list[Any] = []
+
+    def total(count: int) -> None:
+        while shown:
+            shown.pop().__exit__(None, None, None)
+        shown.append(run.out.progress("chunks", total=count, unit="chunks"))
+        bars.append(shown[-1].__enter__())
+
+    bars: list[Any] = []
+    try:
+        yield Events(total, lambda count: bars[-1].advance(count), run.out.warning)
+    finally:
+        while shown:
+            shown.pop().__exit__(None, None, None)
+
+
+def _told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
+    for report in reports:
+        for row in report.damaged:
+            run.out.warning(f"left out: {row['what']}: {row['reason']}")
+
+    def show() -> None:
+        for one in reports:
+            run.out.print(
+                f"{one.direction} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level moved "
+                f"({one.bytes / 1e6:,.1f} MB), {one.files.there} and {one.chunks.there} there already, "
+                f"{one.removed} removed, {one.seconds:.1f} s"
+            )
+
+    run.out.result(value, human=show)
+    return EXIT_DAMAGED if any(report.damaged for report in reports) else None

@@ -1,0 +1,75 @@
+"""What a shared tier has to offer: named values. A backend is one file with one class and one line in `urls`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
+
+
+class Reader(Protocol):
+    """Asks for blobs ahead and takes them as they come, in the order asked: the link is never idle in between."""
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Ask for some more; returns before they are there. Raises RemoteError."""
+        ...
+
+    def take(self) -> bytes | None:
+        """The next one asked for, None where there is none of its name. Raises RemoteError; the reader is of no more
+        use then."""
+        ...
+
+    def close(self) -> None:
+        """Stop; what was asked for and not taken is given up."""
+        ...
+
+
+class Blobs(Protocol):
+    """Named values of a shared tier. Names are ASCII, with `/` between their parts. Methods raise RemoteError.
+
+    A value once put is never changed, only put again with the same bytes or deleted; `head` alone is swapped. So a
+    reader sees either all of a push or nothing of it. What a value is worth its digest says, not the tier.
+
+    Attributes
+    ----------
+    url : without a password, for people.
+    """
+
+    url: str
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """Values, None where there is none."""
+        ...
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """Whether there are such values."""
+        ...
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """Keep values, each whole or not at all."""
+        ...
+
+    def settle(self) -> None:
+        """Make what was put durable, as far as the tier can."""
+        ...
+
+    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """Replace a value if it is still `before` (None: there is none). False: it is another by now."""
+        ...
+
+    def names(self, below: str = "") -> Iterator[str]:
+        """Names that begin so, in no order."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Forget values; those that are not there are no error."""
+        ...
+
+    def reader(self) -> Reader:
+        """A stream of values of its own."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...

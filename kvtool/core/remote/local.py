@@ -1,0 +1,189 @@
+"""A local store seen as blobs: what its catalogue says, and each value as it is sent and taken in again."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from kvtool.core.cache import keys
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, load_json
+from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, decode_record, encode_record, seal, unseal
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.errors import DamagedError
+from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
+
+META = ("manifest", "codec", "lead-in")
+_LENGTH = struct.Struct("<Q")
+Damaged = Callable[[str, str], None]  # what, why
+
+
+# ---- values, sealed: each with the digest that the local store would give it ----
+
+
+def meta_value(store: Store, name: str) -> bytes:
+    """One of `META`."""
+    value = {"manifest": store.manifest, "codec": store.codec_state, "lead-in": store.lead_in_state}[name]()
+    return seal(name.encode(), Kind.MANIFEST, dump_json(value))
+
+
+def open_meta(name: str, value: bytes) -> dict[str, object]:
+    """Inverse of :func:`meta_value`; raises DamagedError."""
+    try:
+        found = load_json(unseal(name.encode(), Kind.MANIFEST, value))
+    except ValueError as error:
+        raise DamagedError(f"{name} cannot be read") from error
+    if not isinstance(found, dict):
+        raise DamagedError(f"{name} cannot be read")
+    return found
+
+
+def file_value(store: Store, entry: FileEntry) -> bytes:
+    """A file's entry and its documents. Raises DamagedError where one of them is lost."""
+    parts = [entry.to_bytes()]
+    for source in entry.documents:
+        document = store.document(source)
+        if document is None:
+            raise DamagedError(f"the document {source} is lost")
+        parts.append(document.to_bytes())
+    payload = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    return seal(keys.name_key(entry.path), Kind.FILE, payload)
+
+
+def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
+    """Inverse of :func:`file_value`; raises DamagedError."""
+    payload, parts, at = unseal(key, Kind.FILE, value), [], 0
+    while at < len(payload):
+        if len(payload) - at < _LENGTH.size:
+            raise DamagedError("a file's value is cut off")
+        (length,) = _LENGTH.unpack_from(payload, at)
+        at += _LENGTH.size
+        parts.append(payload[at : at + length])
+        at += length
+    if at != len(payload) or not parts:
+        raise DamagedError("a file's value is cut off")
+    return FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]]
+
+
+def chunk_value(chunk_id: bytes, info: ChunkInfo) -> bytes:
+    """A chunk's description."""
+    return seal(chunk_id, Kind.CHUNK, info.to_bytes())
+
+
+def open_chunk(chunk_id: bytes, value: bytes) -> ChunkInfo:
+    """Inverse of :func:`chunk_value`; raises DamagedError."""
+    return ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
+
+
+def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
+    """All records of a chunk at a level as they are stored; raises DamagedError."""
+    found = []
+    for layer in range(layers):
+        record = store.read_kv(chunk_id, level, layer)
+        if record is None:
+            raise DamagedError(f"layer {layer} is not stored")
+        found.append(encode_record(chunk_id, record[0], [record[1]]))
+    return found
+
+
+def mark_of_records(records: Sequence[bytes]) -> str:
+    """Digest of all records of a level, from their own."""
+    return digest_of(b"".join(record[-(OVERHEAD_BYTES - 64) :] for record in records))
+
+
+def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
+    """The coarser level that a record refines; raises DamagedError."""
+    if level not in LOSSY:
+        return None
+    from kvtool.core.codec.payload import base_of as number_of
+
+    number = number_of(decode_record(chunk_id, record)[1])
+    return LOSSY[number - 1] if number else None
+
+
+# ---- the catalogue of a local store ----
+
+
+def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue:
+    """What a store holds. KV is read only where `known` does not tell its mark.
+
+    Parameters
+    ----------
+    known : of the tier: a level of the same size is taken for the same there, unless another lossy one differs.
+    damaged : told what cannot be sent.
+    """
+    files = {}
+    for entry in store.files():
+        try:
+            mark = digest_of(file_value(store, entry))
+            files[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
+        except DamagedError as error:
+            damaged(entry.path, error.message)
+    chunks = {}
+    for chunk_id in store.chunk_ids():
+        try:
+            there = known.chunks.get(chunk_id.hex()) if known is not None else None
+            found = _survey_chunk(store, chunk_id, there, damaged)
+        except DamagedError as error:
+            damaged(f"chunk {chunk_id.hex()}", error.message)
+        else:
+            if found is not None:
+                chunks[chunk_id.hex()] = found
+    meta = {name: digest_of(meta_value(store, name)) for name in META}
+    profiles = tuple(digest.hex() for digest in store.profile_digests())
+    return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
+
+
+def _survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Damaged) -> Chunk | None:
+    info = store.chunk_info(chunk_id)
+    if info is None:
+        return None
+    sizes = store.level_sizes(chunk_id)
+    known = there.levels if there is not None else {}
+    same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
+    lossy = set(sizes) & set(LOSSY)
+    if not lossy <= same.keys():  # a refinement belongs to just this base: none may be taken on trust
+        same = {level: one for level, one in same.items() if level not in LOSSY}
+    levels = {}
+    for level, size in sizes.items():
+        try:
+            levels[level] = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
+        except DamagedError as error:
+            damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
+    mark = digest_of(chunk_value(chunk_id, info))
+    return Chunk(mark, info.layers, levels)
+
+
+def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: int) -> Level:
+    records = records_of(store, chunk_id, level, layers)
+    return Level(size, mark_of_records(records), base_of(chunk_id, level, records[0]))
+
+
+def profile_value(store: Store, digest: str) -> bytes:
+    """A codec profile or a learned lead-in; raises DamagedError."""
+    key = bytes.fromhex(digest)
+    data = store.profile(key)
+    if data is None:
+        raise DamagedError(f"the codec profile {digest} is lost")
+    return seal(key, Kind.PROFILE, data)
+
+
+def open_profile(digest: str, value: bytes) -> bytes:
+    """Inverse of :func:`profile_value`; raises DamagedError."""
+    return bytes(unseal(bytes.fromhex(digest), Kind.PROFILE, value))
+
+
+def is_sound(name: str, value: bytes) -> bool:
+    """Whether a blob's value is one that its name can mean: every byte is covered by a digest."""
+    kind, _, rest = name.partition("/")
+    try:
+        if kind == "kv":
+            chunk, level, layer = rest.split("/")
+            header, _ = decode_record(bytes.fromhex(chunk), value)
+            return (header.level, header.layer) == (level.rpartition("-")[0], int(layer))
+        if kind == "profile":
+            open_profile(rest, value)
+            return True
+    except (DamagedError, ValueError):
+        return False
+    return digest_of(value) == rest.rpartition("-")[2]

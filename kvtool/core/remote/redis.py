@@ -1,0 +1,185 @@
+"""`redis://` and `rediss://`: blobs as strings in Redis or Valkey, by redis-py with hiredis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
+from kvtool.core.remote.blobs import TIMEOUT
+
+PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
+_AT_ONCE = 128  # commands in one round trip
+_BYTES_AT_ONCE = 16 * 2**20
+
+
+class RedisBlobs:
+    """A Redis database, or the part of it below a prefix.
+
+    Raises
+    ------
+    KvtoolError : redis-py is not installed.
+    UsageError : the URL is none.
+    """
+
+    def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
+        try:
+            import redis
+        except ImportError as error:
+            raise KvtoolError("redis:// needs the package redis", "pip install 'kvtool[redis]'") from error
+        own, self._prefix = _split_prefix(url)
+        self.url = _without_password(url)
+        self._timeout = timeout
+        try:
+            self._client: Any = redis.Redis.from_url(
+                own, socket_timeout=timeout, socket_connect_timeout=timeout, retry=None, decode_responses=False
+            )
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{self.url} is no Redis URL: {error}", "such as redis://host:6379/0") from error
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See Blobs."""
+        return self._all("get", names)
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        """See Blobs."""
+        return [bool(there) for there in self._all("exists", names)]
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """See Blobs."""
+        with self._explained():
+            waiting = self._client.pipeline(transaction=False)
+            size = 0
+            for name, value in values.items():
+                waiting.set(self._key(name), value)
+                size += len(value)
+                if size >= _BYTES_AT_ONCE:
+                    waiting.execute()
+                    size = 0
+            waiting.execute()
+
+    def settle(self) -> None:
+        """Redis persists as it is configured to."""
+
+    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """See Blobs."""
+        from redis.exceptions import WatchError
+
+        with self._explained(), self._client.pipeline() as watching:
+            watching.watch(self._key(name))
+            if watching.get(self._key(name)) != before:
+                return False
+            watching.multi()
+            watching.set(self._key(name), after)
+            try:
+                watching.execute()
+            except WatchError:
+                return False
+            return True
+
+    def names(self, below: str = "") -> Iterator[str]:
+        """See Blobs."""
+        pattern = "".join(f"[{c}]" if c in "*?[]^\\" else c for c in self._key(below)) + "*"
+        with self._explained():
+            for key in self._client.scan_iter(match=pattern, count=1000):
+                yield key.decode()[len(self._prefix) + 1 :]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See Blobs."""
+        self._all("unlink", names)
+
+    def reader(self) -> RedisReader:
+        """See Blobs."""
+        with self._explained():
+            return RedisReader(self, self._client.connection_pool)
+
+    def close(self) -> None:
+        """See Blobs."""
+        with suppress(Exception):  # it may be gone already
+            self._client.close()
+
+    def _all(self, command: str, names: Sequence[str]) -> list[Any]:
+        found: list[Any] = []
+        with self._explained():
+            for at in range(0, len(names), _AT_ONCE):
+                waiting = self._client.pipeline(transaction=False)
+                for name in names[at : at + _AT_ONCE]:
+                    getattr(waiting, command)(self._key(name))
+                found += waiting.execute()
+        return found
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of redis-py in words."""
+        from redis import exceptions as errors
+
+        try:
+            yield
+        except (errors.AuthenticationError, errors.NoPermissionError) as error:
+            raise RemoteError(f"{self.url} refuses: {error}", "check user and password in the URL") from error
+        except errors.TimeoutError as error:
+            raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", _CHECK) from error
+        except errors.ConnectionError as error:
+            if "auth" in str(error).lower() or "password" in str(error).lower():
+                raise RemoteError(f"{self.url} refuses: {error}", "check user and password in the URL") from error
+            raise RemoteError(f"{self.url} cannot be reached: {error}", _CHECK) from error
+        except errors.ResponseError as error:
+            if "OOM" in str(error):
+                raise NoSpaceError(f"{self.url} is full: {error}", "raise its maxmemory") from error
+            raise RemoteError(f"{self.url} refuses: {error}", _CHECK) from error
+        except errors.RedisError as error:
+            raise RemoteError(f"{self.url} failed: {error}", _CHECK) from error
+
+
+_CHECK = "check the address and that the server runs"
+
+
+class RedisReader:
+    """GETs on a connection of its own, sent ahead: Redis answers in order."""
+
+    def __init__(self, blobs: RedisBlobs, pool: Any) -> None:
+        self._blobs, self._pool = blobs, pool
+        self._connection: Any = pool.get_connection()
+        self._left = 0
+
+    def ask(self, names: Sequence[str]) -> None:
+        """See Reader."""
+        with self._blobs._explained():
+            commands = [("GET", self._blobs._key(name)) for name in names]
+            self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
+            self._left += len(commands)
+
+    def take(self) -> bytes | None:
+        """See Reader."""
+        with self._blobs._explained():
+            value: bytes | None = self._connection.read_response()
+        self._left -= 1
+        return value
+
+    def close(self) -> None:
+        """See Reader."""
+        if self._connection is not None:
+            if self._left:  # answers are on their way that nobody will read
+                self._connection.disconnect()
+            self._pool.release(self._connection)
+            self._connection = None
+
+
+def _split_prefix(url: str) -> tuple[str, str]:
+    """The URL without `prefix`, and the prefix."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    prefix = query.pop("prefix", PREFIX)
+    return urlunsplit(parts._replace(query=urlencode(query))), prefix
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    query = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name == "prefix"])
+    return urlunsplit(parts._replace(netloc=host, query=query))
