@@ -1,0 +1,80 @@
+"""Policies to compare with: one level for all chunks, text for all, and CacheGen's rule."""
+
+from __future__ import annotations
+
+from kvtool.core.streaming.book import Book, Fetch, Task
+from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
+from kvtool.core.streaming.ladder import Ladder, Rung
+
+
+class Fixed(Book):
+    """Every chunk at one level, whatever the link does; a chunk that is not stored at it is computed from its text."""
+
+    def __init__(self, task: Task, estimator: Estimator, level: str) -> None:
+        super().__init__(task, estimator)
+        self._wanted = level
+
+    def next(self, now: float) -> Fetch | None:
+        self._now = max(self._now, now)
+        for ladder in self.task.ladders:
+            if ladder.chunk in self._closed:
+                continue
+            for number, rung in enumerate(ladder.rungs):
+                if rung.level == self._wanted and rung.absent(self._coming(ladder)):
+                    return self._ask(now, ladder, number, "base")
+        return None
+
+
+class TextOnly(Book):
+    """Nothing is fetched."""
+
+    def next(self, now: float) -> Fetch | None:
+        return None
+
+
+class CacheGenRule(Book):
+    """CacheGen (arXiv 2310.07240, section 5.3): chunk by chunk, the finest level at which all remaining chunks are
+    expected to meet the objective at the last measured rate; text where none does. What has been decided stays.
+
+    The first chunks, before there is an estimate, are fetched at the level in the middle (the same section).
+    """
+
+    def __init__(self, task: Task, estimator: Estimator, margin: float = DEFAULT_MARGIN) -> None:
+        super().__init__(task, estimator, margin)
+        self._waiting = [ladder for ladder in task.ladders if ladder.rungs]
+
+    def next(self, now: float) -> Fetch | None:
+        self._now = max(self._now, now)
+        while self._waiting:
+            number = self._choose(now)
+            ladder = self._waiting.pop(0)
+            if number is not None:
+                return self._ask(now, ladder, number, "base")
+        return None
+
+    def _choose(self, now: float) -> int | None:
+        """The rung of the first waiting chunk; None: its text."""
+        rungs = self._waiting[0].rungs
+        if self.task.objective is None:
+            return len(rungs) - 1
+        rate = self._rate
+        if rate is None:
+            return len(rungs) // 2
+        deadline = self.task.objective - self.task.compute(self._texts())
+        for number in reversed(range(len(rungs))):
+            size = sum(_alike(ladder, rungs[number]).size for ladder in self._waiting)
+            if self._arrival(now, size, rate) <= deadline:
+                return number
+        return None
+
+    def _texts(self) -> frozenset[int]:
+        """Chunks that are computed from their text by what has been decided."""
+        coming = {one.fetch.chunk for one in self._flying} | {ladder.chunk for ladder in self._waiting}
+        return frozenset(chunk for chunk, level in self.levels.items() if level is None) - coming
+
+
+def _alike(ladder: Ladder, rung: Rung) -> Rung:
+    """A chunk's rung of the same level; where there is none the coarsest that loses no more, or its finest."""
+    same = (one for one in ladder.rungs if one.level == rung.level)
+    fine = (one for one in ladder.rungs if one.loss <= rung.loss)
+    return next(same, None) or next(fine, ladder.rungs[-1])

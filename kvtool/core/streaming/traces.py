@@ -1,0 +1,119 @@
+"""What a link carries over time: a trace, and its file.
+
+A trace file is text: `# key: value` lines (name, class, latency_ms, jitter_ms, seed; all may be left out), then rows
+`seconds,mbps`, each valid until the next one and the last one for good. A head line `seconds,mbps` may stand above.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.core.errors import UsageError
+
+_BYTES = 1e6 / 8  # in a megabit
+_HEAD = "seconds,mbps"
+_NUMBERS = ("latency_ms", "jitter_ms", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A piecewise constant bandwidth.
+
+    Attributes
+    ----------
+    kind : the class that results are added up by.
+    steps : (second from which it is valid, Mbit/s), ascending from 0; the last one above 0.
+    latency_ms : from a request to its first byte, on an idle link.
+    jitter_ms : at most added to that, uniformly and anew for every request, in the sequence that `seed` begins.
+    """
+
+    name: str
+    kind: str
+    steps: tuple[tuple[float, float], ...]
+    latency_ms: float = 0.0
+    jitter_ms: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: these are no bandwidths over time."""
+        times = [second for second, _ in self.steps]
+        if not times or times[0] != 0 or any(a >= b for a, b in itertools.pairwise(times)):
+            raise ValueError("the seconds begin at 0 and rise from row to row")
+        numbers = [*times, *(mbps for _, mbps in self.steps), self.latency_ms, self.jitter_ms]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError("every number is finite and not negative")
+        if self.steps[-1][1] == 0:
+            raise ValueError("the last bandwidth holds for good, so it cannot be 0")
+
+    def mbps(self, second: float) -> float:
+        """Bandwidth at a moment."""
+        return self.steps[bisect.bisect_right(self.steps, second, key=lambda step: step[0]) - 1][1]
+
+    def end(self, start: float, size: int) -> float:
+        """When `size` bytes are through that begin at `start`."""
+        left, now = size / _BYTES, start
+        ends = [second for second, _ in self.steps[1:]] + [math.inf]
+        for (_, mbps), until in zip(self.steps, ends, strict=True):
+            if until <= now:
+                continue
+            if mbps and left <= mbps * (until - now):
+                return now + left / mbps
+            left -= mbps * (until - now)
+            now = until
+        raise AssertionError("the last bandwidth holds for good")
+
+    def latencies(self) -> Iterator[float]:
+        """Seconds of each request in turn."""
+        draw = random.Random(self.seed)
+        while True:
+            yield (self.latency_ms + draw.random() * self.jitter_ms) / 1e3
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """As `read_trace` reads it."""
+    lines = [f"# name: {trace.name}", f"# class: {trace.kind}"]
+    lines += [f"# {key}: {getattr(trace, key):g}" for key in _NUMBERS]
+    rows = [f"{second:g},{mbps:g}" for second, mbps in trace.steps]
+    path.write_text("\n".join([*lines, _HEAD, *rows]) + "\n", encoding="utf-8")
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace from its file.
+
+    Raises
+    ------
+    UsageError : the file cannot be read, or a line is no trace's.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the trace {str(path)!r} cannot be read: {error}", "--trace takes a text file") from error
+    facts: dict[str, str] = {}
+    steps: list[tuple[float, float]] = []
+    for number, line in enumerate((one.strip() for one in lines), start=1):
+        if line.startswith("#"):
+            key, _, value = line.lstrip("# ").partition(":")
+            facts[key.strip()] = value.strip()
+        elif line and line.replace(" ", "") != _HEAD:
+            steps.append(_row(path, number, line))
+    try:
+        latency, jitter, seed = (float(facts.get(key, "0")) for key in _NUMBERS)
+        return Trace(facts.get("name", path.stem), facts.get("class", "file"), tuple(steps), latency, jitter, int(seed))
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{str(path)!r} is no trace: {error}", f"rows are {_HEAD}, such as 0,3000") from error
+
+
+def _row(path: Path, number: int, line: str) -> tuple[float, float]:
+    try:
+        second, mbps = map(float, line.split(","))
+    except ValueError as error:
+        raise UsageError(
+            f"{str(path)!r}, line {number}: {line!r} is not {_HEAD}", "two numbers, such as 0.5,1000"
+        ) from error
+    return second, mbps
