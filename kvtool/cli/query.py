@@ -213,11 +213,28 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
     )
+    _show_stream(run, reply)
     if reply.explained:
         show_explained(run.out, reply)
     run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in reply.chunks)))
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+
+
+def _show_stream(run: Run, reply: Reply) -> None:
+    """Whether the objective was met, and with -v or --explain what was decided for it."""
+    if not reply.slo:
+        return
+    run.out.status(f"objective: {reply.slo['objective_ms']:.0f} ms, {'met' if reply.slo['met'] else 'missed'}")
+    say = run.out.status if reply.explained else run.out.detail
+    for row in reply.stream:
+        rates = ", ".join(
+            f"{what} {row[name]:.1f} Mbit/s"
+            for what, name in (("expected", "estimated_mbps"), ("measured", "measured_mbps"))
+            if row[name] is not None
+        )
+        level = "text" if row["level"] is None else f"level {row['level']}"
+        say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
 
 
 def _place(chunk: ReplyChunk) -> str:

@@ -102,6 +102,7 @@ class Reply:
     tokens : `prompt = reused + recomputed + fresh`, and `generated`.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained : one entry a chunk, where it was asked for.
+    slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     """
 
@@ -120,6 +121,8 @@ class Reply:
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
     controller: dict[str, Any] = field(default_factory=dict)
+    stream: list[dict[str, Any]] = field(default_factory=list)
+    slo: dict[str, Any] = field(default_factory=dict)
 
     @property
     def asked_mode(self) -> str:
@@ -139,6 +142,7 @@ class Reply:
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
+            **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
             **({"resolved": self.resolved} if self.resolved else {}),
         }
         if self.explained:

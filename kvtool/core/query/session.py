@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
+import torch
+
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
@@ -27,6 +29,8 @@ from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
 from kvtool.core.query.speeds import SpeedBook
+from kvtool.core.query.streaming import DEFAULT_MODE, STREAMED, Streamed, stream_prompt
+from kvtool.core.remote.tier import Tier
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.scoring import score
 from kvtool.core.trace import Trace, add_span
@@ -163,18 +167,27 @@ class Session:
 
     def answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None = None) -> Reply:
         """Fuse, take the first token, generate; then store what was missing."""
+        if mode == AUTO and self._streams(options):  # what the link will carry nobody knows beforehand
+            mode = DEFAULT_MODE
         if mode == AUTO:
             return answer_auto(self, asked, options, on_text)
         selector = selector_for(options, mode)
         if selector.uses_cache and not options.force:
             self.check_gate()
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
+        streamed = self._stream(asked, options, mode)
         started = time.perf_counter()
         fused = fuse(
-            self.decoder, asked.plan, selector, self._source, options.max_tokens, self.trace, options.load_timeout
+            self.decoder,
+            streamed.plan,
+            selector,
+            streamed.source,
+            options.max_tokens,
+            self.trace,
+            options.load_timeout,
         )
         first = first_token(fused.logits, sampling)
-        ttft = asked.retrieve_ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
+        ttft = asked.retrieve_ms + streamed.ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
         started = time.perf_counter()
         said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
         add_span(self.trace, "generate", started, tokens=len(said.ids))
@@ -186,8 +199,10 @@ class Session:
             fusion=mode,
             chunks=self._chunks(asked.hits, fused.plan),
             tokens=_tokens(fused, len(said.ids)),
-            timing_ms=self._timing(asked, fused, ttft, said.milliseconds),
-            bytes_read=fused.bytes_read,
+            timing_ms=self._timing(asked, fused, ttft, said.milliseconds) | {"stream": streamed.ms},
+            bytes_read=fused.bytes_read + streamed.size,
+            stream=streamed.rows,
+            slo={} if options.slo_ms is None else {"objective_ms": options.slo_ms, "met": ttft <= options.slo_ms},
             generated=said,
             fused=fused,
             segments=self._segments(fused.plan) if options.token_ids else None,
@@ -198,6 +213,23 @@ class Session:
             scores = score(reply.answer, asked.request.answers)
             reply.scores = {"f1": scores.f1, "exact_match": scores.exact_match, "contains": scores.contains}
         return reply
+
+    def _streams(self, options: QueryOptions) -> bool:
+        return options.slo_ms is not None and isinstance(self.store, Tier)
+
+    def _stream(self, asked: Asked, options: QueryOptions, mode: str) -> Streamed:
+        """Fetch what the prompt lacks under the objective, where there is one and a shared tier to fetch from."""
+        if not self._streams(options) or mode not in STREAMED:
+            return Streamed(asked.plan, self._source)
+        assert isinstance(self.store, Tier)
+        speeds = self.speeds.speeds((), ())  # measuring the machine, once, is not the question's time
+        started = time.perf_counter()
+        since = started - asked.retrieve_ms / 1e3
+        element = torch.empty((), dtype=self.decoder.dtype).element_size()
+        token_bytes = 2 * len(self.decoder.layers) * self.decoder.kv_heads * self.decoder.head_dim * element
+        streamed = stream_prompt(self.store, asked, options, mode, speeds, self._source, token_bytes, since)
+        streamed.ms = add_span(self.trace, "stream", started) * 1e3
+        return streamed
 
     def check_gate(self) -> None:
         """Run the gate at a model's first meeting with the store; refuse if it failed.

@@ -22,13 +22,19 @@ class Arrival:
 
 
 class Arrivals:
-    """A tier's reader in a thread of its own, which ends with the process if it has to."""
+    """A tier's reader in a thread of its own, which ends with the process if it has to.
+
+    Attributes
+    ----------
+    alive : nothing has gone wrong so far.
+    """
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
         self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()
         self._stopped = False
+        self.alive = True
         self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
         self._thread.start()
 
@@ -53,6 +59,7 @@ class Arrivals:
         except queue.Empty:
             raise RemoteError(f"{self._blobs.url} sent nothing whole within {timeout:.3g} s") from None
         if isinstance(found, KvtoolError):
+            self.alive = False
             raise found
         return found
 

@@ -81,7 +81,7 @@ class RedisBlobs:
 
     def names(self, below: str = "") -> Iterator[str]:
         """See Blobs."""
-        pattern = "".join(f"[{c}]" if c in "*?[]^\\" else c for c in self._key(below)) + "*"
+        pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self._key(below)) + "*"
         with self._explained():
             for key in self._client.scan_iter(match=pattern, count=1000):
                 yield key.decode()[len(self._prefix) + 1 :]
@@ -128,10 +128,13 @@ class RedisBlobs:
             if "auth" in str(error).lower() or "password" in str(error).lower():
                 raise RemoteError(f"{self.url} refuses: {error}", "check user and password in the URL") from error
             raise RemoteError(f"{self.url} cannot be reached: {error}", _CHECK) from error
+        except errors.OutOfMemoryError as error:
+            raise NoSpaceError(f"{self.url} is full", "raise its maxmemory, or push elsewhere") from error
         except errors.ResponseError as error:
-            if "OOM" in str(error):
-                raise NoSpaceError(f"{self.url} is full: {error}", "raise its maxmemory") from error
-            raise RemoteError(f"{self.url} refuses: {error}", _CHECK) from error
+            said = str(error).rpartition("caused error: ")[2]  # a pipeline's error holds the whole command, values too
+            raise RemoteError(f"{self.url} refuses: {said}", _CHECK) from error
+        except TypeError as error:  # what the URL asks of the connection is checked when one is made
+            raise UsageError(f"{self.url} is no Redis URL: {error}", "such as redis://host:6379/0") from error
         except errors.RedisError as error:
             raise RemoteError(f"{self.url} failed: {error}", _CHECK) from error
 

@@ -32,12 +32,16 @@ class Tier(Store):
     Documents and chunks are those of the catalogue; KV is fetched layer by layer as it is read, checked, and written
     into the local store after the answer. When the tier stops answering it is not asked again: what is missing is a
     miss like any other, with a notice.
+
+    Attributes
+    ----------
+    timeout : seconds to wait for a value.
     """
 
     _blobs: Blobs | None = None
     _there: Catalogue | None = None
     _warn: Warn = staticmethod(lambda text, hint: None)
-    _timeout = TIMEOUT
+    timeout = TIMEOUT
 
     @classmethod
     def open_url(
@@ -81,7 +85,7 @@ class Tier(Store):
         raise error
 
     def _attach_to(self, blobs: Blobs, there: Catalogue, timeout: float, lock_wait: float, warn: Warn) -> None:
-        self._warn, self._timeout = warn, timeout
+        self._warn, self.timeout = warn, timeout
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._fetching = threading.Lock()
         self._arrivals: Arrivals | None = None
@@ -109,7 +113,7 @@ class Tier(Store):
             if json.loads(mark.read_text())["catalogue"] == digest:
                 return
         with self.writer(lock_wait) as writer:
-            report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self._timeout)
+            report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self.timeout)
         for damage in report.damaged:
             self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
         if not report.damaged:
@@ -180,7 +184,7 @@ class Tier(Store):
                 self._arrivals = self._arrivals or self.arrivals()
                 self._arrivals.ask(names)
                 for chunk_id in wanted:
-                    self.keep((chunk_id, level), layer, self._arrivals.take(self._timeout).value)
+                    self.keep((chunk_id, level), layer, self._arrivals.take(self.timeout).value)
 
     def _taken(self, chunk_id: bytes, level: str, layer: int) -> KVRead | KvtoolError | None:
         value = self._fetched.get((chunk_id, level), {}).get(layer)

@@ -1,0 +1,154 @@
+"""What every backend of a shared store does."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
+from kvtool.core.remote.arrivals import Arrivals
+from kvtool.core.remote.urls import open_blobs
+from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
+
+BIG = bytes(range(256)) * 4096
+
+
+def test_values_by_name(url: str) -> None:
+    with closing(open_blobs(url)) as blobs:
+        assert blobs.get(["a/b", "a"]) == [None, None]
+        blobs.put({"a/b": b"1", "a/c/d-1": BIG, "other": b""})
+        blobs.settle()
+        assert blobs.get(["a/c/d-1", "nothing", "a/b", "other"]) == [BIG, None, b"1", b""]
+        assert blobs.has(["a/b", "a", "a/c/d-1"]) == [True, False, True]
+        assert sorted(blobs.names()) == ["a/b", "a/c/d-1", "other"]
+        assert sorted(blobs.names("a/c")) == ["a/c/d-1"]
+        blobs.delete(["a/b", "nothing"])
+        assert sorted(blobs.names()) == ["a/c/d-1", "other"]
+    with closing(open_blobs(url)) as again:
+        assert again.get(["a/c/d-1"]) == [BIG]
+
+
+def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
+    with closing(open_blobs(url)) as one, closing(open_blobs(url)) as other:
+        assert one.swap("head", None, b"1")
+        assert not other.swap("head", None, b"2")
+        assert other.swap("head", b"1", b"2")
+        assert not one.swap("head", b"1", b"3")
+        assert one.get(["head"]) == [b"2"]
+
+
+def test_a_stream_in_the_order_asked_for(url: str) -> None:
+    with closing(open_blobs(url)) as blobs:
+        blobs.put({f"v/{number}": bytes([number]) * 1000 for number in range(50)})
+        arrivals = Arrivals(blobs)
+        arrivals.ask([f"v/{number}" for number in range(30)])
+        first = [arrivals.take(5) for _ in range(10)]
+        arrivals.ask(["none", "v/49"])
+        rest = [arrivals.take(5) for _ in range(22)]
+        arrivals.close()
+    assert [one.value for one in first + rest] == [*(bytes([n]) * 1000 for n in range(30)), None, bytes([49]) * 1000]
+    assert [one.name for one in rest[-2:]] == ["none", "v/49"]
+    assert all(one.at <= other.at for one, other in itertools.pairwise(first))
+
+
+def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
+    with closing(open_blobs(redis_url)) as one, closing(open_blobs(f"{redis_url}?prefix=a[b]*")) as other:
+        one.put({"x": b"1"})
+        other.put({"x": b"2", "y": b"3"})
+        assert one.get(["x", "y"]) == [b"1", None]
+        assert sorted(other.names()) == ["x", "y"]
+        assert list(one.names()) == ["x"]
+        assert other.url == f"{redis_url}?prefix=a%5Bb%5D%2A"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://bucket", "no shared store of the kind s3://"),
+        ("file://host/folder", "names no folder of this machine"),
+        ("file://relative", "names no folder of this machine"),
+        ("redis://host:port/0", "cannot be read"),
+        ("redis://host/0?unknown=1", "is no Redis URL"),
+    ],
+)
+def test_what_is_no_url(url: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        open_blobs(url).get(["x"])
+
+
+def test_no_redis_there() -> None:
+    with closing(open_blobs(f"redis://127.0.0.1:{free_port()}/0")) as blobs:
+        for call in (lambda: blobs.get(["x"]), lambda: blobs.put({"x": b""}), lambda: list(blobs.names())):
+            with pytest.raises(RemoteError, match="cannot be reached") as caught:
+                call()
+            assert caught.value.hint
+        arrivals = Arrivals(blobs)
+        arrivals.ask(["x"])
+        with pytest.raises(RemoteError, match="cannot be reached"):
+            arrivals.take(10)
+    with closing(open_blobs("redis://no.such.host.invalid/0")) as blobs, pytest.raises(RemoteError, match=r"invalid"):
+        blobs.get(["x"])
+
+
+def test_a_password(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--requirepass", PASSWORD)
+    try:
+        for user in ("", ":wrong@"):
+            with (
+                closing(open_blobs(f"redis://{user}127.0.0.1:{server.port}/0")) as blobs,
+                pytest.raises(RemoteError, match="refuses") as caught,
+            ):
+                blobs.get(["x"])
+            assert "password" in caught.value.hint
+            assert "wrong" not in caught.value.message
+        with closing(open_blobs(f"redis://:{PASSWORD.replace(' ', '%20')}@127.0.0.1:{server.port}/0")) as blobs:
+            blobs.put({"x": b"1"})
+            assert blobs.get(["x"]) == [b"1"]
+            assert blobs.url == server.url
+    finally:
+        server.kill()
+
+
+def test_a_full_redis(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    try:
+        with closing(open_blobs(server.url)) as blobs:
+            with pytest.raises(NoSpaceError, match="is full"):
+                blobs.put({f"x/{number}": BIG for number in range(8)})
+            with pytest.raises(NoSpaceError, match="is full"):  # and nothing more fits now
+                blobs.put({"y": BIG})
+    finally:
+        server.kill()
+
+
+def test_who_waits_may_give_up(redis_server: RedisServer, redis_url: str) -> None:
+    link = Link(redis_server.port)
+    with closing(open_blobs(link.url)) as blobs:
+        blobs.put({"x": BIG})
+        link.rate = 0
+        arrivals = Arrivals(blobs)
+        arrivals.ask(["x"])
+        with pytest.raises(RemoteError, match="nothing whole within"):
+            arrivals.take(0.1)
+        assert arrivals.alive
+        link.rate = 1e12
+        assert arrivals.take(10).value == BIG
+        link.close()
+        arrivals.ask(["x"])
+        with pytest.raises(RemoteError):
+            arrivals.take(10)
+        assert not arrivals.alive
+        arrivals.close()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with closing(open_blobs(f"file://{tmp_path}/file/shared")) as blobs:
+        assert blobs.get(["x"]) == [None]
+        with pytest.raises(RemoteError, match="cannot be written"):
+            blobs.put({"x": b"1"})
+        with pytest.raises(KvtoolError):
+            blobs.swap("head", None, b"1")

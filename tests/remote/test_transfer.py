@@ -1,0 +1,259 @@
+"""Push, pull, sync: the same bytes on the other side, whatever came in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.entries import DocumentEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.upkeep import find_damage
+from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue
+from kvtool.core.remote.pull import pull, sync
+from kvtool.core.remote.push import join, push, read_catalogue
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
+
+MANIFEST = {"identity": {"fingerprint": "f", "model": "tiny"}}
+
+
+@pytest.fixture
+def blobs(url: str) -> Iterator[Blobs]:
+    with closing(open_blobs(url)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(make_store(tmp_path / "store")) as opened:
+        with opened.writer() as writer:
+            writer.set_manifest(MANIFEST)
+            writer.put_profile(b"p" * 16, b"a profile", {"profile": (b"p" * 16).hex()})
+        yield opened
+
+
+def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
+    """Files and chunks at a level that were sent."""
+    report = push(store, blobs, **options)
+    assert report.damaged == []
+    return report.files.moved, report.chunks.moved
+
+
+def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
+    """Every record of a store."""
+    with Store.open(path) as store:
+        found = []
+        for chunk in store.chunk_ids():
+            for level in store.levels(chunk):
+                for layer in range(LAYERS):
+                    record = store.read_kv(chunk, level, layer)
+                    assert record is not None
+                    found.append((chunk, level, layer, bytes(record[1])))
+        return found
+
+
+def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    assert sent(store, blobs) == (2, 4)
+    report = pull(tmp_path / "other", blobs)
+    assert (report.files.moved, report.chunks.moved, report.damaged) == (2, 4, [])
+    assert bytes_of(tmp_path / "other") == bytes_of(store.path)
+    with Store.open(tmp_path / "other") as other:
+        for name in ("f0", "f1"):
+            check_file(other, name)
+        assert other.manifest() == MANIFEST
+        assert other.codec_state() == store.codec_state()
+        profile = other.profile(b"p" * 16)
+        assert profile is not None
+        assert bytes(profile) == b"a profile"
+        assert list(find_damage(other, 1)) == []  # type: ignore[arg-type]
+        assert sent(other, blobs) == (0, 0)  # the same catalogue from either side
+
+
+def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    before = set(blobs.names())
+    assert sent(store, blobs) == (0, 0)
+    assert set(blobs.names()) == before
+    pull(tmp_path / "other", blobs)
+    with store.writer() as writer:
+        add_file(writer, "f2", ["f2.0", "f0.1"])  # a chunk that is there already
+    assert sent(store, blobs) == (1, 1)
+    report = pull(tmp_path / "other", blobs)
+    assert (report.files.moved, report.chunks.moved, report.chunks.there) == (1, 1, 4)
+
+
+def test_a_push_that_was_cut_off_goes_on(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = type(blobs).put, [3]
+
+    def put(self: Blobs, values: dict[str, bytes]) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RemoteError("the cable was pulled")
+        real(self, values)
+
+    monkeypatch.setattr(type(blobs), "put", put)
+    with pytest.raises(RemoteError):
+        push(store, blobs)
+    with pytest.raises(StoreNotFoundError):  # nothing is there before everything is
+        read_catalogue(blobs)
+    left[0] = 1000
+    there = set(blobs.names())
+    report = push(store, blobs)
+    assert report.chunks.there
+    assert report.chunks.moved + report.chunks.there == 4
+    assert there < set(blobs.names())
+
+
+def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes second takes the other's catalogue in."""
+    with Store.open(make_store(tmp_path / "second", files=0)) as second:
+        with second.writer() as writer:
+            writer.set_manifest(MANIFEST)
+            add_file(writer, "g", ["g.0"])
+        real, calls = type(blobs).swap, []
+
+        def swap(self: Blobs, name: str, before: bytes | None, after: bytes) -> bool:
+            calls.append(name)
+            if len(calls) == 1:
+                push(second, blobs)
+            return real(self, name, before, after)
+
+        monkeypatch.setattr(type(blobs), "swap", swap)
+        push(store, blobs)
+    assert len(calls) == 3
+    assert len(read_catalogue(blobs).files) == 3
+
+
+def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    pull(tmp_path / "other", blobs)
+    with store.writer() as writer:
+        writer.remove_file("f1")
+        writer.collect()
+    sent(store, blobs)
+    assert len(read_catalogue(blobs).files) == 2
+    assert push(store, blobs, delete=True).removed
+    there = read_catalogue(blobs)
+    assert len(there.files) == 1
+    assert set(blobs.names("kv/")) | set(blobs.names("file/")) <= there.blobs()
+    assert pull(tmp_path / "other", blobs).removed == 0
+    assert pull(tmp_path / "other", blobs, delete=True).removed == 1
+    assert bytes_of(tmp_path / "other") == bytes_of(store.path)
+
+
+def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    pull(tmp_path / "other", blobs)
+
+    def change(of: Store, path: str, label: str, when: int) -> None:
+        with of.writer() as writer:
+            ref = put(writer, label)
+            entry = replace(of.file("f0"), path=path, documents=(path,), mtime_ns=when)  # type: ignore[type-var]
+            writer.commit_file(entry, [DocumentEntry(path, "text", label, (ref,))])
+
+    change(store, "f0", "mine", 10)
+    change(store, "f1", "older", 5)
+    with Store.open(tmp_path / "other") as other:
+        change(other, "f0", "theirs", 9)
+        change(other, "f1", "newer", 6)
+        change(other, "f3", "own", 1)
+    path = store.path
+    for where in (tmp_path / "other", path, tmp_path / "other"):
+        sync(where, blobs)
+    for where in (path, tmp_path / "other"):
+        with Store.open(where) as one:
+            texts = {entry.source: entry.text for entry in one.documents()}
+        assert texts == {"f0": "mine", "f1": "newer", "f3": "own"}
+
+
+def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    with store.writer() as writer:
+        put(writer, "f0.0", "lossless")
+    sent(store, blobs)
+    pull(tmp_path / "some", blobs, levels=["lossless"])
+    with Store.open(tmp_path / "some") as some:
+        assert some.levels(id_of("f0.0")) == ["lossless"]
+        assert some.levels(id_of("f0.1")) == []
+        assert some.chunk_info(id_of("f0.1")) is not None
+        assert [entry.source for entry in some.documents()] == ["f0", "f1"]
+    assert pull(tmp_path / "some", blobs).chunks.moved == 4
+    assert bytes_of(tmp_path / "some") == bytes_of(store.path)
+
+
+def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    with Store.open(make_store(tmp_path / "foreign")) as foreign:
+        with foreign.writer() as writer:
+            writer.set_manifest({"identity": {"fingerprint": "another", "model": "tiny"}})
+        before = set(blobs.names())
+        with pytest.raises(StoreFormatError, match="another fingerprint"):
+            push(foreign, blobs)
+        assert set(blobs.names()) == before
+    with pytest.raises(StoreFormatError, match="another fingerprint"):
+        pull(tmp_path / "foreign", blobs)
+    with pytest.raises(StoreNotFoundError, match="is empty"), Store.create_or_open(tmp_path / "empty") as empty:
+        push(empty, blobs)
+
+
+def test_every_flipped_bit_is_found_and_mended(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    names = [name for name in blobs.names() if name not in (HEAD,) and not name.startswith("catalogue/")]
+    assert {name.split("/")[0] for name in names} == {"kv", "file", "chunk", "meta", "profile"}
+    for number, name in enumerate(sorted(names)):
+        (whole,) = blobs.get([name])
+        assert whole is not None
+        broken = bytearray(whole)
+        broken[(number * 37) % len(broken)] ^= 1 << number % 8
+        blobs.put({name: bytes(broken)})
+        try:
+            report = pull(tmp_path / f"p{number}", blobs)
+        except DamagedError:
+            assert name.startswith("meta/manifest")
+        else:
+            assert [row for row in report.damaged if name in row["reason"]], name
+            assert {row[3] for row in bytes_of(tmp_path / f"p{number}")} <= {row[3] for row in bytes_of(store.path)}
+        assert push(store, blobs, verify=True).bytes >= len(whole)
+        assert blobs.get([name]) == [whole]
+    assert pull(tmp_path / "mended", blobs).damaged == []
+    assert bytes_of(tmp_path / "mended") == bytes_of(store.path)
+
+
+@pytest.mark.parametrize("name", ["head", "catalogue"])
+def test_a_damaged_catalogue(name: str, store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    (found,) = [one for one in blobs.names() if one.startswith(name)]
+    blobs.put({found: b"something else"})
+    for attempt in (lambda: pull(tmp_path / "other", blobs), lambda: push(store, blobs)):
+        with pytest.raises(DamagedError, match=r"shared store's head|catalogue of"):
+            attempt()
+    push(store, blobs, verify=True)
+    assert pull(tmp_path / "other", blobs).damaged == []
+    assert bytes_of(tmp_path / "other") == bytes_of(store.path)
+
+
+def test_what_is_damaged_here_is_not_sent(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    data = next((store.path / "data").glob("*/data.mdb"))
+    record = records_of("f1.1")[1]
+    content = data.read_bytes()
+    at = content.index(record) + len(record) // 2
+    with data.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[at] ^ 1]))
+    report = push(store, blobs)
+    assert [row["what"] for row in report.damaged] == [f"chunk {id_of('f1.1').hex()} at level raw"]
+    assert pull(tmp_path / "other", blobs).chunks.moved == 3
+
+
+def test_a_catalogue_reads_back() -> None:
+    empty = Catalogue({"a": 1})
+    assert Catalogue.unpack(empty.pack()) == empty
+    assert join(empty, empty, newer=True) == empty
+    for data in (b"", b"x" * 40, empty.pack()[:-3]):
+        with pytest.raises(DamagedError):
+            Catalogue.unpack(data)
