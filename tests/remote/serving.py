@@ -57,10 +57,12 @@ class Link:
     ----------
     rate : bytes a second towards the client; 0: nothing any more, with the connection kept open.
     cut_after : bytes towards the client after which both ends are closed, and new connections refused.
+    crawl_after : bytes towards the client after which it lets through a hundred bytes a second.
     """
 
     def __init__(self, port: int, rate: float = 1e12, cut_after: float = 1e15) -> None:
         self.rate, self.cut_after = rate, cut_after
+        self.crawl_after = 1e15
         self.sent = 0
         self._to = port
         self._open: list[socket.socket] = []
@@ -97,7 +99,7 @@ class Link:
             while data := there.recv(4096):
                 while self.rate <= 0:
                     time.sleep(0.01)
-                time.sleep(len(data) / self.rate)
+                time.sleep(len(data) / (self.rate if self.sent < self.crawl_after else 100))
                 client.sendall(data)
                 self.sent += len(data)
                 if self.sent >= self.cut_after:

@@ -1,0 +1,279 @@
+"""Questions to a shared store: the answers of the local one, whatever happens to the tier."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.query import streaming
+from kvtool.core.remote.tier import local_place
+from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
+from tests.families import save_tiny
+from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
+
+STREAMED = streaming.STREAMED
+MODES = ("reuse", "union", "prefix", "full")
+SLO = ("--slo-ms", "600000")
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes ten seconds for every chunk that it computes: fetching one is sooner."""
+    monkeypatch.setattr(streaming, "_compute_of", lambda *known: lambda text: 1.0 + 10.0 * len(text))
+
+
+def ask(place: object, *more: object, mode: str = "union") -> Done:
+    return kvtool("query", QUESTION, "--store", place, "--fusion", mode, "--json", *SHORT, *more)
+
+
+def said(done: Done) -> tuple[Any, ...]:
+    """What must not depend on where records come from."""
+    value = done.fine().json
+    return value["answer"], [(one["id"], one["status"]) for one in value["chunks"]], value["tokens"]
+
+
+def with_the_same_holes(path: Path, done: Done) -> Path:
+    """A copy of a store without the records that an answer had to do without."""
+    copy = shutil.copytree(path, path.with_name("holes"))
+    value = done.fine().json
+    holes = [bytes.fromhex(one["id"]) for one in value["chunks"] if one["status"] == "miss"]
+    cached = sum(one["tokens"] for one in value["chunks"] if one["status"] != "miss")
+    if value["tokens"]["reused"] + value["tokens"]["recomputed"] == cached:  # the prompt's beginning is one, too
+        holes.append(bytes.fromhex(prefix_chunk(path)))
+    with Store.open(copy) as opened, opened.writer() as writer:
+        writer.drop_level(holes, "raw")
+    return copy
+
+
+@pytest.fixture
+def shared(store: Path, url: str) -> str:
+    """A tier of each kind that holds the store's chunks; nobody here has asked it before."""
+    kvtool("store", "push", url, "--store", store).fine()
+    return url
+
+
+@pytest.fixture
+def behind(store: Path, redis_server: RedisServer, redis_url: str) -> Iterator[Link]:
+    """The same in Redis, behind a link."""
+    kvtool("store", "push", redis_url, "--store", store).fine()
+    link = Link(redis_server.port)
+    yield link
+    link.close()
+
+
+@pytest.mark.usefixtures("slow_machine")
+@pytest.mark.parametrize(("mode", "slo"), [*((mode, ()) for mode in MODES), *((mode, SLO) for mode in STREAMED)])
+def test_the_answer_of_the_local_store(mode: str, slo: tuple[str, ...], store: Path, shared: str) -> None:
+    wanted = said(ask(store, mode=mode))
+    first = ask(shared, *slo, mode=mode)
+    assert said(first) == wanted
+    assert said(ask(shared, *slo, mode=mode)) == wanted
+    if mode not in ("full", "prefix"):
+        here = payloads(local_place(shared))
+        assert here
+        assert here.items() <= payloads(store).items()  # byte for byte
+    if slo:
+        assert {row["decision"] for row in first.json["stream"]} == {"base"}
+        assert first.json["slo"]["met"]
+        assert first.json["bytes_read"] == ask(store, mode=mode).json["bytes_read"] + 80 * len(here)
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_what_came_once_is_not_fetched_again(shared: str, redis_server: RedisServer, store: Path) -> None:
+    first = ask(shared, *SLO)
+    again = ask(shared, *SLO)
+    assert first.json["stream"]
+    assert again.json["stream"] == []
+    assert said(again) == said(first)
+
+
+def test_who_never_saw_corpus_or_prefill(tiny: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine ingests and pushes; another one has the model, and nothing else."""
+    write_corpus(tmp_path / "corpus")
+    place = tmp_path / "store"
+    kvtool("ingest", tmp_path / "corpus", "--store", place, "--model", tiny, "--chunk-tokens", "64", *PREFIX).fine()
+    kvtool("store", "push", url, "--store", place).fine()
+    wanted, records = said(ask(place)), payloads(place)
+    shutil.rmtree(tmp_path / "corpus")
+    shutil.rmtree(place)
+    monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / "another home"))
+    assert said(ask(url)) == wanted
+    kvtool("store", "pull", url, "--store", tmp_path / "pulled").fine()
+    assert payloads(tmp_path / "pulled") == records
+    assert said(ask(tmp_path / "pulled")) == wanted
+
+
+def test_what_is_pushed_later_is_seen(store: Path, shared: str, tmp_path: Path) -> None:
+    ask(shared).fine()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "seventh.md").write_text(
+        "# The seventh mill\n\nThe seventh mill was built in 1999 by baker Q."
+    )
+    kvtool("ingest", tmp_path / "more", "--store", store).fine()
+    kvtool("store", "push", shared, "--store", store).fine()
+    done = kvtool("query", "Who built the seventh mill in 1999?", "--store", shared, "--json", *SHORT).fine()
+    assert any(one["source"].endswith("seventh.md") for one in done.json["chunks"])
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_compressed_levels(store: Path, url: str) -> None:
+    kvtool("compress", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
+    kvtool("store", "push", url, "--store", store).fine()
+    for level in ("2", "1", "raw"):
+        assert said(ask(url, "--level", level)) == said(ask(store, "--level", level))
+        done = ask(url, "--level", level, *SLO)
+        assert said(done) == said(ask(store, "--level", level))
+    found = {level for row in listing_of(local_place(url)) for level in row}
+    assert found == {"1", "2", "raw"}
+
+
+def listing_of(path: Path) -> list[list[str]]:
+    with Store.open(path) as store:
+        return [store.levels(chunk) for chunk in store.chunk_ids()]
+
+
+def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
+    ask(shared).fine()
+    for what in ((), ("plan", QUESTION), ("gate",)):
+        done = kvtool("inspect", *what, "--store", shared, "--json").fine()
+        assert done.json
+    for command in (
+        ("ingest", tmp_path),
+        ("compress",),
+        ("store", "stats"),
+        ("store", "push", shared),
+        ("fit", "lead-in"),
+    ):
+        kvtool(*command, "--store", shared).failed(2, "local store")
+
+
+# ---- trouble -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("slow_machine")
+@pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
+@pytest.mark.parametrize("mode", ["union", "reuse", "blend"])
+def test_the_tier_dies_in_the_middle(
+    mode: str, slo: tuple[str, ...], store: Path, behind: Link, redis_url: str
+) -> None:
+    """What has come is used, what has not is computed in place."""
+    ask(behind.url, mode="full").fine()  # the catalogue is here
+    behind.cut_after = behind.sent + ask(store).json["bytes_read"] * 2 // 3
+    done = ask(behind.url, *slo, mode=mode)
+    assert "what is not here is computed" in done.err
+    statuses = {one["status"] for one in done.fine().json["chunks"]}
+    assert statuses == ({"hit", "miss"} if slo else {"miss"})  # chunk by chunk, or layer by layer
+    assert said(done) == said(ask(with_the_same_holes(store, done), mode=mode))
+    if not slo:  # holes are stored; what an objective left no time to fetch may be fetched another time
+        assert all(one["status"] != "miss" for one in ask(behind.url, mode=mode).fine().json["chunks"])
+
+
+@pytest.mark.parametrize("slo", [(), ("--slo-ms", "2000")], ids=["as asked", "streamed"])
+def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, behind: Link) -> None:
+    """The head still comes; of the records next to nothing."""
+    ask(behind.url, mode="full").fine()
+    behind.crawl_after = behind.sent + ask(store).json["bytes_read"] // 2
+    done = ask(behind.url, "--remote-timeout", "0.5", *slo)
+    assert said(done) == said(ask(with_the_same_holes(store, done)))
+    assert "miss" in {one["status"] for one in done.json["chunks"]}
+    if slo:
+        assert any(row["decision"].startswith(("gave up", "text")) for row in done.json["stream"])
+    else:
+        assert "nothing whole within 0.5 s" in done.err
+
+
+@pytest.mark.usefixtures("slow_machine")
+@pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
+def test_damaged_values(slo: tuple[str, ...], store: Path, redis_url: str) -> None:
+    import redis
+
+    kvtool("store", "push", redis_url, "--store", store).fine()
+    used = ask(store).json["chunks"]
+    with redis.Redis.from_url(redis_url) as client:
+        for number, chunk in enumerate(used[:2]):
+            (key,) = client.keys(f"kvtool/kv/{chunk['id']}/*/{number + 1}")
+            value = bytearray(client.get(key))  # type: ignore[arg-type]
+            value[len(value) // 2] ^= 8
+            client.set(key, bytes(value))
+    done = ask(redis_url, *slo)
+    bad = {one["id"] for one in done.fine().json["chunks"] if one["status"] == "miss"}
+    assert bad == {chunk["id"] for chunk in used[:2]}
+    assert said(done) == said(ask(with_the_same_holes(store, done)))
+    kvtool("store", "push", redis_url, "--store", store, "--verify").fine()
+    shutil.rmtree(local_place(redis_url))
+    assert said(ask(redis_url, *slo)) == said(ask(store))
+
+
+def test_another_models_records(tiny: Path, tmp_path: Path, redis_url: str, store: Path) -> None:
+    """The URL suddenly holds the store of another model."""
+    kvtool("store", "push", redis_url, "--store", store).fine()
+    wanted = said(ask(redis_url))
+    import redis
+
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushall()
+    other = save_tiny("qwen2", tmp_path / "other")
+    write_corpus(tmp_path / "corpus", documents=2)
+    kvtool("ingest", tmp_path / "corpus", "--store", tmp_path / "foreign", "--model", other, *PREFIX).fine()
+    kvtool("store", "push", redis_url, "--store", tmp_path / "foreign").fine()
+    done = ask(redis_url)
+    assert said(done) == wanted
+    assert "made with another" in done.err
+    kvtool("store", "pull", redis_url, "--store", store).failed(12, "another")
+    kvtool("store", "push", redis_url, "--store", store).failed(12, "another")
+
+
+def test_one_that_cannot_be_reached(store: Path, redis_server: RedisServer, redis_url: str, tmp_path: Path) -> None:
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    ask(nobody).failed(1, "cannot be reached")
+    kvtool("store", "push", nobody, "--store", store).failed(1, "cannot be reached")
+    kvtool("store", "pull", nobody, "--store", tmp_path / "new").failed(1, "cannot be reached")
+    assert not (tmp_path / "new").exists()
+    ask("redis://no.such.host.invalid/0").failed(1)
+    ask("file:///no/such/folder").failed(10, "no store at")
+    ask(redis_url).failed(10, "no store at")
+    ask("ftp://host/x").failed(2, "known: redis, rediss, file")
+    link = Link(redis_server.port)
+    kvtool("store", "push", link.url, "--store", store).fine()
+    wanted = said(ask(link.url))
+    link.close()
+    done = ask(link.url)
+    assert said(done) == wanted
+    assert "only what is here already is used" in done.err
+
+
+def test_a_wrong_password(tmp_path: Path, store: Path) -> None:
+    server = RedisServer(tmp_path, "--requirepass", PASSWORD.replace(" ", "-"))
+    try:
+        right = f"redis://:{PASSWORD.replace(' ', '-')}@127.0.0.1:{server.port}/0"
+        kvtool("store", "push", right, "--store", store).fine()
+        ask(right.replace("open-", "wrong-")).failed(1, "refuses", "password")
+        assert "sesame" not in ask(right.replace("open-", "wrong-")).err
+        wanted = said(ask(right))
+        done = ask(right.replace("open-", "wrong-"))  # the same store in front: user and password aside it is the same
+        assert said(done) == wanted
+    finally:
+        server.kill()
+
+
+def test_json_of_the_commands(store: Path, url: str, tmp_path: Path) -> None:
+    pushed = kvtool("store", "push", url, "--store", store, "--json").fine().json
+    assert pushed["files"] == {"moved": 6, "there": 0}
+    assert pushed["chunks"]["moved"] == len({row[0] for row in payloads(store)})
+    pulled = kvtool("store", "pull", url, "--store", tmp_path / "other", "--json").fine().json
+    assert (pulled["files"], pulled["chunks"]) == (pushed["files"], pushed["chunks"])
+    both = kvtool("store", "sync", url, "--store", tmp_path / "other", "--json").fine().json
+    assert both["push"]["files"]["moved"] == both["pull"]["files"]["moved"] == 0
+    assert both["pull"]["files"]["there"] == 6
+    chunk = chunks_of(store, "mill2.md")[0]
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_chunks([bytes.fromhex(chunk)])
+    assert json.dumps(kvtool("store", "pull", url, "--store", store, "--json").fine().json["chunks"]).count("1")
+    assert kvtool("store", "push", url, "--store", tmp_path / "nothing").code == 10
+    assert kvtool("store", "pull", url, "--level", "9", "--store", store).code == 2
