@@ -7,11 +7,15 @@ context in few bytes, then the differences to the next finer one. What is cut of
 
 from __future__ import annotations
 
+import math
+
 from kvtool.core.streaming.book import Book, Fetch, Policy, Task
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
 from kvtool.core.streaming.ladder import Ladder
 
 __all__ = ["Adaptive", "Fetch", "Policy", "Task"]
+
+OPTIMISM = 10.0  # how much faster than ever before a link may become: those that were down come back
 
 
 class Adaptive(Book):
@@ -20,8 +24,10 @@ class Adaptive(Book):
     - A base is fetched where that is expected to be sooner than computing the chunk, and where it is expected before
       computing everything that is not there yet would no longer meet the objective. At that moment it is given up: so
       the objective is met wherever text alone would have met it.
-    - Where text cannot meet the objective in any case, a base is given up when waiting for it has taken as long as
-      computing it would: no chunk takes more than twice its text.
+    - Where text cannot meet the objective in any case, bases are fetched as long as they could still come in time if
+      the link became `OPTIMISM` times as fast as it has been. After that only the time counts: a base is fetched where
+      that is sooner than computing it, and given up when waiting for it has taken as long. So no link makes it later
+      than the objective and twice the text.
     - A refinement is fetched while it is expected to be decoded in time. Each step is taken for all chunks, the most
       relevant first, before the next one: on levels of growing step size the first step gains most for its bytes.
     - Without an objective: every chunk at its finest level, at once.
@@ -31,6 +37,7 @@ class Adaptive(Book):
         super().__init__(task, estimator, margin)
         self._over = False
         self._guarded = False  # computing all that is not there has once been known to meet the objective
+        self._best = math.inf  # bytes a second, of all fetches so far
         for ladder in task.ladders:
             if not ladder.rungs or (task.objective is not None and self._slow_to_decode(ladder)):
                 self._closed.add(ladder.chunk)
@@ -49,6 +56,9 @@ class Adaptive(Book):
         in_time = limit is None or ended < limit or fetch.chunk in self._closed
         if not arrived and not in_time and self._is_base(fetch):
             self._over = True  # no time is left for any other either
+        if arrived and ended > started:
+            rate = fetch.size / (ended - started)
+            self._best = rate if math.isinf(self._best) else max(self._best, rate)
         super().done(fetch, started, ended, arrived)
         self._look(ended)
 
@@ -61,7 +71,7 @@ class Adaptive(Book):
         deadline = self._deadline(frozenset() if self._guarded else self._bases_flying())
         if not self._is_base(fetch):
             return deadline - self._decode_seconds(fetch)
-        return deadline if self._guarded else self._as_long_as_text(fetch)
+        return deadline if self._guarded else max(self._last_hope(), self._as_long_as_text(fetch))
 
     def _look(self, now: float) -> None:
         """Take note of the time."""
@@ -80,7 +90,7 @@ class Adaptive(Book):
 
     def _base(self, now: float) -> Fetch | None:
         for ladder in self.task.ladders:
-            open_ = ladder.chunk not in self._closed and ladder.reached(self._coming(ladder)) < 0
+            open_ = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
             if open_ and self._worth_fetching(now, ladder):
                 return self._ask(now, ladder, 0, "base")
         return None
@@ -90,8 +100,10 @@ class Adaptive(Book):
         deadline = self._deadline(flying)
         if rate is None:
             return now < deadline or not self._guarded
+        if not self._guarded and now <= self._last_hope():
+            return True
         size = ladder.missing(self._coming(ladder), ladder.rungs[0])
-        if size / rate >= self._text_seconds(ladder.chunk, self._not_there() - flying):
+        if size / rate >= self._text_seconds(ladder.chunk, self._missing - flying):
             return False
         return not self._guarded or self._arrival(now, size, rate) <= deadline
 
@@ -102,7 +114,7 @@ class Adaptive(Book):
         deadline = self._deadline(self._bases_flying())
         for number in range(1, max((len(ladder.rungs) for ladder in self.task.ladders), default=0)):
             for ladder in self.task.ladders:
-                if ladder.chunk in self._closed or ladder.reached(self._coming(ladder)) != number - 1:
+                if ladder.chunk in self._closed or self._reaching[ladder.chunk] != number - 1:
                     continue
                 if number < len(ladder.rungs) and self._in_time(now, ladder, number, rate, deadline):
                     return self._ask(now, ladder, number, "refinement")
@@ -118,11 +130,19 @@ class Adaptive(Book):
     def _deadline(self, arriving: frozenset[int]) -> float:
         """The latest moment at which computing what is not there meets the objective, if the `arriving` arrive."""
         assert self.task.objective is not None
-        return self.task.objective - self.task.compute(self._not_there() - arriving)
+        return self.task.objective - self.task.compute(self._missing - arriving)
+
+    def _last_hope(self) -> float:
+        """The latest moment at which the oldest outstanding base, or the next one, may arrive so that all the others
+        could still come in time, on a link that comes back."""
+        open_ = [self._ladders[chunk] for chunk in sorted(self._missing - self._closed)]
+        first = next((one.fetch for one in self._flying if self._is_base(one.fetch)), None)
+        left = sum(ladder.rungs[0].size for ladder in open_) - (first.size if first else 0)
+        return self._deadline(frozenset(ladder.chunk for ladder in open_)) - left / (OPTIMISM * self._best)
 
     def _as_long_as_text(self, fetch: Fetch) -> float:
         """When waiting for the outstanding bases up to this one has taken as long as computing them would."""
-        missing, waited = self._not_there(), 0.0
+        missing, waited = self._missing, 0.0
         for one in self._flying:
             if self._is_base(one.fetch):
                 waited += self._text_seconds(one.fetch.chunk, missing)
@@ -131,11 +151,8 @@ class Adaptive(Book):
                 break
         return self._busy_since + waited
 
-    def _not_there(self) -> frozenset[int]:
-        return frozenset(chunk for chunk, level in self.levels.items() if level is None)
-
     def _bases_flying(self) -> frozenset[int]:
-        return frozenset(one.fetch.chunk for one in self._flying) & self._not_there()
+        return frozenset(one.fetch.chunk for one in self._flying) & self._missing
 
     def _is_base(self, fetch: Fetch) -> bool:
         first = next((one.fetch for one in self._flying if one.fetch.chunk == fetch.chunk), None)
