@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtool.cli.bench_stream import stream
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import list_of, store_path
 from kvtool.cli.sessions import open_session
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kvtool.core.bench.fusion import FusionBench, FusionEvents, FusionOptions
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
+app.command()(stream)
 
 
 @app.command()

@@ -12,7 +12,7 @@ _LEFT, _TOP, _GAP, _BOTTOM = 64, 64, 84, 56
 _MOST_LABELS = 16  # below a panel
 _COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
 _MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-4 -4h8v8h-8z", "M0 -5l5 5l-5 5l-5 -5z", "M0 -5l5 9h-10z")
-_STYLE = """
+STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 15px; font-weight: 600 } .note { font-size: 11px; fill: #6a737d }
 .page { fill: #ffffff } .grid { stroke: #d9dee3; stroke-width: 1 }
@@ -54,7 +54,7 @@ def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
-        f"<style>{_STYLE}</style>",
+        f"<style>{STYLE}</style>",
         f'<rect class="page" width="{width}" height="{height}"/>',
         f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
     ]

@@ -103,6 +103,9 @@ class Book:
         self._margin = margin
         self._ladders = {ladder.chunk: ladder for ladder in task.ladders}
         self._held: dict[int, set[str]] = {chunk: set() for chunk in self._ladders}
+        self._reached = dict.fromkeys(self._ladders, -1)  # the rung that a chunk stands at
+        self._reaching = dict.fromkeys(self._ladders, -1)  # the same once all that is under way has arrived
+        self._missing = frozenset(self._ladders)  # chunks that stand at none
         self._flying: list[Flight] = []
         self._closed: set[int] = set()  # chunks of which nothing more is asked
         self._now = 0.0
@@ -130,11 +133,13 @@ class Book:
         decision = flight.decision
         if arrived:
             self._held[fetch.chunk] |= {part.level for part in fetch.parts}
+            self._count(fetch.chunk)
             decode = self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
             self._decoded_at = max(self._decoded_at, ended) + decode
             self._estimator.observe(fetch.size, ended - started)
         else:
             self._closed.add(fetch.chunk)
+            self._count(fetch.chunk)
             decision = f"gave up {flight.decision}: {self._level(fetch.chunk) or 'text'} stands"
         row = _row(fetch.chunk, fetch.level, decision)
         row["estimated_mbps"] = _mbps(fetch.estimated_bytes_per_second)
@@ -143,9 +148,16 @@ class Book:
         self._log.append(row)
 
     def _level(self, chunk: int) -> str | None:
+        number = self._reached[chunk]
+        return self._ladders[chunk].rungs[number].level if number >= 0 else None
+
+    def _count(self, chunk: int) -> None:
+        """Where a chunk stands after a fetch of it has begun or ended."""
         ladder = self._ladders[chunk]
-        number = ladder.reached(self._held[chunk])
-        return ladder.rungs[number].level if number >= 0 else None
+        self._reached[chunk] = ladder.reached(self._held[chunk])
+        self._reaching[chunk] = ladder.reached(self._coming(ladder))
+        if self._reached[chunk] >= 0:
+            self._missing -= {chunk}
 
     def _ask(self, now: float, ladder: Ladder, number: int, decision: str) -> Fetch:
         """Fetch what rung `number` of a chunk still needs."""
@@ -155,6 +167,7 @@ class Book:
         self._flying.append(Flight(draft, now, decision))
         fetch = Fetch(draft.chunk, draft.level, draft.parts, self.give_up_at(draft), rate)
         self._flying[-1] = Flight(fetch, now, decision)
+        self._count(ladder.chunk)
         return fetch
 
     def _coming(self, ladder: Ladder) -> set[str]:

@@ -7,80 +7,86 @@ context in few bytes, then the differences to the next finer one. What is cut of
 
 from __future__ import annotations
 
+import math
+
 from kvtool.core.streaming.book import Book, Fetch, Policy, Task
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
 from kvtool.core.streaming.ladder import Ladder
 
 __all__ = ["Adaptive", "Fetch", "Policy", "Task"]
 
+OPTIMISM = 10.0  # how much faster than ever before a link may become: those that were down come back
+_NONE: frozenset[int] = frozenset()
+
 
 class Adaptive(Book):
     """Bases, then refinements; text where it is sooner, or where only text is sure to meet the objective.
 
-    - A base is fetched where that is expected to be sooner than computing the chunk, and where it is expected before
-      computing everything that is not there yet would no longer meet the objective. At that moment it is given up: so
-      the objective is met wherever text alone would have met it.
-    - Where text cannot meet the objective in any case, a base is given up when waiting for it has taken as long as
-      computing it would: no chunk takes more than twice its text.
-    - A refinement is fetched while it is expected to be decoded in time. Each step is taken for all chunks, the most
-      relevant first, before the next one: on levels of growing step size the first step gains most for its bytes.
+    - Where text alone would meet the objective, that is promised: a base is fetched where that is expected to be sooner
+      than computing the chunk, and given up at the last moment at which computing all that is not there is in time.
+    - Where it would not, the link is hoped for: bases are fetched while they could all come in time if it became
+      `OPTIMISM` times as fast as it has been. Should text come into reach on the way, it is taken at the last moment as
+      above, unless the link is on course and the base is expected soon after that moment. After the last hope only the
+      time counts: a base is fetched where that is sooner than computing it, and given up when waiting for it has taken
+      as long. So no link makes it later than the objective and twice the text.
+    - A refinement is fetched while it is expected to be decoded in time, and given up after that. Each step is taken
+      for all chunks, the most relevant first, before the next one: where the steps of the levels grow, the first one
+      gains most for its bytes.
     - Without an objective: every chunk at its finest level, at once.
     """
 
     def __init__(self, task: Task, estimator: Estimator, margin: float = DEFAULT_MARGIN) -> None:
         super().__init__(task, estimator, margin)
         self._over = False
-        self._guarded = False  # computing all that is not there has once been known to meet the objective
+        self._best = math.inf  # bytes a second, of all fetches so far
         for ladder in task.ladders:
             if not ladder.rungs or (task.objective is not None and self._slow_to_decode(ladder)):
                 self._closed.add(ladder.chunk)
-        self._look(0.0)
+        self._promised = task.objective is not None and self._deadline(_NONE) >= 0
 
     def next(self, now: float) -> Fetch | None:
-        self._look(now)
-        if self._over:
-            return None
+        self._now = max(self._now, now)
         if self.task.objective is None:
             return self._everything(now)
-        return self._base(now) or self._refinement(now)
+        if self._promised and not self._flying and now > self._deadline(_NONE):
+            self._over = True
+        return None if self._over else self._base(now) or self._refinement(now)
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
         limit = self.give_up_at(fetch)
-        in_time = limit is None or ended < limit or fetch.chunk in self._closed
-        if not arrived and not in_time and self._is_base(fetch):
+        given_up = not arrived and limit is not None and ended >= limit
+        if given_up and self._is_base(fetch) and fetch.chunk not in self._closed:
             self._over = True  # no time is left for any other either
+        if arrived and ended > started:
+            rate = fetch.size / (ended - started)
+            self._best = rate if math.isinf(self._best) else max(self._best, rate)
         super().done(fetch, started, ended, arrived)
-        self._look(ended)
 
     def give_up_at(self, fetch: Fetch) -> float | None:
         if self.task.objective is None or fetch.chunk in self._closed:
             return super().give_up_at(fetch)
         if self._over:
             return self._now
-        # Where the objective is promised, nothing is built on a base that has not arrived: it may still fail.
-        deadline = self._deadline(frozenset() if self._guarded else self._bases_flying())
         if not self._is_base(fetch):
-            return deadline - self._decode_seconds(fetch)
-        return deadline if self._guarded else self._as_long_as_text(fetch)
+            # Where the objective is promised, nothing is built on a base that has not arrived: it may still fail.
+            arriving = _NONE if self._promised else self._bases_flying()
+            return self._deadline(arriving) - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+        text = self._deadline(_NONE)
+        if self._promised or (self._now <= text and self._course(fetch) <= text):
+            return text
+        return max(self._last_hope(), self._as_long_as_text(fetch))
 
-    def _look(self, now: float) -> None:
-        """Take note of the time."""
-        self._now = max(self._now, now)
-        if self.task.objective is None:
-            return
-        in_time = self._now <= self._deadline(frozenset())
-        self._over = self._over or (self._guarded and not in_time and not self._flying)
-        self._guarded = self._guarded or in_time
+    # ---- what to fetch -----------------------------------------------------------------------------------------------
 
     def _everything(self, now: float) -> Fetch | None:
         for ladder in self.task.ladders:
-            if ladder.chunk not in self._closed and ladder.rungs[-1].absent(self._coming(ladder)):
+            if ladder.chunk not in self._closed and self._reaching[ladder.chunk] < len(ladder.rungs) - 1:
                 return self._ask(now, ladder, len(ladder.rungs) - 1, "base")
         return None
 
     def _base(self, now: float) -> Fetch | None:
         for ladder in self.task.ladders:
-            open_ = ladder.chunk not in self._closed and ladder.reached(self._coming(ladder)) < 0
+            open_ = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
             if open_ and self._worth_fetching(now, ladder):
                 return self._ask(now, ladder, 0, "base")
         return None
@@ -89,11 +95,13 @@ class Adaptive(Book):
         flying, rate = self._bases_flying(), self._rate
         deadline = self._deadline(flying)
         if rate is None:
-            return now < deadline or not self._guarded
-        size = ladder.missing(self._coming(ladder), ladder.rungs[0])
-        if size / rate >= self._text_seconds(ladder.chunk, self._not_there() - flying):
-            return False
-        return not self._guarded or self._arrival(now, size, rate) <= deadline
+            return now < deadline or not self._promised
+        size = ladder.rungs[0].size
+        sooner = size / rate < self._text_seconds(ladder.chunk, self._missing - flying)
+        if not self._promised and now > deadline:
+            return sooner or now <= self._last_hope()
+        in_time = sooner and self._arrival(now, size, rate) <= deadline
+        return in_time or (not self._promised and self._on_course(now, rate))
 
     def _refinement(self, now: float) -> Fetch | None:
         rate = self._rate
@@ -102,27 +110,54 @@ class Adaptive(Book):
         deadline = self._deadline(self._bases_flying())
         for number in range(1, max((len(ladder.rungs) for ladder in self.task.ladders), default=0)):
             for ladder in self.task.ladders:
-                if ladder.chunk in self._closed or ladder.reached(self._coming(ladder)) != number - 1:
+                if ladder.chunk in self._closed or self._reaching[ladder.chunk] != number - 1:
                     continue
                 if number < len(ladder.rungs) and self._in_time(now, ladder, number, rate, deadline):
                     return self._ask(now, ladder, number, "refinement")
         return None
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
-        rung = ladder.rungs[number]
+        """A refinement is expected to be decoded by the deadline."""
+        rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
-        queued = sum(self._decode_seconds(one.fetch) for one in self._flying)
-        ready = max(arrival, self._decoded_at + queued) + self.task.decode(ladder.tokens, rung.level)
-        return ready <= deadline
+        queued = sum(decode(self._ladders[one.fetch.chunk].tokens, one.fetch.level) for one in self._flying)
+        return max(arrival, self._decoded_at + queued) + decode(ladder.tokens, rung.level) <= deadline
+
+    # ---- times -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, arriving: frozenset[int]) -> float:
         """The latest moment at which computing what is not there meets the objective, if the `arriving` arrive."""
         assert self.task.objective is not None
-        return self.task.objective - self.task.compute(self._not_there() - arriving)
+        return self.task.objective - self.task.compute(self._missing - arriving)
+
+    def _all_by(self) -> float:
+        """When all bases must be there to meet the objective by them."""
+        return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
+
+    def _last_hope(self) -> float:
+        """The latest moment at which the oldest outstanding base, or the next one, may arrive so that all the others
+        could still come in time, on a link that comes back."""
+        first = next((one.fetch.size for one in self._flying if self._is_base(one.fetch)), 0)
+        left = sum(ladder.rungs[0].size for ladder in self._open()) - first
+        return self._all_by() - left / (OPTIMISM * self._best)
+
+    def _on_course(self, now: float, rate: float) -> bool:
+        """All bases are expected in time."""
+        left = sum(ladder.rungs[0].size for ladder in self._open() if self._reaching[ladder.chunk] < 0)
+        return self._arrival(now, left, rate) <= self._all_by()
+
+    def _course(self, fetch: Fetch) -> float:
+        """When an outstanding base is expected, if the link is on course; long ago if it is not."""
+        rate = self._rate
+        if rate is None or not self._on_course(self._now, rate):
+            return -math.inf
+        ahead = [one.fetch for one in self._flying]
+        waiting = sum(one.size for one in ahead[: ahead.index(fetch) + 1])
+        return self._busy_since + waiting / rate
 
     def _as_long_as_text(self, fetch: Fetch) -> float:
         """When waiting for the outstanding bases up to this one has taken as long as computing them would."""
-        missing, waited = self._not_there(), 0.0
+        missing, waited = self._missing, 0.0
         for one in self._flying:
             if self._is_base(one.fetch):
                 waited += self._text_seconds(one.fetch.chunk, missing)
@@ -131,23 +166,22 @@ class Adaptive(Book):
                 break
         return self._busy_since + waited
 
-    def _not_there(self) -> frozenset[int]:
-        return frozenset(chunk for chunk, level in self.levels.items() if level is None)
-
-    def _bases_flying(self) -> frozenset[int]:
-        return frozenset(one.fetch.chunk for one in self._flying) & self._not_there()
-
-    def _is_base(self, fetch: Fetch) -> bool:
-        first = next((one.fetch for one in self._flying if one.fetch.chunk == fetch.chunk), None)
-        return fetch == first and self._level(fetch.chunk) is None
-
     def _text_seconds(self, chunk: int, among: frozenset[int]) -> float:
         """What computing a chunk adds to the pass."""
         return self.task.compute(among | {chunk}) - self.task.compute(among - {chunk})
 
-    def _decode_seconds(self, fetch: Fetch) -> float:
-        return self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+    # ---- chunks ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> list[Ladder]:
+        """Chunks that stand at no level yet, but may."""
+        return [self._ladders[chunk] for chunk in self._missing - self._closed]
+
+    def _bases_flying(self) -> frozenset[int]:
+        return frozenset(one.fetch.chunk for one in self._flying) & self._missing
+
+    def _is_base(self, fetch: Fetch) -> bool:
+        first = next((one.fetch for one in self._flying if one.fetch.chunk == fetch.chunk), None)
+        return fetch == first and fetch.chunk in self._missing
 
     def _slow_to_decode(self, ladder: Ladder) -> bool:
-        decode = self.task.decode(ladder.tokens, ladder.rungs[0].level)
-        return decode > self._text_seconds(ladder.chunk, frozenset())
+        return self.task.decode(ladder.tokens, ladder.rungs[0].level) > self._text_seconds(ladder.chunk, _NONE)

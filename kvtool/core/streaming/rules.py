@@ -20,7 +20,7 @@ class Fixed(Book):
             if ladder.chunk in self._closed:
                 continue
             for number, rung in enumerate(ladder.rungs):
-                if rung.level == self._wanted and rung.absent(self._coming(ladder)):
+                if rung.level == self._wanted and self._reaching[ladder.chunk] < number:
                     return self._ask(now, ladder, number, "base")
         return None
 
@@ -36,7 +36,8 @@ class CacheGenRule(Book):
     """CacheGen (arXiv 2310.07240, section 5.3): chunk by chunk, the finest level at which all remaining chunks are
     expected to meet the objective at the last measured rate; text where none does. What has been decided stays.
 
-    The first chunks, before there is an estimate, are fetched at the level in the middle (the same section).
+    The finest level first and text last is the order of the authors' code. The first chunks, before there is an
+    estimate, are fetched at the level in the middle.
     """
 
     def __init__(self, task: Task, estimator: Estimator, margin: float = DEFAULT_MARGIN) -> None:

@@ -53,20 +53,22 @@ class Trace:
 
     def mbps(self, second: float) -> float:
         """Bandwidth at a moment."""
-        return self.steps[bisect.bisect_right(self.steps, second, key=lambda step: step[0]) - 1][1]
+        return self.steps[self._step(second)][1]
+
+    def _step(self, second: float) -> int:
+        """Number of the step that is valid at a moment."""
+        return bisect.bisect_right(self.steps, second, key=lambda step: step[0]) - 1
 
     def end(self, start: float, size: int) -> float:
         """When `size` bytes are through that begin at `start`."""
         left, now = size / _BYTES, start
-        ends = [second for second, _ in self.steps[1:]] + [math.inf]
-        for (_, mbps), until in zip(self.steps, ends, strict=True):
-            if until <= now:
-                continue
+        for number in range(self._step(start), len(self.steps) - 1):
+            mbps, until = self.steps[number][1], self.steps[number + 1][0]
             if mbps and left <= mbps * (until - now):
                 return now + left / mbps
             left -= mbps * (until - now)
             now = until
-        raise AssertionError("the last bandwidth holds for good")
+        return now + left / self.steps[-1][1]
 
     def latencies(self) -> Iterator[float]:
         """Seconds of each request in turn."""
