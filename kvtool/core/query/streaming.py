@@ -6,28 +6,22 @@ CacheGen (arXiv 2310.07240, section 5): what is fetched next, how fine, and what
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import LEVELS, LOSSY
-from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.controller import Prompt, Span
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
-from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
+from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import LoadSpeed, Speeds
 from kvtool.core.levels import recorded_losses
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.catalogue import kv_names
+from kvtool.core.query.fetching import Decoding, Driver
 from kvtool.core.remote.tier import Tier
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
-from kvtool.core.streaming.policy import Adaptive, Fetch, Policy, Task
+from kvtool.core.streaming.policy import Adaptive, Task
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
@@ -35,7 +29,6 @@ if TYPE_CHECKING:
 
 STREAMED = ("reuse", "epic", "blend", "infoflow", "union")  # modes that read every chunk
 DEFAULT_MODE = "union"  # of `auto`
-DEPTH = 2  # fetches asked for at once, so that the link never waits for a decision
 _SLOWER = 1.1  # what computing is counted as, of what was measured: two runs of one pass differ by as much
 _HERE = "here"  # stands for a level whose loading takes no time: it overlapped with fetching
 _TEXT = "not fetched in time"
@@ -88,10 +81,10 @@ def stream_prompt(
     if not isinstance(source, HotSource):
         # Room for every chunk twice: one that is refined is there at both levels for a moment.
         source = HotSource(source, 2 * asked.plan.length * token_bytes)
-    decoding = _Decoding(source, speeds.layers)
+    decoding = Decoding(source, speeds.layers)
     task = Task(ladders, _compute_of(asked.plan, speeds, mode, options), options.slo_ms / 1e3, decoding.seconds)
     policy = Adaptive(task, make_estimator(DEFAULT_PREDICTOR), DEFAULT_MARGIN)
-    driver = _Driver(store, segments, policy, decoding, since)
+    driver = Driver(store, segments, policy, decoding, since)
     driver.run()
     decoding.finish()
     rows = [_row(row, segments) for row in policy.log]
@@ -182,163 +175,3 @@ def _at_levels(plan: Plan, levels: Mapping[int, str | None]) -> Plan:
             sources[number] = replace(sources[number], level=level)
     prefix, *chunks = sources
     return build_plan(prefix, chunks, plan.segments[-1].ids)
-
-
-# ---- fetching ----
-
-
-@dataclass(slots=True)
-class _Flight:
-    fetch: Fetch
-    asked_at: float
-    waiting: deque[tuple[str, str, int]]  # blob, level, layer
-    sound: bool = True
-
-
-class _Driver:
-    """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
-
-    def __init__(
-        self, store: Tier, segments: Sequence[Segment], policy: Policy, decoding: _Decoding, since: float
-    ) -> None:
-        self.size = 0
-        self._store, self._segments, self._policy, self._decoding = store, segments, policy, decoding
-        self._since = since
-        self._out: deque[_Flight] = deque()
-        self._arrivals: Arrivals | None = None
-        self._last_end = 0.0
-
-    def run(self) -> None:
-        """Until the policy wants no more, or the tier is gone."""
-        try:
-            self._arrivals = self._store.arrivals()
-            while self._ask():
-                self._wait()
-        except RemoteError as error:
-            self._lose(error)
-        finally:
-            if self._arrivals is not None:
-                self._arrivals.close()
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._since
-
-    def _ask(self) -> bool:
-        """Ask for what the policy wants; False: nothing is outstanding."""
-        while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
-            segment = self._segments[fetch.chunk]
-            chunk = self._store.shared(segment.source.chunk_id)
-            names: list[tuple[str, str, int]] = []
-            for part in fetch.parts if chunk is not None else ():
-                blobs = kv_names(segment.source.chunk_id.hex(), chunk, part.level)  # type: ignore[arg-type]
-                names += [(name, part.level, layer) for layer, name in enumerate(blobs)]
-            self._out.append(_Flight(fetch, self._now(), deque(names)))
-            self._send(self._out[-1])
-        return bool(self._out)
-
-    def _send(self, flight: _Flight) -> None:
-        assert self._arrivals is not None
-        self._arrivals.ask([name for name, _, _ in flight.waiting])
-
-    def _wait(self) -> None:
-        """Take one value of the oldest fetch, or give it up."""
-        assert self._arrivals is not None
-        flight = self._out[0]
-        if not flight.waiting:
-            self._end(flight, self._now(), arrived=flight.sound)
-            return
-        limit = self._policy.give_up_at(flight.fetch)
-        left = None if limit is None else limit - self._now()
-        if left is not None and left <= 0:
-            self._abandon(flight)
-            return
-        patience = self._store.timeout
-        try:
-            arrival = self._arrivals.take(patience if left is None else min(left, patience))
-        except RemoteError:
-            if left is None or left > patience or not self._arrivals.alive:
-                raise
-            self._abandon(flight)
-            return
-        _, level, layer = flight.waiting.popleft()
-        self.size += len(arrival.value or b"")
-        place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
-        flight.sound = self._store.keep(place, layer, arrival.value) and flight.sound
-        if not flight.waiting:
-            self._end(flight, arrival.at - self._since, arrived=flight.sound)
-
-    def _end(self, flight: _Flight, at: float, arrived: bool) -> None:
-        self._out.remove(flight)
-        started = max(flight.asked_at, self._last_end)
-        self._last_end = max(started, at)
-        self._policy.done(flight.fetch, started, self._last_end, arrived)
-        if arrived:
-            self._decoding.put(flight.fetch.chunk, self._segments[flight.fetch.chunk], flight.fetch.level)
-
-    def _abandon(self, flight: _Flight) -> None:
-        """Give a fetch up. Its values are still on their way, so the others are asked for on another connection."""
-        assert self._arrivals is not None
-        self._arrivals.close()
-        self._end(flight, self._now(), arrived=False)
-        self._arrivals = self._store.arrivals()
-        for other in self._out:
-            self._send(other)
-
-    def _lose(self, error: RemoteError) -> None:
-        """The tier is gone: what is outstanding failed, and nothing more is asked."""
-        self._store.give_up(error)
-        while self._out:
-            self._end(self._out[0], self._now(), arrived=False)
-        while (fetch := self._policy.next(self._now())) is not None:
-            self._policy.done(fetch, self._now(), self._now(), False)
-
-
-# ---- decoding beside it ----
-
-
-class _Decoding:
-    """Decodes chunk by chunk in a thread, into the memory that the loader then reads."""
-
-    def __init__(self, source: HotSource, layers: int) -> None:
-        self._source, self._layers = source, layers
-        self._waiting: queue.SimpleQueue[tuple[int, Segment] | None] = queue.SimpleQueue()
-        self._latest: dict[int, str] = {}
-        self._tokens, self._spent = 0, 0.0
-        self._thread: threading.Thread | None = None
-
-    def seconds(self, tokens: int, level: str) -> float:
-        """What decoding has taken so far, a token; nothing before the first chunk."""
-        return tokens * self._spent / self._tokens if self._tokens else 0.0
-
-    def put(self, number: int, segment: Segment, level: str) -> None:
-        """Decode a chunk at a level that is there now."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvtool-decode", daemon=True)
-            self._thread.start()
-        self._latest[number] = level
-        self._waiting.put((number, replace(segment, source=replace(segment.source, level=level))))
-
-    def finish(self) -> None:
-        """Return when all is decoded."""
-        self._waiting.put(None)
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        import torch
-
-        with torch.inference_mode():
-            while (one := self._waiting.get()) is not None:
-                number, segment = one
-                if self._latest[number] == segment.source.level:  # else it has been refined meanwhile
-                    self._decode(segment)
-
-    def _decode(self, segment: Segment) -> None:
-        started, stats = time.perf_counter(), ReadStats()
-        try:
-            for layer in range(self._layers):
-                self._source.read([segment], layer, stats)
-        except RecordMissing:
-            return  # the loader meets it again, and makes it a hole
-        self._spent += time.perf_counter() - started
-        self._tokens += len(segment.ids)

@@ -1,0 +1,174 @@
+"""A policy's fetches over a real tier, and each chunk decoded while the next one is on its way."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvtool.core.errors import RemoteError
+from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.source import ReadStats, RecordMissing
+from kvtool.core.remote.arrivals import Arrivals
+from kvtool.core.remote.catalogue import kv_names
+from kvtool.core.remote.tier import Tier
+from kvtool.core.streaming.policy import Fetch, Policy
+from kvtool.core.streaming.simulate import DEPTH
+
+
+@dataclass(slots=True)
+class _Flight:
+    fetch: Fetch
+    asked_at: float
+    waiting: deque[tuple[str, str, int]]  # blob, level, layer
+    sound: bool = True
+
+
+class Driver:
+    """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
+
+    def __init__(
+        self, store: Tier, segments: Sequence[Segment], policy: Policy, decoding: Decoding, since: float
+    ) -> None:
+        self.size = 0
+        self._store, self._segments, self._policy, self._decoding = store, segments, policy, decoding
+        self._since = since
+        self._out: deque[_Flight] = deque()
+        self._arrivals: Arrivals | None = None
+        self._last_end = 0.0
+
+    def run(self) -> None:
+        """Until the policy wants no more, or the tier is gone."""
+        try:
+            self._arrivals = self._store.arrivals()
+            while self._ask():
+                self._wait()
+        except RemoteError as error:
+            self._lose(error)
+        finally:
+            if self._arrivals is not None:
+                self._arrivals.close()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._since
+
+    def _ask(self) -> bool:
+        """Ask for what the policy wants; False: nothing is outstanding."""
+        while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
+            segment = self._segments[fetch.chunk]
+            chunk = self._store.shared(segment.source.chunk_id)
+            names: list[tuple[str, str, int]] = []
+            for part in fetch.parts if chunk is not None else ():
+                blobs = kv_names(segment.source.chunk_id.hex(), chunk, part.level)  # type: ignore[arg-type]
+                names += [(name, part.level, layer) for layer, name in enumerate(blobs)]
+            self._out.append(_Flight(fetch, self._now(), deque(names)))
+            self._send(self._out[-1])
+        return bool(self._out)
+
+    def _send(self, flight: _Flight) -> None:
+        assert self._arrivals is not None
+        self._arrivals.ask([name for name, _, _ in flight.waiting])
+
+    def _wait(self) -> None:
+        """Take one value of the oldest fetch, or give it up."""
+        assert self._arrivals is not None
+        flight = self._out[0]
+        if not flight.waiting:
+            self._end(flight, self._now(), arrived=flight.sound)
+            return
+        limit = self._policy.give_up_at(flight.fetch)
+        left = None if limit is None else limit - self._now()
+        if left is not None and left <= 0:
+            self._abandon(flight)
+            return
+        patience = self._store.timeout
+        try:
+            arrival = self._arrivals.take(patience if left is None else min(left, patience))
+        except RemoteError:
+            if left is None or left > patience or not self._arrivals.alive:
+                raise
+            self._abandon(flight)
+            return
+        _, level, layer = flight.waiting.popleft()
+        self.size += len(arrival.value or b"")
+        place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
+        flight.sound = self._store.keep(place, layer, arrival.value) and flight.sound
+        if not flight.waiting:
+            self._end(flight, arrival.at - self._since, arrived=flight.sound)
+
+    def _end(self, flight: _Flight, at: float, arrived: bool) -> None:
+        self._out.remove(flight)
+        started = max(flight.asked_at, self._last_end)
+        self._last_end = max(started, at)
+        self._policy.done(flight.fetch, started, self._last_end, arrived)
+        if arrived:
+            self._decoding.put(flight.fetch.chunk, self._segments[flight.fetch.chunk], flight.fetch.level)
+
+    def _abandon(self, flight: _Flight) -> None:
+        """Give a fetch up. Its values are still on their way, so the others are asked for on another connection."""
+        assert self._arrivals is not None
+        self._arrivals.close()
+        self._end(flight, self._now(), arrived=False)
+        self._arrivals = self._store.arrivals()
+        for other in self._out:
+            self._send(other)
+
+    def _lose(self, error: RemoteError) -> None:
+        """The tier is gone: what is outstanding failed, and nothing more is asked."""
+        self._store.give_up(error)
+        while self._out:
+            self._end(self._out[0], self._now(), arrived=False)
+        while (fetch := self._policy.next(self._now())) is not None:
+            self._policy.done(fetch, self._now(), self._now(), False)
+
+
+class Decoding:
+    """Decodes chunk by chunk in a thread, into the memory that the loader then reads."""
+
+    def __init__(self, source: HotSource, layers: int) -> None:
+        self._source, self._layers = source, layers
+        self._waiting: queue.SimpleQueue[tuple[int, Segment] | None] = queue.SimpleQueue()
+        self._latest: dict[int, str] = {}
+        self._tokens, self._spent = 0, 0.0
+        self._thread: threading.Thread | None = None
+
+    def seconds(self, tokens: int, level: str) -> float:
+        """What decoding has taken so far, a token; nothing before the first chunk."""
+        return tokens * self._spent / self._tokens if self._tokens else 0.0
+
+    def put(self, number: int, segment: Segment, level: str) -> None:
+        """Decode a chunk at a level that is there now."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtool-decode", daemon=True)
+            self._thread.start()
+        self._latest[number] = level
+        self._waiting.put((number, replace(segment, source=replace(segment.source, level=level))))
+
+    def finish(self) -> None:
+        """Return when all is decoded."""
+        self._waiting.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            while (one := self._waiting.get()) is not None:
+                number, segment = one
+                if self._latest[number] == segment.source.level:  # else it has been refined meanwhile
+                    self._decode(segment)
+
+    def _decode(self, segment: Segment) -> None:
+        started, stats = time.perf_counter(), ReadStats()
+        try:
+            for layer in range(self._layers):
+                self._source.read([segment], layer, stats)
+        except RecordMissing:
+            return  # the loader meets it again, and makes it a hole
+        self._spent += time.perf_counter() - started
+        self._tokens += len(segment.ids)
