@@ -111,7 +111,7 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
     for number, segment in numbered:
         if not store.is_here(segment.source.chunk_id, segment.source.level or ""):
             allowed = _allowed(options, losses, prefix=number == 0)
-            found.append(Ladder.of(number, len(segment.ids), _rungs(store, segment, allowed)))
+            found.append(Ladder.of(number, len(segment.ids), rungs_of(store, segment, allowed)))
     return tuple(found)
 
 
@@ -127,7 +127,8 @@ def _allowed(options: QueryOptions, losses: Mapping[str, float], prefix: bool) -
     }
 
 
-def _rungs(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
+def rungs_of(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
+    """What a segment can be fetched as, and the parts of each that are not here; `allowed`: losses by level."""
     chunk = store.shared(segment.source.chunk_id)
     found = []
     for level in LEVELS:

@@ -1,0 +1,221 @@
+"""The streaming policy over a real Redis behind a shaped link, beside what the simulator says of the same trace.
+
+    sudo .venv/bin/python samples/stream_link.py --store STORE [--trace FILE …] [--slo-ms 1000]
+
+The link is a pair of interfaces into a network namespace, shaped by `tc` as the trace says: root on Linux, with
+iproute2 and redis-server. No model is run; what computing a chunk takes is given (`--prefill-tokens-per-second`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LEVELS
+from kvtool.core.errors import KvtoolError
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.levels import recorded_losses
+from kvtool.core.query.fetching import Driver
+from kvtool.core.query.streaming import rungs_of
+from kvtool.core.remote.push import push
+from kvtool.core.remote.tier import Tier
+from kvtool.core.remote.urls import open_blobs
+from kvtool.core.streaming.estimate import make_estimator
+from kvtool.core.streaming.ladder import Ladder
+from kvtool.core.streaming.policy import Adaptive, Task
+from kvtool.core.streaming.simulate import simulate
+from kvtool.core.streaming.traces import Trace, read_trace
+
+NAMESPACE, HERE, THERE, NET = "kvtool-link", "kvtool-here", "kvtool-there", "10.213.7"
+PORT = 6391
+HEADERS = 1514 / 1448  # bytes on the wire for a byte of a full TCP segment: a trace speaks of the latter
+QUEUE = "limit 4mb"
+OWN_TRACES = (
+    Trace("steady-200", "steady", ((0.0, 200.0),)),
+    Trace("steady-50", "steady", ((0.0, 50.0),)),
+    Trace("drop", "drop", ((0.0, 200.0), (0.25, 30.0))),
+    Trace("recovery", "recovery", ((0.0, 30.0), (0.4, 300.0))),
+    Trace("far", "latency", ((0.0, 100.0),), latency_ms=40.0),
+)
+
+
+class NoDecoding:
+    """Decoding is no part of the link."""
+
+    def put(self, *known: object) -> None:
+        return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", type=Path, required=True, help="compressed to several levels")
+    parser.add_argument("--trace", type=Path, action="append", help="default: five of its own")
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--slo-ms", type=float, default=1000.0, help="0: none, all is fetched as it is")
+    parser.add_argument("--prefill-tokens-per-second", type=float, default=4000.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    given = parser.parse_args()
+    traces = [read_trace(path) for path in given.trace] if given.trace else list(OWN_TRACES)
+    with tempfile.TemporaryDirectory() as folder, shaped_link() as shape, redis_there(Path(folder)) as url:
+        os.environ["KVTOOL_HOME"] = folder
+        with closing(open_blobs(url)) as blobs, Store.open(given.store) as store:
+            push(store, blobs)
+        ratios = [ratio for trace in traces if (ratio := measured(trace, shape, url, given, Path(folder)))]
+    print(f"real / simulated: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    return 0
+
+
+def measured(
+    trace: Trace, shape: Callable[[Trace], object], url: str, given: argparse.Namespace, folder: Path
+) -> float | None:
+    """The ratio; None where this kernel cannot shape the link so."""
+    try:
+        return measure(trace, shape, url, given, folder)
+    except subprocess.CalledProcessError as error:
+        print(f"{trace.name:12} left out: {error.stderr.decode(errors='replace').strip()}")
+        return None
+
+
+def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: argparse.Namespace, folder: Path) -> float:
+    """Seconds until all is fetched, of both; returns their ratio."""
+    real = []
+    for _ in range(given.repeat):
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        with Tier.open_url(url, timeout=60) as tier:
+            plan = plan_of(tier, given.chunks)
+            task = task_of(tier, plan, given)
+            policy = Adaptive(task, make_estimator("harmonic"))
+            shape(trace)
+            driver = Driver(tier, plan.segments, policy, NoDecoding(), time.perf_counter())  # type: ignore[arg-type]
+            started = time.perf_counter()
+            driver.run()
+            real.append((time.perf_counter() - started, driver.size, policy.levels))
+        shape(Trace("open", "", ((0.0, 20_000.0),)))
+    found = simulate(Adaptive(task, make_estimator("harmonic")), task, trace)
+    seconds, size, levels = sorted(real, key=lambda one: one[0])[len(real) // 2]
+    fetched = "".join(level or "t" for level in levels.values())
+    wanted = "".join(level or "t" for level in found.levels.values())
+    print(
+        f"{trace.name:12} real {seconds * 1e3:7.1f} ms {size / 1e6:6.2f} MB levels {fetched}   "
+        f"simulated {found.ready_s * 1e3:7.1f} ms {found.bytes / 1e6:6.2f} MB levels {wanted}   "
+        f"ratio {seconds / found.ready_s:.3f}"
+    )
+    return seconds / found.ready_s
+
+
+def plan_of(tier: Tier, count: int) -> Plan:
+    """A prompt of some chunks that have the most levels."""
+    ids = sorted(tier.chunk_ids(), key=lambda chunk: (-len(tier.levels(chunk)), chunk))[:count]
+    chunks = [Candidate(tier.chunk_info(chunk).token_ids, chunk, level="raw") for chunk in ids]  # type: ignore[union-attr]
+    return build_plan(Candidate(()), chunks, (1,))
+
+
+def task_of(tier: Tier, plan: Plan, given: argparse.Namespace) -> Task:
+    """Of every level whose loss is known."""
+    losses = {"raw": 0.0, "lossless": 0.0} | recorded_losses(tier)
+    allowed = {level: losses[level] for level in LEVELS if level in losses}
+    ladders = tuple(
+        Ladder.of(number, len(segment.ids), rungs_of(tier, segment, allowed))
+        for number, segment in enumerate(plan.segments[:-1])
+        if segment.ids
+    )
+    tokens = {ladder.chunk: ladder.tokens for ladder in ladders}
+
+    def compute(text: frozenset[int]) -> float:
+        return 0.05 + sum(tokens[chunk] for chunk in text) / given.prefill_tokens_per_second
+
+    return Task(ladders, compute, given.slo_ms / 1e3 or None)
+
+
+# ---- the link ----
+
+
+def ip(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@contextmanager
+def shaped_link() -> Iterator[Callable[[Trace], object]]:
+    """A link into a namespace; the function that it yields lets a trace begin."""
+    try:
+        ip("ip", "netns", "add", NAMESPACE)
+        ip("ip", "link", "add", HERE, "type", "veth", "peer", "name", THERE, "netns", NAMESPACE)
+        ip("ip", "addr", "add", f"{NET}.1/24", "dev", HERE)
+        ip("ip", "link", "set", HERE, "up")
+        ip("ip", "-n", NAMESPACE, "addr", "add", f"{NET}.2/24", "dev", THERE)
+        # Packets as they go over a wire: a larger one that waits when the bucket shrinks would never fit into it.
+        ip("ip", "-n", NAMESPACE, "link", "set", THERE, "up", "gso_max_segs", "1")
+        tc("add", THERE, *tbf(20_000.0))
+        yield begin
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"") or str(error).encode()
+        raise SystemExit(f"no link can be made here: {said.decode(errors='replace').strip()} (are you root?)") from None
+    finally:
+        subprocess.run(["ip", "netns", "del", NAMESPACE], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", HERE], check=False, capture_output=True)
+
+
+def tc(what: str, device: str, *words: str) -> None:
+    ip("ip", "netns", "exec", NAMESPACE, "tc", "qdisc", what, "dev", device, "root", *words)
+
+
+def tbf(mbps: float) -> list[str]:
+    burst = max(32_768, int(mbps * 1e6 / 8 / 250))  # what passes between two ticks of the kernel's clock
+    return ["tbf", "rate", f"{mbps * HEADERS:.3f}mbit", "burst", str(burst), *QUEUE.split()]
+
+
+def begin(trace: Trace) -> None:
+    """Set the first step now and the others when their time comes."""
+    if trace.latency_ms:
+        ip("tc", "qdisc", "replace", "dev", HERE, "root", "netem", "delay", f"{trace.latency_ms}ms")
+    else:
+        subprocess.run(["tc", "qdisc", "del", "dev", HERE, "root"], check=False, capture_output=True)
+    tc("change", THERE, *tbf(trace.steps[0][1]))
+    started = time.perf_counter()
+
+    def go_on() -> None:
+        for second, mbps in trace.steps[1:]:
+            time.sleep(max(0.0, started + second - time.perf_counter()))
+            tc("change", THERE, *tbf(mbps))
+
+    threading.Thread(target=go_on, daemon=True).start()
+
+
+@contextmanager
+def redis_there(folder: Path) -> Iterator[str]:
+    """A Redis at the far end."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise SystemExit("redis-server is not installed: apt-get install redis-server")
+    command = ["ip", "netns", "exec", NAMESPACE, program, "--bind", f"{NET}.2", "--port", str(PORT), "--save", ""]
+    child = subprocess.Popen([*command, "--protected-mode", "no", "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(250):
+            try:
+                socket.create_connection((f"{NET}.2", PORT), 1).close()
+                break
+            except OSError:
+                time.sleep(0.02)
+        yield f"redis://{NET}.2:{PORT}/0"
+    finally:
+        child.kill()
+        child.wait()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KvtoolError as error:
+        raise SystemExit(f"error: {error.message}") from None
