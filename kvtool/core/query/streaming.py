@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS, LOSSY
+from kvtool.core.codec.levels import LEVELS
+from kvtool.core.compress.chunks import EXACT
 from kvtool.core.fusion.controller import Prompt, Span
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
@@ -109,22 +110,23 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
     numbered.sort(key=lambda one: -scores[one[0]] if scores[one[0]] == scores[one[0]] else float(one[0]))
     found, losses = [], recorded_losses(store)
     for number, segment in numbered:
-        if not store.is_here(segment.source.chunk_id, segment.source.level or ""):
-            allowed = _allowed(options, losses, prefix=number == 0)
-            found.append(Ladder.of(number, len(segment.ids), rungs_of(store, segment, allowed)))
+        rungs = rungs_of(store, segment, _allowed(store, segment, options, losses, prefix=number == 0))
+        ladder = Ladder.of(number, len(segment.ids), rungs)
+        if not ladder.rungs or ladder.rungs[-1].parts:  # else the best that is allowed is here
+            found.append(ladder)
     return tuple(found)
 
 
-def _allowed(options: QueryOptions, losses: Mapping[str, float], prefix: bool) -> dict[str, float]:
-    """Losses of the levels that may be read."""
-    exact = dict.fromkeys(("raw", "lossless"), 0.0)
-    if prefix:
-        return exact
-    if options.level != "auto":
+def _allowed(
+    store: Tier, segment: Segment, options: QueryOptions, losses: Mapping[str, float], prefix: bool
+) -> dict[str, float]:
+    """Losses of the levels that may be read: lossy ones that lose little enough, where there are any."""
+    chunk = store.shared(segment.source.chunk_id)
+    there = chunk.levels.keys() if chunk is not None else set()
+    if options.level != "auto" and not prefix:
         return {options.level: losses.get(options.level, 0.0)}
-    return exact | {
-        level: losses[level] for level in LOSSY if losses.get(level, options.max_loss + 1) <= options.max_loss
-    }
+    lossy = {level: loss for level, loss in losses.items() if level in there and loss <= options.max_loss}
+    return lossy if lossy and not prefix else dict.fromkeys(EXACT, 0.0)
 
 
 def rungs_of(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
