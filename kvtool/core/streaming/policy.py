@@ -131,7 +131,7 @@ class Adaptive(Book):
         return self.task.objective - self.task.compute(self._missing - arriving)
 
     def _all_by(self) -> float:
-        """When all bases must be there to meet the objective by them."""
+        """When all bases must be decoded to meet the objective by them."""
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
@@ -139,12 +139,13 @@ class Adaptive(Book):
         could still come in time, on a link that comes back."""
         first = next((one.fetch.size for one in self._flying if self._is_base(one.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._open()) - first
-        return self._all_by() - left / (OPTIMISM * self._best)
+        return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
         """All bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._open() if self._reaching[ladder.chunk] < 0)
-        return self._arrival(now, left, rate) <= self._all_by()
+        decoded = max(now, self._decoded_at) + self._open_decode()
+        return max(self._arrival(now, left, rate), decoded) <= self._all_by()
 
     def _course(self, fetch: Fetch) -> float:
         """When an outstanding base is expected, if the link is on course; long ago if it is not."""
@@ -175,6 +176,10 @@ class Adaptive(Book):
     def _open(self) -> list[Ladder]:
         """Chunks that stand at no level yet, but may."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
+
+    def _open_decode(self) -> float:
+        """Seconds that decoding their bases takes."""
+        return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._open())
 
     def _bases_flying(self) -> frozenset[int]:
         return frozenset(one.fetch.chunk for one in self._flying) & self._missing
