@@ -70,9 +70,11 @@ class Adaptive(Book):
         if not self._is_base(fetch):
             # Where the objective is promised, nothing is built on a base that has not arrived: it may still fail.
             arriving = _NONE if self._promised else self._bases_flying()
-            return self._deadline(arriving) - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            latest = self._deadline(arriving) - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            return latest if self._decoded_at <= latest else self._now
         text = self._deadline(_NONE)
-        if self._promised or (self._now <= text and self._course(fetch) <= text):
+        in_reach = max(self._now, self._decoded_at) <= text
+        if self._promised or (in_reach and self._course(fetch) <= text):
             return text
         return max(self._last_hope(), self._as_long_as_text(fetch))
 
@@ -98,7 +100,7 @@ class Adaptive(Book):
             return now < deadline or not self._promised
         size = ladder.rungs[0].size
         sooner = size / rate < self._text_seconds(ladder.chunk, self._missing - flying)
-        if not self._promised and now > deadline:
+        if not self._promised and max(now, self._decoded_at) > deadline:
             return sooner or now <= self._last_hope()
         in_time = sooner and self._arrival(now, size, rate) <= deadline
         return in_time or (not self._promised and self._on_course(now, rate))
