@@ -32,7 +32,7 @@ def result() -> StreamBench:
 @pytest.fixture(scope="module")
 def slower() -> StreamBench:
     """A slower GPU, and decoding that takes its time."""
-    return bench_stream(subject("a40", 1000, 5e9), generate(), StreamOptions((300, 500, 1000, 2000), depth=4))
+    return bench_stream(subject("a40", 1000, 20e9), generate(), StreamOptions((300, 500, 1000, 2000), depth=4))
 
 
 @pytest.mark.parametrize("which", ["result", "slower"])
@@ -50,6 +50,13 @@ def test_adaptive_is_in_time_as_often_as_the_best_fixed_policy_of_each_class_and
                 assert own.loss < found.row(policy, kind).loss, (kind, policy)
     best = max(found.row(policy).met for policy in (*MEASURED, TEXT))
     assert found.row(ADAPTIVE).met > best  # over all classes no fixed policy keeps up
+
+
+def test_a_slow_decoder_costs_no_request_that_a_fixed_policy_meets() -> None:
+    found = bench_stream(subject(decode=5e9), generate(), StreamOptions((300, 500, 1000)))
+    for kind in found.kinds:
+        for policy in (*MEASURED, TEXT):
+            assert found.row(ADAPTIVE, kind).met >= found.row(policy, kind).met, (kind, policy)
 
 
 def test_where_text_is_in_time_so_is_adaptive(result: StreamBench) -> None:

@@ -181,9 +181,7 @@ def test_a_refinement_that_would_wait_too_long_for_its_decoding_is_given_up() ->
     assert first is not None
     assert second is not None
     assert policy.give_up_at(second) == pytest.approx(0.85)
-    policy.done(
-        first, 0.04, 0.8, True
-    )  # decoded at 0.9: the second one would be at 1.0, too late for the question's pass
+    policy.done(first, 0.04, 0.8, True)  # decoded at 0.9; the second would be at 1.0, too late
     assert policy.give_up_at(second) == 0.8
 
 
