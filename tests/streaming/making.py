@@ -74,7 +74,7 @@ def tasks(draw: Any, objectives: Any = None) -> Task:
     tokens = {one.chunk: one.tokens for one in made}
     question, token = draw(st.floats(0, 0.1)), draw(st.floats(0, 5e-4))
     crossed = draw(st.sampled_from((0.0, 1e-8)))  # seconds a pair of tokens: more text is dearer text
-    decode = draw(st.sampled_from((0.0, 1e-6, 1e-4)))
+    decode = draw(st.sampled_from((0.0, 1e-6, 5e-5, 2e-4)))
 
     def compute(texts: frozenset[int]) -> float:
         total = sum(tokens[chunk] for chunk in texts)

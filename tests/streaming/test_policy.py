@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,6 +169,20 @@ def test_without_an_objective_everything_comes_at_its_finest_level_at_once() -> 
     assert run.bytes == 4 * 40 * MB
     assert run.met is None
     assert [fetch.give_up_at for fetch in policy.asked] == [None] * 4
+
+
+def test_a_refinement_that_would_wait_too_long_for_its_decoding_is_given_up() -> None:
+    policy = adaptive(task(chunks=4, objective=1.0, text=0.2, question=0.05, decode=lambda tokens, level: 0.1))
+    for number in range(4):
+        base = policy.next(0.0)
+        assert base is not None
+        policy.done(base, 0.01 * number, 0.01 * (number + 1), True)  # all decoded at 0.41
+    first, second = policy.next(0.04), policy.next(0.04)
+    assert first is not None
+    assert second is not None
+    assert policy.give_up_at(second) == pytest.approx(0.85)
+    policy.done(first, 0.04, 0.8, True)  # decoded at 0.9; the second would be at 1.0, too late
+    assert policy.give_up_at(second) == 0.8
 
 
 def test_a_chunk_without_levels_and_one_that_decodes_too_slowly_are_text() -> None:

@@ -125,7 +125,7 @@ def _rungs(totals: Mapping[str, int], losses: Mapping[str, float]) -> Iterator[R
 
 
 def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed | None) -> Subject:
-    """The store's own chunks, in the order of their ids, with its own sizes and the losses that `compress` measured.
+    """The store's own chunks, document by document, with its own sizes and the losses that `compress` measured.
 
     Raises
     ------
@@ -169,7 +169,8 @@ def _named(rungs: Mapping[str, tuple[Part, ...]], losses: Mapping[str, float], l
 def _store_chunks(store: Store, context: int) -> Iterator[tuple[int, dict[str, tuple[Part, ...]], int]]:
     """(tokens, parts by level, bytes of its KV as it is) of chunks until there are `context` tokens."""
     tokens = 0
-    for chunk in store.chunk_ids():
+    in_order = dict.fromkeys(ref.chunk_id for document in store.documents() for ref in document.chunks)
+    for chunk in in_order:
         if tokens >= context:
             return
         info, sizes = store.chunk_info(chunk), store.level_sizes(chunk)

@@ -42,7 +42,7 @@ def drop_figure(result: StreamBench) -> str:
     runs, levels = result.case, _levels(result)
     until = 1.06 * min(max(one.run.ttft_s for one in runs), 4 * result.case_slo_ms / 1e3)
     lanes = _TOP + _LINK + 26
-    width, height = _NAMES + _WIDTH + 70, lanes + _LANE * len(runs) + 86
+    width, height = _NAMES + _WIDTH + 130, lanes + _LANE * len(runs) + 86
     title = f"3 Gbit/s, 1 Gbit/s from 0.1 s on, objective {result.case_slo_ms:g} ms: {result.subject}"
     parts = [*_page(title, width, height), *_link(result, until)]
     bottom = lanes + _LANE * len(runs)
@@ -59,8 +59,8 @@ def drop_figure(result: StreamBench) -> str:
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_colour(level, levels)}"/>')
         parts.append(f'<text x="{x + 17}" y="{y}">{escape(level)}</text>')
     note = (
-        "a bar ends where a chunk has arrived at that level, the grey line at the first token (green: in time); the "
-        "number is the loss"
+        "a bar ends where a chunk has arrived at that level, the line at the first token (green: in time); the "
+        "numbers are the time to it and the loss"
     )
     return _end(parts, note, height)
 
@@ -105,8 +105,7 @@ def _lane(one: CaseRun, y: int, until: float, levels: Sequence[str]) -> Iterator
         )
         before = arrival.second
     told = f"{one.run.ttft_s * 1e3:.0f} ms, {one.run.loss:.4f}"
-    x = min(_NAMES + _WIDTH * end / until + 6, _NAMES + _WIDTH - 40)
-    yield f'<text class="note" x="{x:.1f}" y="{y + 17}">{told}</text>'
+    yield f'<text class="note" x="{_NAMES + _WIDTH + 10}" y="{y + 17}">{told}</text>'
 
 
 def _page(title: str, width: int, height: int) -> Iterator[str]:

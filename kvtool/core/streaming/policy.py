@@ -70,9 +70,11 @@ class Adaptive(Book):
         if not self._is_base(fetch):
             # Where the objective is promised, nothing is built on a base that has not arrived: it may still fail.
             arriving = _NONE if self._promised else self._bases_flying()
-            return self._deadline(arriving) - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            latest = self._deadline(arriving) - self.task.decode(self._ladders[fetch.chunk].tokens, fetch.level)
+            return latest if self._decoded_at <= latest else self._now
         text = self._deadline(_NONE)
-        if self._promised or (self._now <= text and self._course(fetch) <= text):
+        in_reach = max(self._now, self._decoded_at) <= text
+        if self._promised or (in_reach and self._course(fetch) <= text):
             return text
         return max(self._last_hope(), self._as_long_as_text(fetch))
 
@@ -98,7 +100,7 @@ class Adaptive(Book):
             return now < deadline or not self._promised
         size = ladder.rungs[0].size
         sooner = size / rate < self._text_seconds(ladder.chunk, self._missing - flying)
-        if not self._promised and now > deadline:
+        if not self._promised and max(now, self._decoded_at) > deadline:
             return sooner or now <= self._last_hope()
         in_time = sooner and self._arrival(now, size, rate) <= deadline
         return in_time or (not self._promised and self._on_course(now, rate))
@@ -131,7 +133,7 @@ class Adaptive(Book):
         return self.task.objective - self.task.compute(self._missing - arriving)
 
     def _all_by(self) -> float:
-        """When all bases must be there to meet the objective by them."""
+        """When all bases must be decoded to meet the objective by them."""
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
@@ -139,12 +141,13 @@ class Adaptive(Book):
         could still come in time, on a link that comes back."""
         first = next((one.fetch.size for one in self._flying if self._is_base(one.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._open()) - first
-        return self._all_by() - left / (OPTIMISM * self._best)
+        return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
         """All bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._open() if self._reaching[ladder.chunk] < 0)
-        return self._arrival(now, left, rate) <= self._all_by()
+        decoded = max(now, self._decoded_at) + self._open_decode()
+        return max(self._arrival(now, left, rate), decoded) <= self._all_by()
 
     def _course(self, fetch: Fetch) -> float:
         """When an outstanding base is expected, if the link is on course; long ago if it is not."""
@@ -175,6 +178,10 @@ class Adaptive(Book):
     def _open(self) -> list[Ladder]:
         """Chunks that stand at no level yet, but may."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
+
+    def _open_decode(self) -> float:
+        """Seconds that decoding their bases takes."""
+        return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._open())
 
     def _bases_flying(self) -> frozenset[int]:
         return frozenset(one.fetch.chunk for one in self._flying) & self._missing

@@ -80,8 +80,8 @@ class Trace:
 def write_trace(trace: Trace, path: Path) -> None:
     """As `read_trace` reads it."""
     lines = [f"# name: {trace.name}", f"# class: {trace.kind}"]
-    lines += [f"# {key}: {getattr(trace, key):g}" for key in _NUMBERS]
-    rows = [f"{second:g},{mbps:g}" for second, mbps in trace.steps]
+    lines += [f"# {key}: {getattr(trace, key)!r}" for key in _NUMBERS]
+    rows = [f"{second!r},{mbps!r}" for second, mbps in trace.steps]
     path.write_text("\n".join([*lines, _HEAD, *rows]) + "\n", encoding="utf-8")
 
 
