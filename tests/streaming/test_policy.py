@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtool.core.streaming.book import Fetch, Task
 from kvtool.core.streaming.estimate import PREDICTORS
+from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.core.streaming.simulate import meets, simulate
 from kvtool.core.streaming.traces import Trace
 from tests.streaming.making import MB, Watched, adaptive, ladder, steady, task, tasks, traces
@@ -119,6 +120,15 @@ def test_bases_come_first_then_each_step_in_the_order_of_relevance() -> None:
     simulate(policy, one, steady(100), depth=1)
     steps = ["4", "3", "2", "1", "lossless"]
     assert [(fetch.level, fetch.chunk) for fetch in policy.asked] == [(level, n) for level in steps for n in range(3)]
+
+
+def test_what_is_here_already_is_refined_over_a_link_that_nothing_is_known_of() -> None:
+    here = Ladder(0, 100, (Rung("2", 0.02, ()), Rung("1", 0.002, (Part("1", 1_000_000),))))
+    one = Task((here,), lambda text: 0.1, 1.0)
+    for mbps, level in ((100, "1"), (1, "2")):
+        run = simulate(adaptive(one), one, steady(mbps))
+        assert run.levels == {0: level}
+        assert run.met
 
 
 def test_a_finer_level_is_reached_on_a_faster_link() -> None:

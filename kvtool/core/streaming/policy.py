@@ -106,7 +106,8 @@ class Adaptive(Book):
         return in_time or (not self._promised and self._on_course(now, rate))
 
     def _refinement(self, now: float) -> Fetch | None:
-        rate = self._rate
+        # Nothing is known of the link where all bases were here from the start: one refinement finds out.
+        rate = math.inf if self._rate is None and not self._flying else self._rate
         if rate is None:
             return None
         deadline = self._deadline(self._bases_flying())
