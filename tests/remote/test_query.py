@@ -25,7 +25,7 @@ SLO = ("--slo-ms", "600000")
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes ten seconds for every chunk that it computes: fetching one is sooner."""
-    monkeypatch.setattr(streaming, "_compute_of", lambda *known: lambda text: 1.0 + 10.0 * len(text))
+    monkeypatch.setattr(streaming.Computing, "_pass", lambda self, text: 1.0 + 10.0 * len(text))
 
 
 def ask(place: object, *more: object, mode: str = "union") -> Done:

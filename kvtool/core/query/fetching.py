@@ -126,6 +126,14 @@ class Driver:
             self._policy.done(fetch, self._now(), self._now(), False)
 
 
+def warm_up(dtype: str) -> None:
+    """Compile what decodes to this format, before a question's time begins to count."""
+    from kvtool.core.codec.entropy import native
+
+    for kind in (dtype, "int16"):  # as it is, and what a finer level refines
+        native.kernel(kind)
+
+
 class Decoding:
     """Decodes chunk by chunk in a thread, into the memory that the loader then reads."""
 
@@ -133,12 +141,14 @@ class Decoding:
         self._source, self._layers = source, layers
         self._waiting: queue.SimpleQueue[tuple[int, Segment] | None] = queue.SimpleQueue()
         self._latest: dict[int, str] = {}
-        self._tokens, self._spent = 0, 0.0
+        self._seen: dict[str, int] = {}
+        self._token_seconds: dict[str, float] = {}
         self._thread: threading.Thread | None = None
 
     def seconds(self, tokens: int, level: str) -> float:
-        """What decoding has taken so far, a token; nothing before the first chunk."""
-        return tokens * self._spent / self._tokens if self._tokens else 0.0
+        """What decoding at this level has taken at best so far; nothing before its second chunk, since the first one
+        waits for tables and compilers."""
+        return tokens * self._token_seconds.get(level, 0.0)
 
     def put(self, number: int, segment: Segment, level: str) -> None:
         """Decode a chunk at a level that is there now."""
@@ -170,5 +180,7 @@ class Decoding:
                 self._source.read([segment], layer, stats)
         except RecordMissing:
             return  # the loader meets it again, and makes it a hole
-        self._spent += time.perf_counter() - started
-        self._tokens += len(segment.ids)
+        level, took = segment.source.level or "", (time.perf_counter() - started) / len(segment.ids)
+        self._seen[level] = self._seen.get(level, 0) + 1
+        if self._seen[level] > 1:
+            self._token_seconds[level] = min(took, self._token_seconds.get(level, took))

@@ -25,6 +25,7 @@ from kvtool.core.model.load import load_model
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.query.auto import answer_auto
 from kvtool.core.query.explain import explain
+from kvtool.core.query.fetching import warm_up
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
@@ -223,6 +224,7 @@ class Session:
             return Streamed(asked.plan, self._source)
         assert isinstance(self.store, Tier)
         speeds = self.speeds.speeds((), ())  # measuring the machine, once, is not the question's time
+        warm_up(self.identity.dtype)
         started = time.perf_counter()
         since = started - asked.retrieve_ms / 1e3
         element = torch.empty((), dtype=self.decoder.dtype).element_size()

@@ -6,7 +6,7 @@ CacheGen (arXiv 2310.07240, section 5): what is fetched next, how fine, and what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +83,14 @@ def stream_prompt(
         # Room for every chunk twice: one that is refined is there at both levels for a moment.
         source = HotSource(source, 2 * asked.plan.length * token_bytes)
     decoding = Decoding(source, speeds.layers)
-    task = Task(ladders, _compute_of(asked.plan, speeds, mode, options), options.slo_ms / 1e3, decoding.seconds)
+    computing = Computing(asked.plan, speeds, mode, options)
+    task = Task(ladders, computing, options.slo_ms / 1e3, decoding.seconds)
     policy = Adaptive(task, make_estimator(DEFAULT_PREDICTOR), DEFAULT_MARGIN)
     driver = Driver(store, segments, policy, decoding, since)
     driver.run()
     decoding.finish()
     rows = [_row(row, segments) for row in policy.log]
-    return Streamed(_at_levels(asked.plan, policy.levels), source, rows, driver.size)
+    return Streamed(_at_levels(asked.plan, computing.settled(policy.levels)), source, rows, driver.size)
 
 
 def _row(row: dict[str, Any], segments: Sequence[Segment]) -> dict[str, Any]:
@@ -146,27 +147,44 @@ def rungs_of(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> lis
     return found
 
 
-def _compute_of(plan: Plan, speeds: Speeds, mode: str, options: QueryOptions) -> Callable[[frozenset[int]], float]:
-    """Seconds of the pass after streaming, by the chunks that are computed from their text."""
-    free = replace(speeds, loads={_HERE: LoadSpeed(0.0, 0.0, 0.0, 0.0)})
-    known: dict[frozenset[int], float] = {}
+class Computing:
+    """Seconds of the pass after streaming, by the chunks that are computed from their text.
 
-    def seconds(text: frozenset[int]) -> float:
-        if text not in known:
-            spans = [
-                Span(len(one.ids), "miss" if number in text else one.status, _HERE if one.cached else None)
-                for number, one in enumerate(plan.segments)
-            ]
-            known[text] = _SLOWER * _seconds_of(Prompt(spans, free), mode, options, len(plan.chunks))
-        return known[text]
+    A mode that ranks by the question's attention computes holes twice, before the choice and after it. Where most is
+    text, full prefill is sooner than that, and loses nothing: then it is all computed.
+    """
 
-    return seconds
+    def __init__(self, plan: Plan, speeds: Speeds, mode: str, options: QueryOptions) -> None:
+        self._plan, self._mode, self._options = plan, mode, options
+        self._speeds = replace(speeds, loads={_HERE: LoadSpeed(0.0, 0.0, 0.0, 0.0)})
+        self._everything = frozenset(number for number, one in enumerate(plan.segments) if one.cached)
+        self._known: dict[frozenset[int], float] = {}
 
+    def __call__(self, text: frozenset[int]) -> float:
+        return min(self._cached(text), self._cached(self._everything))
 
-def _seconds_of(prompt: Prompt, mode: str, options: QueryOptions, chunks: int) -> float:
-    if mode in ("union", "infoflow", "blend"):
-        return prompt.recompute(mode, options.ratio)  # type: ignore[arg-type]
-    return prompt.recomputing(options.link_tokens * chunks if mode == "epic" else 0)
+    def settled(self, levels: Mapping[int, str | None]) -> dict[int, str | None]:
+        """The levels, or text for all where that is sooner."""
+        text = frozenset(number for number, level in levels.items() if level is None)
+        if text and self._cached(self._everything) < self._cached(text):
+            return dict.fromkeys(self._everything)
+        return dict(levels)
+
+    def _cached(self, text: frozenset[int]) -> float:
+        if text not in self._known:
+            self._known[text] = self._pass(text)
+        return self._known[text]
+
+    def _pass(self, text: frozenset[int]) -> float:
+        spans = [
+            Span(len(one.ids), "miss" if number in text else one.status, _HERE if one.cached else None)
+            for number, one in enumerate(self._plan.segments)
+        ]
+        prompt, options = Prompt(spans, self._speeds), self._options
+        if self._mode in ("union", "infoflow", "blend"):
+            return _SLOWER * prompt.recompute(self._mode, options.ratio)  # type: ignore[arg-type]
+        linked = options.link_tokens * len(self._plan.chunks) if self._mode == "epic" else 0
+        return _SLOWER * prompt.recomputing(linked)
 
 
 def _at_levels(plan: Plan, levels: Mapping[int, str | None]) -> Plan:
