@@ -69,6 +69,7 @@ def query(
     if run.settings.level != "auto":
         check_level(run.settings.level)
     options = replace(_options(run, token_ids, explain, force), only=tuple(only or ()))
+    _check_defer(options, requests, compare)
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store, _traced(profile) as trace:
@@ -82,6 +83,17 @@ def query(
         else:
             _answer(run, session, requests[0], options)
     return None
+
+
+def _check_defer(options: QueryOptions, requests: list[Request], compare: str | None) -> None:
+    """Refuse what --defer cannot do, before anything is loaded."""
+    if not options.defer:
+        return
+    from kvtool.core.query.defer import check_defer
+
+    if compare is not None:
+        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    check_defer(options, found=any(not (one.chunks or one.documents) for one in requests))
 
 
 def _check_writable(profile: Path) -> None:
@@ -173,6 +185,9 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
         "embedder",
         "offline",
         "order",
+        "defer",
+        "defer_first",
+        "defer_threshold",
         "max_tokens",
         "temperature",
         "seed",
@@ -209,6 +224,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     reply = session.ask(request, options, on_text=lambda piece: run.out.print(piece, end=""))
     run.out.result(reply.to_json(), human=run.out.print)
     _show_decision(run, reply)
+    _show_rounds(run, reply)
     tokens, timing = reply.tokens, reply.timing_ms
     run.out.status(
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
@@ -249,6 +265,14 @@ def _show_decision(run: Run, reply: Reply) -> None:
     run.out.status(f"auto: {reply.fusion}{ratio}{level}, expected after {expected[reply.fusion]:.0f} ms")
     for reason in chosen["reasons"]:
         run.out.detail(f"  {reason}")
+
+
+def _show_rounds(run: Run, reply: Reply) -> None:
+    """What was loaded when, and why."""
+    for number, one in enumerate(reply.rounds, 1):
+        run.out.status(f"round {number}: {len(one.chunks)} chunk(s), {one.bytes_read / 1e6:.1f} MB; {one.verdict.why}")
+    if reply.left:
+        run.out.status(f"{reply.left} chunk(s) were not loaded")
 
 
 def _show_runs(run: Run, replies: list[Reply]) -> None:

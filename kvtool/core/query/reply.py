@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.fusion.names import AUTO
-from kvtool.core.settings import LOAD_TIMEOUT
+from kvtool.core.settings import DEFER_FIRST, LOAD_TIMEOUT
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
+    from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkRuns
 
 
@@ -25,6 +26,8 @@ class QueryOptions:
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     force : answer although the gate refuses.
     load_timeout : seconds that one record may be read for; its chunk is computed in place then.
+    defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
+        sure than `defer_threshold` (None: as calibrated, else the default); core/query/defer.py.
     check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
         the mode's own.
     retriever, embedder, only, offline : see `retrieval.finder.How`.
@@ -44,6 +47,9 @@ class QueryOptions:
     embedder: str | None = None
     only: tuple[str, ...] = ()
     order: str = "relevance"
+    defer: bool = False
+    defer_first: int = DEFER_FIRST
+    defer_threshold: float | None = None
     offline: bool = False
     max_tokens: int = 128
     temperature: float = 0.0
@@ -101,6 +107,7 @@ class Reply:
     tokens : `prompt = reused + recomputed + fresh`, and `generated`.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained : one entry a chunk, where it was asked for.
+    rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     """
 
@@ -119,6 +126,8 @@ class Reply:
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
     controller: dict[str, Any] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    left: int = 0
 
     @property
     def asked_mode(self) -> str:
@@ -135,6 +144,7 @@ class Reply:
             "tokens": self.tokens,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
+            **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),

@@ -22,10 +22,13 @@ from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.load import load_model
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.query.auto import answer_auto
+from kvtool.core.query.calibration import threshold_for
+from kvtool.core.query.defer import check_defer
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
+from kvtool.core.query.rounds import Outcome, answer_in_rounds
 from kvtool.core.query.speeds import SpeedBook
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.scoring import score
@@ -151,6 +154,8 @@ class Session:
 
     def lay_out(self, request: Request, options: QueryOptions) -> Asked:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
+        if options.defer:
+            check_defer(options, found=not (request.chunks or request.documents))
         asked = self._layout.lay_out(request, options, self.trace)
         self.decoder.check_length(
             asked.plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
@@ -170,13 +175,12 @@ class Session:
             self.check_gate()
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
         started = time.perf_counter()
-        fused = fuse(
-            self.decoder, asked.plan, selector, self._source, options.max_tokens, self.trace, options.load_timeout
-        )
-        first = first_token(fused.logits, sampling)
+        outcome = self._fuse(asked, selector, options)
+        fused = outcome.fused
+        first, *more = _shown(outcome, sampling)
         ttft = asked.retrieve_ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
         started = time.perf_counter()
-        said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
+        said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
         add_span(self.trace, "generate", started, tokens=len(said.ids))
         if selector.uses_cache:
             self._after(fused)
@@ -184,7 +188,7 @@ class Session:
             question=asked.request.question,
             answer=said.text.strip(),
             fusion=mode,
-            chunks=self._chunks(asked.hits, fused.plan),
+            chunks=self._chunks(asked.hits[: len(fused.plan.chunks)], fused.plan),
             tokens=_tokens(fused, len(said.ids)),
             timing_ms=self._timing(asked, fused, ttft, said.milliseconds),
             bytes_read=fused.bytes_read,
@@ -192,12 +196,23 @@ class Session:
             fused=fused,
             segments=self._segments(fused.plan) if options.token_ids else None,
             explained=explain(fused, self._tokenizer) if options.explain else [],
+            rounds=outcome.rounds,
+            left=len(asked.hits) - len(fused.plan.chunks),
             resolved={"device": self.decoder.device, "dtype": self.identity.dtype, "model": self.identity.model},
         )
         if asked.request.answers:
             scores = score(reply.answer, asked.request.answers)
             reply.scores = {"f1": scores.f1, "exact_match": scores.exact_match, "contains": scores.contains}
         return reply
+
+    def _fuse(self, asked: Asked, selector: Selector, options: QueryOptions) -> Outcome:
+        """The whole prompt in one pass, or in rounds."""
+        decoder, source = self.decoder, self._source
+        if options.defer:
+            threshold = threshold_for(self.store, self.identity.fingerprint, selector.name, options.defer_threshold)
+            return answer_in_rounds(decoder, asked.plan, selector, source, options, threshold, self.trace)
+        fused = fuse(decoder, asked.plan, selector, source, options.max_tokens, self.trace, options.load_timeout)
+        return Outcome(fused, None, [])
 
     def check_gate(self) -> None:
         """Run the gate at a model's first meeting with the store; refuse if it failed.
@@ -256,6 +271,14 @@ class Session:
             "generate": generated,
             "model_load": self.decoder.loaded.load_ms,
         }
+
+
+def _shown(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
+    """The first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    if outcome.begun is not None and sampling.temperature <= 0:
+        return outcome.begun.ids
+    outcome.fused.cache.set_length(outcome.fused.plan.length)
+    return [first_token(outcome.fused.logits, sampling)]
 
 
 def _tokens(fused: Fused, generated: int) -> dict[str, int]:
