@@ -26,7 +26,7 @@ Report = Callable[[Run, Any, Subject], int | None]
 
 
 @app.command(cls=ManyValues)
-@takes("top_k", "level", "max_loss", "ratio", "link_tokens", "defer_first")
+@takes("top_k", "level", "max_loss", "ratio", "link_tokens", "order", "defer_first")
 def inspect(
     run: Run,
     what: Annotated[
@@ -88,7 +88,7 @@ def inspect(
     """The store at a glance, or one thing about it in depth."""
     if what and what not in WHATS:
         raise UsageError(f"inspect: there is no {what!r}", f"known: {', '.join(WHATS)}")
-    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html, figures)
+    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html, figures, defer)
     subject.check()
     from kvtool.core.cache.store import Store
 

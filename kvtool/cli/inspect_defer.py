@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
-    from kvtool.core.query.defer import check_defer
     from kvtool.core.query.session import store_identity
     from kvtool.core.report.defer import defer_facts, defer_overview
     from kvtool.core.report.defer_page import defer_sections
@@ -34,8 +33,7 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
         raise UsageError("--defer calibrates modes that use the cache, each once", "--runs union, or union:5%,reuse")
     if any(not request.answers for request in requests):
         raise UsageError("--defer needs a gold answer to every question", '{"question", "answers"} on every line')
-    options = replace(options_for(run, wanted), defer_first=run.settings.defer_first, fusion=specs[0].mode)
-    check_defer(options, found=any(not (one.chunks or one.documents) for one in requests))
+    options = replace(options_for(run, wanted), defer=True, defer_first=run.settings.defer_first)
     identity = store_identity(store)
     facts = evaluation_facts(store, identity, requests, options) | defer_facts(options)
     journal = Journal(wanted.resume, facts)

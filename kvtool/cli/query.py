@@ -69,7 +69,7 @@ def query(
     if run.settings.level != "auto":
         check_level(run.settings.level)
     options = replace(_options(run, token_ids, explain, force), only=tuple(only or ()))
-    _check_defer(options, requests, compare)
+    _check_defer(options, compare)
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store, _traced(profile) as trace:
@@ -85,7 +85,7 @@ def query(
     return None
 
 
-def _check_defer(options: QueryOptions, requests: list[Request], compare: str | None) -> None:
+def _check_defer(options: QueryOptions, compare: str | None) -> None:
     """Refuse what --defer cannot do, before anything is loaded."""
     if not options.defer:
         return
@@ -93,7 +93,7 @@ def _check_defer(options: QueryOptions, requests: list[Request], compare: str | 
 
     if compare is not None:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    check_defer(options, found=any(not (one.chunks or one.documents) for one in requests))
+    check_defer(options)
 
 
 def _check_writable(profile: Path) -> None:

@@ -186,7 +186,10 @@ class Settings:
         None, "The embedding model of the chunks' vectors.", "ingest", "query", metavar="NAME|FOLDER"
     )
     order: str = _key(
-        "relevance", "How found chunks stand in the prompt.", "query", choices=("relevance", "best-last", "document")
+        "relevance",
+        "How found chunks stand in the prompt; with --defer, in each round.",
+        "query",
+        choices=("relevance", "best-last", "document"),
     )
     defer: bool = _key(False, "Load more chunks only when the answer is unsure.", "query")
     defer_first: int = _key(DEFER_FIRST, "How many chunks --defer loads first.", "query", metavar="N", lowest=1)

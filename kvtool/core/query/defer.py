@@ -75,27 +75,16 @@ class Round:
         }
 
 
-def check_defer(options: QueryOptions, found: bool) -> None:
-    """Refuse what cannot be kept in rounds.
-
-    Parameters
-    ----------
-    found : the chunks were found, not named in an order of their own.
-
-    Raises
-    ------
-    UsageError : the controller is to choose the mode; or the best chunks are not to stand first.
-    """
+def check_defer(options: QueryOptions) -> None:
+    """Refuse a mode that is chosen for a whole prompt, and a first round of nothing. Raises UsageError."""
+    if options.defer_first < 1:
+        raise UsageError(f"a first round of {options.defer_first} chunks", "--defer-first 1 or more")
     if options.fusion == AUTO:
         raise UsageError("--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt")
-    if found and options.order != "relevance":
-        raise UsageError(
-            f"--defer loads the best chunks first; --order {options.order} cannot be kept", "leave --order out"
-        )
 
 
 def spans(count: int, first: int) -> Iterator[tuple[int, int]]:
-    """Which chunks each round loads, from … to: `first` of them, then each time as many as stand already."""
+    """Which chunks, the best first, each round loads, from … to: `first`, then each time as many as stand already."""
     start, stop = 0, min(first, count)
     yield start, stop
     while stop < count:

@@ -31,7 +31,8 @@ class QueryOptions:
     check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
         the mode's own.
     retriever, embedder, only, offline : see `retrieval.finder.How`.
-    order : of the chunks that were found: `relevance` (best first), `best-last`, or as in their `document`s.
+    order : of the chunks that were found: `relevance` (best first), `best-last`, or as in their `document`s; of a
+        deferred query those of each round.
     max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 

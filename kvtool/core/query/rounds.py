@@ -65,7 +65,7 @@ def steps(
 
     Parameters
     ----------
-    plan : of all chunks, the best first. The buffers have room for it and the answer from the start.
+    plan : of all chunks, those of the first round first. The buffers have room for it and the answer from the start.
     """
     prefix, *chunks, question = plan.segments
     fused: Fused | None = None

@@ -10,7 +10,7 @@ from typing import Any, cast
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.hot import HotSource, Warm
 from kvtool.core.fusion.names import AUTO
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS, Selector
@@ -86,6 +86,7 @@ class Session:
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
         self._lock_wait = lock_wait
+        self._warm: Warm | None = None
         self._tokenizer = decoder.loaded.tokenizer
         self._layout = Layout(store, identity, self._tokenizer, len(decoder.layers), warn)
         self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
@@ -123,8 +124,10 @@ class Session:
         return cls(store, Decoder(loaded), identity, warn)
 
     def keep_hot(self, limit: int) -> None:
-        """Hold what was loaded, up to `limit` bytes, for the questions to come."""
+        """Hold what was loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
         self._source = HotSource(self._source, limit)
+        self._warm = Warm(limit)
+        self._layout.prefer(self._warm)
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of it is held in memory."""
@@ -155,7 +158,7 @@ class Session:
     def lay_out(self, request: Request, options: QueryOptions) -> Asked:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
         if options.defer:
-            check_defer(options, found=not (request.chunks or request.documents))
+            check_defer(options)
         asked = self._layout.lay_out(request, options, self.trace)
         self.decoder.check_length(
             asked.plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
@@ -256,6 +259,9 @@ class Session:
 
     def _after(self, fused: Fused) -> None:
         found = [segment.source.chunk_id for segment in fused.plan.cached_chunks]
+        if self._warm is not None:
+            for segment in fused.plan.cached_chunks:
+                self._warm.use(segment.source.chunk_id, self.decoder.kv_bytes(len(segment.ids)))
         self.store.note_access(found, missed=len(fused.plan.chunks) - len(found))
         holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
         if holes:
