@@ -232,7 +232,8 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     )
     if reply.explained:
         show_explained(run.out, reply)
-    run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in reply.chunks)))
+    best_first = sorted(reply.chunks, key=lambda chunk: -(chunk.score or 0))
+    run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in best_first)))
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
 

@@ -186,7 +186,7 @@ class Settings:
         None, "The embedding model of the chunks' vectors.", "ingest", "query", metavar="NAME|FOLDER"
     )
     order: str = _key(
-        "relevance",
+        "best-last",
         "How found chunks stand in the prompt; with --defer, in each round.",
         "query",
         choices=("relevance", "best-last", "document"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from kvtool.core.query.compare import compare
 from kvtool.core.query.defer import DEFAULT_THRESHOLD, Threshold, confidence, judge, spans
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.query.session import Session, store_identity
+from kvtool.core.retrieval.passages import Hit
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
 
 NEVER, AT_ONCE = ("--defer-threshold", "2"), ("--defer-threshold", "0")
@@ -101,9 +102,9 @@ def test_found_chunks_stand_by_round_in_the_order_that_is_asked_for(store: Path)
         done = kvtool("query", QUESTION, "--store", store, "--top-k", "5", *SHORT, "--json", *more).fine()
         return [chunk["id"] for chunk in done.json["chunks"]]
 
-    best = ids()
-    assert ids("--defer", *NEVER) == best
-    assert ids("--defer", *NEVER, "--order", "best-last") == [*best[1::-1], *best[3:1:-1], best[4]]
+    best = ids("--order", "relevance")
+    assert ids("--defer", *NEVER, "--order", "relevance") == best
+    assert ids("--defer", *NEVER) == [*best[1::-1], *best[3:1:-1], best[4]]
 
 
 def test_words_say_what_was_loaded(store: Path) -> None:
@@ -259,13 +260,16 @@ def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
 
 
 def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
-    everything = session.lay_out(Request("mill"), QueryOptions(top_k=30)).hits
+    def hits(top_k: int) -> Sequence[Hit]:
+        return session.lay_out(Request("mill"), QueryOptions(top_k=top_k, order="relevance")).hits
+
+    everything = hits(30)
     scores = [hit.score for hit in everything]
     tied = next(number for number in range(1, len(scores)) if scores[number] == scores[number - 1])
     better, worse = everything[tied - 1].passage.chunk_id, everything[tied].passage.chunk_id
     session.keep_hot(10**9)
     session.ask(Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
-    found = session.lay_out(Request("mill"), QueryOptions(top_k=tied)).hits
+    found = hits(tied)
     assert found[-1].passage.chunk_id == worse  # it stands where the other did, beyond which none was wanted
     assert [hit.score for hit in found] == scores[:tied]
     assert better != worse

@@ -126,7 +126,8 @@ SURE_IS_RIGHT = [
 
 
 def test_the_lowest_threshold_that_loses_nothing() -> None:
-    assert choose(SURE_IS_RIGHT) == 0.8
+    assert choose(SURE_IS_RIGHT) == 0.35
+    assert policy(SURE_IS_RIGHT, 0.35) | {"threshold": 0.8} == policy(SURE_IS_RIGHT, 0.8)
     found = policy(SURE_IS_RIGHT, 0.8)
     assert (found["f1"], found["chunks"], found["bytes_share"]) == (1, 3, 0.75)
     assert policy(SURE_IS_RIGHT, NEVER)["bytes_share"] == 1
@@ -138,7 +139,11 @@ def test_where_the_first_round_is_as_good_it_is_enough() -> None:
 
 
 def test_where_confidence_says_nothing_all_is_loaded() -> None:
-    assert choose([asked((0.9, 0), (0.1, 1)), asked((0.9, 0), (0.1, 1))]) == NEVER
+    assert choose([asked((1.0, 0), (0.1, 1)), asked((0.4, 1), (0.1, 1))]) == NEVER
+
+
+def test_where_more_chunks_do_harm_to_sure_answers_only_unsure_ones_load_more() -> None:
+    assert choose([asked((0.9, 1), (0.9, 0)), asked((0.2, 0), (0.9, 1))]) == 0.25
 
 
 def test_an_answer_that_says_nothing_is_never_enough() -> None:
@@ -161,8 +166,8 @@ def test_bins_leave_last_rounds_out() -> None:
 def test_held_out_questions_had_no_part_in_their_threshold() -> None:
     rows = {number: {"reuse": {"rounds": rounds}} for number, rounds in enumerate(SURE_IS_RIGHT)}
     (run,) = defer_overview(rows)["runs"]
-    assert run["held_out"]["thresholds"] == [choose(SURE_IS_RIGHT[::2]), choose(SURE_IS_RIGHT[1::2])] == [0.9, 0.8]
-    assert run["held_out"]["f1"] == 1
-    assert run["held_out"]["chunks"] == 3.5
+    assert run["held_out"]["thresholds"] == [choose(SURE_IS_RIGHT[::2]), choose(SURE_IS_RIGHT[1::2])] == [0.35, 0.25]
+    assert run["held_out"]["f1"] == 0.75  # the third question is as sure as the other half's threshold asks for
+    assert run["held_out"]["chunks"] == 2.5
     (single,) = defer_overview({0: rows[0]})["runs"]
     assert single["held_out"] is None

@@ -47,7 +47,7 @@ class QueryOptions:
     retriever: str = "auto"
     embedder: str | None = None
     only: tuple[str, ...] = ()
-    order: str = "relevance"
+    order: str = "best-last"
     defer: bool = False
     defer_first: int = DEFER_FIRST
     defer_threshold: float | None = None

@@ -20,8 +20,8 @@ def defer_sections(value: dict[str, Any]) -> list[Section]:
         "is every round but a question's last, on which nothing hangs."
     )
     costs = (
-        f"Calibrated: the lowest threshold that loses at most {value['allowed_loss']:g} of F1 and of `contains`. Held "
-        "out: each half of the questions by the threshold of the other half."
+        f"Calibrated: the lowest threshold that loses at most {value['allowed_loss']:g} of F1 and of `contains` "
+        "against the best one. Held out: each half of the questions by the threshold of the other half."
     )
     return [
         Section(
