@@ -142,10 +142,6 @@ def test_where_confidence_says_nothing_all_is_loaded() -> None:
     assert choose([asked((1.0, 0), (0.1, 1)), asked((0.4, 1), (0.1, 1))]) == NEVER
 
 
-def test_where_more_chunks_do_harm_to_sure_answers_only_unsure_ones_load_more() -> None:
-    assert choose([asked((0.9, 1), (0.9, 0)), asked((0.2, 0), (0.9, 1))]) == 0.25
-
-
 def test_an_answer_that_says_nothing_is_never_enough() -> None:
     found = policy([asked((0.9, 0), (0.9, 1), refused=True)], 0.0)
     assert (found["f1"], found["chunks"]) == (1, 4)

@@ -21,7 +21,7 @@ def defer_sections(value: dict[str, Any]) -> list[Section]:
     )
     costs = (
         f"Calibrated: the lowest threshold that loses at most {value['allowed_loss']:g} of F1 and of `contains` "
-        "against the best one. Held out: each half of the questions by the threshold of the other half."
+        "against loading everything. Held out: each half of the questions by the threshold of the other half."
     )
     return [
         Section(
