@@ -49,7 +49,8 @@ def test_it_keeps_a_threshold_for_each_mode(store: Path, batch: Path) -> None:
         assert run["all"]["bytes_share"] == 1
         assert run["first"]["chunks"] == 2
         assert run["first"]["bytes_read"] < run["all"]["bytes_read"]
-        assert run["chosen"]["f1"] >= run["all"]["f1"] - 0.01
+        assert run["threshold"] == NEVER or run["chosen"]["f1"] >= run["whole"]["f1"] - 0.01
+        assert run["whole"]["bytes_read"] == run["all"]["bytes_read"]
         shares = [one["bytes_share"] for one in run["policies"]]
         assert shares == sorted(shares)
     row = kvtool("query", QUESTION, "--store", store, "--defer", "--json", "--max-tokens", "2").fine().json
@@ -63,6 +64,9 @@ def test_rounds_are_those_of_a_query(store: Path, batch: Path, tmp_path: Path) -
     for run, fusion in (("reuse", ("reuse",)), ("union:0.2", ("union", "--ratio", "0.2"))):
         rounds = row["runs"][run]["rounds"]
         assert [one["chunks"] for one in rounds] == [2, 4, 5]
+        asked = ("--fusion", *fusion, "--max-tokens", "6", "--top-k", "5", "--json")
+        whole = kvtool("query", "When was the first mill built?", "--store", store, *asked).fine().json
+        assert row["runs"][run]["whole"]["answer"] == whole["answer"]
         for one, number in zip(rounds, (2.0, rounds[0]["confidence"]), strict=False):
             asked = ("--defer-threshold", number, "--fusion", *fusion, "--max-tokens", "6", "--top-k", "5")
             done = kvtool("query", "When was the first mill built?", "--store", store, "--defer", *asked, "--json")
@@ -106,15 +110,20 @@ def test_what_cannot_be_calibrated(store: Path, tmp_path: Path, more: tuple[str,
 # ---- what a threshold is drawn from ----
 
 
-def asked(*rounds: tuple[float, float], refused: bool = False) -> list[dict[str, Any]]:
-    """A question by (confidence, score) of its rounds, 2, 4, 8 … chunks; every round reads 10 bytes a chunk."""
+def asked(*rounds: tuple[float, float], whole: float | None = None, refused: bool = False) -> dict[str, Any]:
+    """A question by (confidence, score) of its rounds, 2, 4, 8 … chunks; every round reads 10 bytes a chunk.
+
+    `whole`: the score of one pass; None: as good as the last round.
+    """
     rows, stood = [], 0
     for number, (sure, right) in enumerate(rounds):
         chunks = 2 ** (number + 1)
         row = {"chunks": chunks, "confidence": sure, "refused": refused, "bytes_read": 10 * (chunks - stood)}
         rows.append(row | {"f1": right, "contains": right, "exact_match": right})
         stood = chunks
-    return rows
+    score = rounds[-1][1] if whole is None else whole
+    one_pass = {"chunks": stood, "bytes_read": 10 * stood, "f1": score, "contains": score, "exact_match": score}
+    return {"rounds": rows, "whole": one_pass}
 
 
 SURE_IS_RIGHT = [
@@ -142,6 +151,11 @@ def test_where_confidence_says_nothing_all_is_loaded() -> None:
     assert choose([asked((1.0, 0), (0.1, 1)), asked((0.4, 1), (0.1, 1))]) == NEVER
 
 
+def test_it_is_held_against_one_pass() -> None:
+    assert choose([asked((0.9, 0), (0.9, 0), whole=1)]) == NEVER
+    assert choose([asked((0.9, 0), (0.9, 1), whole=0)]) == 0
+
+
 def test_an_answer_that_says_nothing_is_never_enough() -> None:
     found = policy([asked((0.9, 0), (0.9, 1), refused=True)], 0.0)
     assert (found["f1"], found["chunks"]) == (1, 4)
@@ -160,7 +174,7 @@ def test_bins_leave_last_rounds_out() -> None:
 
 
 def test_held_out_questions_had_no_part_in_their_threshold() -> None:
-    rows = {number: {"reuse": {"rounds": rounds}} for number, rounds in enumerate(SURE_IS_RIGHT)}
+    rows = {number: {"reuse": question} for number, question in enumerate(SURE_IS_RIGHT)}
     (run,) = defer_overview(rows)["runs"]
     assert run["held_out"]["thresholds"] == [choose(SURE_IS_RIGHT[::2]), choose(SURE_IS_RIGHT[1::2])] == [0.35, 0.25]
     assert run["held_out"]["f1"] == 0.75  # the third question is as sure as the other half's threshold asks for
