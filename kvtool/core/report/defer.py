@@ -177,17 +177,18 @@ def _taken(rounds: Sequence[Row], threshold: float) -> int:
 
 
 def choose(questions: Sequence[Question]) -> float:
-    """The lowest of a few thresholds that loses at most ALLOWED_LOSS of either score; NEVER where there is none.
+    """The lowest of a few thresholds that loses at most ALLOWED_LOSS of either score; if none does, the one that loses
+    least.
 
     What it is held against is what a query without `--defer` gives: one pass over all chunks.
     """
     whole = _whole(questions)
-    least = {name: whole[name] - ALLOWED_LOSS - 1e-9 for name in ("f1", "contains")}
-    for threshold in _TRIED:
-        found = policy(questions, threshold)
-        if all(found[name] >= low for name, low in least.items()):
-            return threshold
-    return NEVER
+    tried = {threshold: policy(questions, threshold) for threshold in _TRIED}
+    losses = {
+        threshold: round(max(whole[name] - one[name] for name in ("f1", "contains")), 9)
+        for threshold, one in tried.items()
+    }
+    return min(_TRIED, key=lambda threshold: (max(losses[threshold], ALLOWED_LOSS), threshold))
 
 
 def _held_out(questions: Sequence[Question]) -> dict[str, Any] | None:
