@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli.inspect_codec import codec
+from kvtool.cli.inspect_defer import calibrate
 from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
 from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run, new_app, takes
@@ -26,7 +27,7 @@ Report = Callable[[Run, Any, Subject], int | None]
 
 
 @app.command(cls=ManyValues)
-@takes("top_k", "level", "max_loss", "ratio", "link_tokens")
+@takes("top_k", "level", "max_loss", "ratio", "link_tokens", "order", "defer_first")
 def inspect(
     run: Run,
     what: Annotated[
@@ -66,6 +67,9 @@ def inspect(
             "--resume", metavar="FILE.jsonl", help="quality: keep results here and go on from them.", show_default=False
         ),
     ] = None,
+    defer: Annotated[
+        bool, typer.Option("--defer", help="quality: calibrate deferred loading. plan: what it loads first.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="quality: measure although the gate refuses.")] = False,
     chunks: Annotated[
         list[str] | None, typer.Option("--chunks", metavar="ID", help="Of a question: these chunks, in this order.")
@@ -85,7 +89,7 @@ def inspect(
     """The store at a glance, or one thing about it in depth."""
     if what and what not in WHATS:
         raise UsageError(f"inspect: there is no {what!r}", f"known: {', '.join(WHATS)}")
-    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html, figures)
+    subject = Subject(about, tuple(chunks or ()), tuple(documents or ()), batch, limit, html, figures, defer)
     subject.check()
     with open_any_store(run) as store:
         if what == "gate":
@@ -96,7 +100,8 @@ def inspect(
         if what in REPORTS:
             return _report(what)(run, store, subject)
         if what == "quality":
-            return quality(run, store, Wanted(subject, runs or (), max_tokens, resume, force))
+            wanted = Wanted(subject, runs or (), max_tokens, resume, force)
+            return calibrate(run, store, wanted) if defer else quality(run, store, wanted)
         _glance(run, store, subject)
         return None
 

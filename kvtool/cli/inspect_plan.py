@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvtool.cli.inspect_subject import Subject, options_of, tokenizer_of
@@ -20,7 +21,8 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     from kvtool.core.query.speeds import recalled
     from kvtool.core.report.plan import plan_report
 
-    identity, options = store_identity(store), options_of(run)
+    identity = store_identity(store)
+    options = replace(options_of(run), defer=about.defer or run.settings.defer)
     tokenizer, files = tokenizer_of(run, store)
     layers = supported_config(files).num_hidden_layers
     layout = Layout(store, identity, tokenizer, layers, run.out.warning)
@@ -68,6 +70,13 @@ def _show(run: Run, value: dict[str, Any]) -> None:
         f"prompt   {tokens['prompt']} tokens: {tokens['exact']} exact, {tokens['hit']} reused, "
         f"{tokens['miss']} missed, {tokens['fresh']} fresh"
     )
+    if rounds := [chunk["round"] for chunk in value["chunks"] if "round" in chunk]:
+        first = [chunk for chunk in value["chunks"] if chunk["round"] == 1]
+        size = sum(chunk["bytes"] for chunk in first) / 1e6
+        run.out.print(
+            f"deferred {len(first)} chunk(s) first, {size:.1f} MB; up to {len(rounds) - len(first)} more in "
+            f"{max(rounds) - 1} round(s) while the answer is unsure"
+        )
     for reason, count in reasons(value["chunks"]).items():
         run.out.print(f"missed   {count} chunk(s): {reason}")
     if value["expected_ms"] is None:

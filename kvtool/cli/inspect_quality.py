@@ -35,28 +35,14 @@ class Wanted:
 
 def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Measure what is not in the `--resume` file yet; then sum up all that is."""
-    from kvtool.core.query.reply import QueryOptions, read_batch
     from kvtool.core.query.session import store_identity
     from kvtool.core.report.journal import Journal
     from kvtool.core.report.quality import evaluation_facts, overview
     from kvtool.core.report.quality_page import quality_sections
     from kvtool.core.report.runs import parse_runs
 
-    batch, limit = wanted.about.batch, wanted.about.limit
-    if batch is None:
-        raise UsageError("inspect quality needs questions", "--batch FILE.jsonl, as for `kvtool query`")
-    specs = parse_runs(wanted.runs)
-    requests = read_batch(batch)
-    settings = run.settings
-    if settings.level != "auto":
-        check_level(settings.level)
-    options = QueryOptions(
-        **retrieval_of(run),
-        level=settings.level,
-        max_loss=settings.max_loss,
-        max_tokens=wanted.max_tokens,
-        force=wanted.force,
-    )
+    requests, limit = batch_of(wanted.about), wanted.about.limit
+    specs, options = parse_runs(wanted.runs), options_for(run, wanted)
     identity = store_identity(store)
     journal = Journal(wanted.resume, evaluation_facts(store, identity, requests, options))
     failed = _measure(run, store, requests[:limit], specs, options, journal)
@@ -70,6 +56,31 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     if not failed:
         return None
     return EXIT_PARTIAL if journal.rows else EXIT_FAILED
+
+
+def batch_of(about: Subject) -> list[Request]:
+    """All questions of the file. Raises UsageError."""
+    from kvtool.core.query.reply import read_batch
+
+    if about.batch is None:
+        raise UsageError("inspect quality needs questions", "--batch FILE.jsonl, as for `kvtool query`")
+    return read_batch(about.batch)
+
+
+def options_for(run: Run, wanted: Wanted) -> QueryOptions:
+    """What all runs have in common. Raises UsageError for a level that there is not."""
+    from kvtool.core.query.reply import QueryOptions
+
+    settings = run.settings
+    if settings.level != "auto":
+        check_level(settings.level)
+    return QueryOptions(
+        **retrieval_of(run),
+        level=settings.level,
+        max_loss=settings.max_loss,
+        max_tokens=wanted.max_tokens,
+        force=wanted.force,
+    )
 
 
 def _measure(

@@ -28,6 +28,7 @@ class Subject:
     Attributes
     ----------
     text : the argument after WHAT: a question, or a chunk's id.
+    defer : of a plan: as `query --defer` would load it.
     """
 
     text: str | None = None
@@ -37,6 +38,7 @@ class Subject:
     limit: int | None = None
     html: Path | None = None
     figures: Path | None = None
+    defer: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -106,7 +108,7 @@ def options_of(run: Run) -> QueryOptions:
     """How a question's prompt is laid out, as the flags say. Raises UsageError for a level that there is not."""
     from kvtool.core.query.reply import QueryOptions
 
-    names = ("ratio", "link_tokens", "level", "max_loss")
+    names = ("ratio", "link_tokens", "level", "max_loss", "defer_first")
     if run.settings.level != "auto":
         check_level(run.settings.level)
     return QueryOptions(**retrieval_of(run), **{name: getattr(run.settings, name) for name in names})

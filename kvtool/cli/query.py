@@ -16,9 +16,10 @@ import typer
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, size_in_bytes, system_text
+from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import open_any_store, open_session
 from kvtool.core.codec.levels import check_level
-from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
@@ -69,17 +70,29 @@ def query(
     if run.settings.level != "auto":
         check_level(run.settings.level)
     options = replace(_options(run, token_ids, explain, force), only=tuple(only or ()))
+    _check_defer(options, compare)
     with open_any_store(run) as store, _traced(profile) as trace:
         session = _session(run, store, trace)
         if batch is not None and compare is None:  # modes that are compared each load for themselves
             session.keep_hot(hot_bytes)
         if batch is not None:
-            return _Batch(run, session, options, modes if compare is not None else None).run(requests)
+            return Batch(run, session, options, modes if compare is not None else None).run(requests)
         if compare is not None:
             _compare(run, session, requests[0], options, modes)
         else:
             _answer(run, session, requests[0], options)
     return None
+
+
+def _check_defer(options: QueryOptions, compare: str | None) -> None:
+    """Refuse what --defer cannot do, before anything is loaded."""
+    if not options.defer:
+        return
+    from kvtool.core.query.defer import check_defer
+
+    if compare is not None:
+        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    check_defer(options)
 
 
 def _check_writable(profile: Path) -> None:
@@ -172,6 +185,9 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
         "embedder",
         "offline",
         "order",
+        "defer",
+        "defer_first",
+        "defer_threshold",
         "max_tokens",
         "temperature",
         "seed",
@@ -208,6 +224,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     reply = session.ask(request, options, on_text=lambda piece: run.out.print(piece, end=""))
     run.out.result(reply.to_json(), human=run.out.print)
     _show_decision(run, reply)
+    _show_rounds(run, reply)
     tokens, timing = reply.tokens, reply.timing_ms
     run.out.status(
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
@@ -216,7 +233,8 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     _show_stream(run, reply)
     if reply.explained:
         show_explained(run.out, reply)
-    run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in reply.chunks)))
+    best_first = sorted(reply.chunks, key=lambda chunk: -(chunk.score or 0))
+    run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in best_first)))
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
 
@@ -267,6 +285,14 @@ def _show_decision(run: Run, reply: Reply) -> None:
         run.out.detail(f"  {reason}")
 
 
+def _show_rounds(run: Run, reply: Reply) -> None:
+    """What was loaded when, and why."""
+    for number, one in enumerate(reply.rounds, 1):
+        run.out.status(f"round {number}: {len(one.chunks)} chunk(s), {one.bytes_read / 1e6:.1f} MB; {one.verdict.why}")
+    if reply.left:
+        run.out.status(f"{reply.left} chunk(s) were not loaded")
+
+
 def _show_runs(run: Run, replies: list[Reply]) -> None:
     full = replies[0].timing_ms["ttft"]
     rows = [
@@ -285,66 +311,3 @@ def _show_runs(run: Run, replies: list[Reply]) -> None:
     ]
     columns = ("mode", "answer", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
     run.out.table(columns, rows, title=replies[0].question)
-
-
-# ---- many questions ----
-
-
-class _Batch:
-    """Answers a file of questions, one JSON object a line, and sums up at the end.
-
-    Parameters
-    ----------
-    modes : those to compare with full recompute; None: answer in the mode of `options`.
-    """
-
-    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
-        self._run, self._session, self._options, self._modes = run, session, options, modes
-        self._summaries: dict[str, Any] = {}
-        self._failed = 0
-
-    def run(self, requests: list[Request]) -> int | None:
-        with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
-            for request in requests:
-                self._one(request)
-                bar.advance()
-        rows = [summary.to_json() for summary in self._summaries.values()]
-        head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
-        if self._modes is not None:
-            self._run.out.json(head | {"reference": "full", "runs": rows})
-        else:
-            self._run.out.json((rows[0] if rows else {}) | head)
-        if self._failed == len(requests):
-            return EXIT_FAILED
-        return EXIT_PARTIAL if self._failed else None
-
-    def _one(self, request: Request) -> None:
-        known = {"id": request.id} if request.id is not None else {}
-        try:
-            replies = self._ask(request)
-        except GateError:  # the next question would meet it, too
-            raise
-        except KvtoolError as error:
-            self._failed += 1
-            facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-            self._run.out.json({"type": "error", **known, "question": request.question, "error": facts})
-            return
-        for reply in replies:
-            self._summary(reply.asked_mode).add(reply)
-        if self._modes is not None:
-            runs = [reply.to_json() for reply in replies]
-            self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
-        else:
-            self._run.out.json(known | replies[0].to_json())
-
-    def _ask(self, request: Request) -> list[Reply]:
-        if self._modes is None:
-            return [self._session.ask(request, self._options)]
-        from kvtool.core.query.compare import compare
-
-        return compare(self._session, request, self._options, self._modes)
-
-    def _summary(self, mode: str) -> Any:
-        from kvtool.core.query.summary import Summary
-
-        return self._summaries.setdefault(mode, Summary(mode))

@@ -77,6 +77,7 @@ def _key(
 
 FUSIONS = (*MODES, AUTO)
 LOAD_TIMEOUT = 10.0  # seconds: what no disk takes for a megabyte unless something is wrong with it
+DEFER_FIRST = 2  # chunks; README
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 
 
@@ -200,7 +201,19 @@ class Settings:
         None, "The embedding model of the chunks' vectors.", "ingest", "query", metavar="NAME|FOLDER"
     )
     order: str = _key(
-        "relevance", "How found chunks stand in the prompt.", "query", choices=("relevance", "best-last", "document")
+        "best-last",
+        "How found chunks stand in the prompt; with --defer, in each round.",
+        "query",
+        choices=("relevance", "best-last", "document"),
+    )
+    defer: bool = _key(False, "Load more chunks only when the answer is unsure.", "query")
+    defer_first: int = _key(DEFER_FIRST, "How many chunks --defer loads first.", "query", metavar="N", lowest=1)
+    defer_threshold: float | None = _key(
+        None,
+        "How sure --defer has to be; unset: as `inspect quality --defer` has calibrated.",
+        "query",
+        metavar="X",
+        lowest=0,
     )
     max_tokens: int = _key(256, "Longest answer in tokens.", "query", lowest=1)
     temperature: float = _key(0.0, "Sampling temperature; 0 is greedy.", "query", lowest=0)

@@ -34,7 +34,7 @@ def test_where_an_answer_comes_from(store: Path) -> None:
         own = text[chunk["start"] : chunk["end"]].strip().split("\n")[0]
         assert own in text.split("\n")[chunk["line"] - 1]
     said = kvtool("query", QUESTION, "--store", store, *SHORT).fine().err
-    assert f"sources: {chunks[0]['source']}:{chunks[0]['line']}" in said
+    assert f"sources: {chunks[-1]['source']}:{chunks[-1]['line']}" in said  # the best first, which stands last
 
 
 def test_only_some_documents(store: Path) -> None:
@@ -45,8 +45,9 @@ def test_only_some_documents(store: Path) -> None:
 
 
 def test_orders(store: Path) -> None:
-    best = [chunk["id"] for chunk in ask(store)["chunks"]]
-    assert [chunk["id"] for chunk in ask(store, "--order", "best-last")["chunks"]] == best[::-1]
+    best = [chunk["id"] for chunk in ask(store, "--order", "relevance")["chunks"]]
+    for more in ((), ("--order", "best-last")):
+        assert [chunk["id"] for chunk in ask(store, *more)["chunks"]] == best[::-1]
     chunks = ask(store, "--order", "document")["chunks"]
     assert sorted(chunk["id"] for chunk in chunks) == sorted(best)
     for one, other in itertools.pairwise(chunks):
@@ -58,7 +59,7 @@ def test_orders(store: Path) -> None:
 def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
     row = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json
     scores = [chunk["score"] for chunk in row["chunks"]]
-    assert scores == sorted(scores, reverse=True)
+    assert scores == sorted(scores)  # the best stands last, next to the question
     for chunk in row["chunks"]:
         text = Path(chunk["source"]).read_text(encoding="utf-8")
         assert 0 < len(chunk["keywords"]) <= 5

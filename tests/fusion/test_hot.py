@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.hot import HotSource, Warm
 from kvtool.core.fusion.selectors import Epic, Reuse
 from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, case, same_bits, tokens
 
@@ -61,3 +61,12 @@ def test_the_chunk_used_last_stays(llama: Case) -> None:
     assert spy.reads == []
     llama.fuse(llama.plan([two], lead_in=BOS), Reuse(), hot)
     assert len(spy.reads) == LAYERS
+
+
+def test_warm_are_the_chunks_used_last_that_fit() -> None:
+    warm = Warm(100)
+    for name, size in ((b"a", 40), (b"b", 40), (b"a", 40), (b"c", 50)):
+        warm.use(name, size)
+    assert [name in warm for name in (b"a", b"b", b"c", b"d")] == [True, False, True, False]
+    warm.use(b"d", 101)
+    assert not any(name in warm for name in (b"a", b"b", b"c", b"d"))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.engine import Fused, forced_logits
 from kvtool.core.fusion.selectors import SELECTORS, Full, Reuse
-from kvtool.core.model.generate import Generated, Sampling, _TextStream, first_token, generate, stop_ids
+from kvtool.core.model.generate import Generated, Sampling, _TextStream, begin, first_token, generate, stop_ids
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_text, tokenizer
@@ -126,6 +126,33 @@ def test_no_more_than_max_tokens(scripted: Any, count: int) -> None:
     ids = encode(tokenizer(), "many many words that go on and on")
     found, _ = scripted(ids, max_tokens=count)
     assert found.ids == tuple(ids[:count])
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3"])
+def test_a_beginning_goes_on_as_if_it_had_not_been_looked_at(name: str, most: int) -> None:
+    shared = case(name)
+    plan = shared.plan(lead_in=BOS)
+    whole = answer(shared, shared.fuse(plan, Reuse(), reserve=40), Sampling(40))
+    fused = shared.fuse(plan, Reuse(), reserve=40)
+    begun = begin(shared.decoder, plan.ids, fused.cache, fused.logits, most)
+    script = [*whole.ids, *([] if whole.end is None else [whole.end])]
+    assert list(begun.ids) == script[:most]
+    pieces: list[str] = []
+    first, *more = begun.ids
+    found = generate(shared.decoder, plan.ids, fused.cache, first, Sampling(40), pieces.append, more)
+    assert (found.text, found.ids, found.end) == (whole.text, whole.ids, whole.end)
+    assert "".join(pieces) == whole.text
+
+
+def test_a_beginning_knows_its_probabilities() -> None:
+    shared = case("llama")
+    plan = shared.plan(lead_in=BOS)
+    fused = shared.fuse(plan, Reuse())
+    begun = begin(shared.decoder, plan.ids, fused.cache, fused.logits, 6)
+    logits = forced_logits(shared.decoder, shared.fuse(plan, Reuse()), begun.ids).double().log_softmax(-1)
+    expected = [float(row[token]) for row, token in zip(logits, begun.ids, strict=True)]
+    assert begun.log_p == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", SELECTORS)

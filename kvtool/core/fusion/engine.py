@@ -23,14 +23,15 @@ from kvtool.core.trace import Trace, add_span
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """prompt = reused + recomputed + fresh. `recomputed`: cached rows computed at the last layer; `fresh`: question
-    and holes. `rows` is what was computed at each layer, all kinds together."""
+    """prompt = reused + recomputed + fresh, and in a further round + standing. `recomputed`: cached rows computed at
+    the last layer; `fresh`: question and holes. `rows` is what was computed at each layer, all kinds together."""
 
     prompt: int
     reused: int
     recomputed: int
     fresh: int
     rows: tuple[int, ...]
+    standing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ def fuse(
     patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
     """
     while True:
+        cache = decoder.new_cache(plan.length + reserve)
         try:
-            return _fuse(decoder, plan, selector, source, reserve, trace, patience)
+            return fuse_into(cache, decoder, plan, selector, source, trace, patience)
         except RecordMissing as missing:
             for segment, reason in ((missing.segment, missing.reason), *missing.others):
                 plan = plan.without(segment, reason, missing.stored)
@@ -110,16 +112,22 @@ def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torc
     return torch.cat([fused.logits[None], decoder.extend(script[:-1], fused.cache)])
 
 
-def _fuse(
+def fuse_into(
+    cache: PromptCache,
     decoder: Decoder,
     plan: Plan,
     selector: Selector,
     source: KVSource,
-    reserve: int,
-    trace: Trace | None,
-    patience: float | None,
+    trace: Trace | None = None,
+    patience: float | None = None,
 ) -> Fused:
-    cache = decoder.new_cache(plan.length + reserve)
+    """One pass of `fuse` over a given cache, in which the rows of standing segments are in place.
+
+    Raises
+    ------
+    RecordMissing : a record is missing, damaged or slow; what the cache holds behind standing segments is then
+        undefined, and of a slow one (`stored`) a thread may write there still.
+    """
     cache.set_length(plan.length)
     cached = plan.mask("hit", "exact")
     asked = selector.asked(plan, len(decoder.layers))
@@ -133,7 +141,7 @@ def _fuse(
             attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
             wanted = selector.rows(plan, attention) & cached
             asking = add_span(trace, "question attention", started) - loader.waited_s
-        rows = Rows.of((wanted | ~cached).nonzero()[:, 0], decoder.device)
+        rows = Rows.of((wanted | plan.mask("miss", "fresh")).nonzero()[:, 0], decoder.device)
         narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, trace)
         cache.before_update = narrowing.on_update
         if narrowing.targets:
@@ -167,7 +175,8 @@ def _needed(plan: Plan, selector: Selector, wanted: torch.Tensor, asked: bool) -
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
     again, kept = int(recomputed.sum()), int(cached.sum())
-    return TokenCounts(plan.length, kept - again, again, plan.length - kept, tuple(computed))
+    fresh = int(plan.mask("miss", "fresh").sum())
+    return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), plan.length - kept - fresh)
 
 
 def _timing(loader: Loader, select: float, total: float) -> FuseTiming:

@@ -79,6 +79,28 @@ class HotSource:
                 self._bytes -= sum(map(_size, gone.values()))
 
 
+class Warm:
+    """Which chunks a memory of `limit` bytes holds after the questions so far: those used last.
+
+    Counted a question at a time, so that it does not depend on which loader thread was faster, as what `HotSource`
+    holds at its limit does; results may depend on this.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+
+    def __contains__(self, chunk_id: object) -> bool:
+        return chunk_id in self._sizes
+
+    def use(self, chunk_id: bytes, size: int) -> None:
+        """A question has used a chunk of so many decoded bytes."""
+        self._sizes[chunk_id] = size
+        self._sizes.move_to_end(chunk_id)
+        while sum(self._sizes.values()) > self._limit:
+            self._sizes.popitem(last=False)
+
+
 def _key(segment: Segment) -> Key:
     return segment.source.chunk_id, segment.source.level or ""
 

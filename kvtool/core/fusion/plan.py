@@ -11,7 +11,7 @@ import torch
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec.levels import LOSSY
 
-Status = Literal["hit", "exact", "miss", "fresh"]
+Status = Literal["hit", "exact", "miss", "fresh", "standing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and what full prefill gives), `miss`
-    (should be cached, is computed in place) or `fresh` (never cached: the question)."""
+    (should be cached, is computed in place), `fresh` (never cached: the question) or `standing` (its fused rows are in
+    the prompt cache from an earlier round, and are neither read nor computed again)."""
 
     ids: tuple[int, ...]
     start: int
@@ -61,7 +62,8 @@ class Plan:
 
     Attributes
     ----------
-    segments : in prompt order; the first is the prefix, the last the question.
+    segments : in prompt order; the first is the prefix, the last the question. In the plan of a later round
+        (`plan_further`) the first is all that stands.
     """
 
     segments: tuple[Segment, ...]
@@ -123,6 +125,15 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
         before.extend(candidate.ids)
     segments.append(Segment(tuple(question), len(before), "fresh", Candidate(tuple(question))))
     return Plan(tuple(segments))
+
+
+def plan_further(before: Plan, chunks: Sequence[Candidate]) -> Plan:
+    """The plan of a further round: what stands before the question stays, `chunks` and the question come behind it."""
+    *_, question = before.segments
+    stand = before.ids[: question.start]
+    laid_out = build_plan(Candidate(tuple(stand)), chunks, question.ids)
+    standing = replace(laid_out.segments[0], status="standing")
+    return Plan((standing, *laid_out.segments[1:]))
 
 
 def _place(candidate: Candidate, before: list[int]) -> Segment:

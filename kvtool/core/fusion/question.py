@@ -64,7 +64,7 @@ def question_attention(
     -------
     float32 `[plan.length]`.
     """
-    rows = Rows.of((~plan.mask("hit", "exact")).nonzero()[:, 0], decoder.device)
+    rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device)
     watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling)
     cache.before_update = lambda layer, keys, values: loader.wait(layer)
     ids = plan.ids

@@ -60,6 +60,7 @@ def generate(
     first: int,
     sampling: Sampling,
     on_text: OnText | None = None,
+    more: Sequence[int] = (),
 ) -> Generated:
     """Continue a prompt whose cache is full and whose first answer token is known.
 
@@ -67,33 +68,62 @@ def generate(
     ----------
     prompt : the prompt's token ids; `cache` holds exactly their rows.
     on_text : called with each new piece of answer text.
+    more : tokens behind the first that are known, too (`begin`); `cache` then holds the rows of all but the last.
     """
     started = time.perf_counter()
     stops = stop_ids(decoder)
+    known = [first, *more]
     text = _TextStream(decoder.loaded.tokenizer, stops, on_text)
-    text.add(first)
-    if first not in stops and sampling.max_tokens > 1:
-        _continue(decoder, [*prompt, first], cache, sampling, stops, text)
+    for token in known:
+        text.add(token)
+    if text.ended_by is None and sampling.max_tokens > len(known):
+        sampled = sampling.temperature > 0
+        options = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0} if sampled else {}
+        left = sampling.max_tokens - len(known)
+        _continue(decoder, [*prompt, *known], cache, left, do_sample=sampled, streamer=text, **options)
     text.end()
     return Generated(text.text, tuple(text.ids), text.ended_by, (time.perf_counter() - started) * 1e3)
 
 
-def _continue(
-    decoder: Decoder, ids: list[int], cache: PromptCache, sampling: Sampling, stops: set[int], text: _TextStream
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The greedy beginning of an answer: its token ids, an end token among them, and the log-probability of each."""
+
+    ids: tuple[int, ...]
+    log_p: tuple[float, ...]
+
+
+def begin(decoder: Decoder, prompt: Sequence[int], cache: PromptCache, logits: torch.Tensor, most: int) -> Beginning:
+    """The first greedy tokens of an answer, `most` or as many as there are; `generate` goes on from them.
+
+    Parameters
+    ----------
+    prompt : the prompt's token ids; `cache` holds exactly their rows, and grows by all tokens but the last.
+    logits : of the prompt's last token, `[vocabulary]`.
+    """
+    ids, rows = [int(logits.argmax())], [logits]
+    if most > 1 and ids[0] not in stop_ids(decoder):
+        more = _continue(
+            decoder, [*prompt, *ids], cache, most - 1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        ids += more.sequences[0, len(prompt) + 1 :].tolist()
+        rows += [row[0] for row in more.logits]
+    log_p = [float(row.double().log_softmax(-1)[token]) for row, token in zip(rows, ids, strict=True)]
+    return Beginning(tuple(ids), tuple(log_p))
+
+
+def _continue(decoder: Decoder, ids: list[int], cache: PromptCache, count: int, **options: Any) -> Any:
+    """At most `count` tokens more, by `transformers`; `cache` holds the rows of all ids but the last."""
     tokens = torch.tensor([ids], device=decoder.device)
-    sampled = sampling.temperature > 0
-    options: dict[str, Any] = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0} if sampled else {}
+    stops = stop_ids(decoder)
     with torch.inference_mode():
-        decoder.model.generate(
+        return decoder.model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             past_key_values=cache,
-            max_new_tokens=sampling.max_tokens - 1,
-            do_sample=sampled,
+            max_new_tokens=count,
             eos_token_id=sorted(stops) or None,
             pad_token_id=min(stops, default=0),
-            streamer=text,
             **options,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
@@ -11,15 +11,23 @@ from kvtool.core.corpus.readers.jsonl import ENDINGS
 from kvtool.core.errors import UsageError
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder, How, Warn
-from kvtool.core.retrieval.passages import Hit, Passage, passages_in
+from kvtool.core.retrieval.passages import Hit, Passage, passages_in, warm_first
+
+_TIES = 8  # found beyond those wanted, where one that is warm may stand instead of one as good
 
 
 class Chooser:
-    """Finds chunks in one store."""
+    """Finds chunks in one store.
+
+    Attributes
+    ----------
+    warm : ids of chunks that need not be read again: of equal scores they come first.
+    """
 
     def __init__(self, store: Store, warn: Warn) -> None:
         self._store = store
         self.finder = Finder(store, warn)
+        self.warm: Container[bytes] | None = None
         self._places: dict[bytes, Passage] | None = None
         self._sources: list[str] | None = None
 
@@ -37,7 +45,9 @@ class Chooser:
             return [Hit(self._by_id(chunk), float("nan")) for chunk in request.chunks]
         if request.documents:
             return [Hit(passage, float("nan")) for name in request.documents for passage in self._of_document(name)]
-        return self.finder.find(request.question, top_k, how)
+        if self.warm is None:
+            return self.finder.find(request.question, top_k, how)
+        return warm_first(self.finder.find(request.question, top_k + _TIES, how), self.warm)[:top_k]
 
     def _by_id(self, text: str) -> Passage:
         try:

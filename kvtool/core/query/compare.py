@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvtool.core.errors import UsageError
 from kvtool.core.fusion.engine import forced_logits
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.query.session import Session
@@ -19,7 +20,13 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
     `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
     teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.
+
+    Raises
+    ------
+    UsageError : `options` ask for deferred loading, with which every mode might stop at another prompt.
     """
+    if options.defer:
+        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
     reference = session.answer(session.lay_out(request, options), options, REFERENCE)
     script = [*reference.generated.ids, *([] if reference.generated.end is None else [reference.generated.end])]
     expected = forced_logits(session.decoder, reference.fused, script)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from kvtool.core.identity import Ids, StoreIdentity
 from kvtool.core.levels import recorded_losses, smallest_allowed
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.choose import Chooser
+from kvtool.core.query.defer import spans
 from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.retrieval.finder import How, Warn
 from kvtool.core.retrieval.passages import Hit, Passage, in_order
@@ -63,7 +64,8 @@ class Layout:
         how = How(options.retriever, options.embedder, options.only, options.offline)
         hits = self._chooser.choose(request, options.top_k, how)
         if not (request.chunks or request.documents):
-            hits = in_order(hits, options.order)
+            rounds = spans(len(hits), options.defer_first if options.defer else len(hits))
+            hits = [hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)]
         parts = self._parts(options)
         question = question_tokens(self._tokenizer, request.question, parts)
         plan = build_plan(self._prefix(parts), [self._candidate(hit, options) for hit in hits], question)
@@ -75,6 +77,10 @@ class Layout:
         prefix, *_, question = asked.plan.segments
         chunks = [self._candidate(hit, options) for hit in asked.hits]
         return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+
+    def prefer(self, warm: Container[bytes]) -> None:
+        """Of chunks with equal scores, find these first."""
+        self._chooser.warm = warm
 
     def keywords(self, passage: Passage) -> list[str]:
         """The words that tell a chunk from the store's others."""

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.fusion.names import AUTO
-from kvtool.core.settings import LOAD_TIMEOUT
+from kvtool.core.settings import DEFER_FIRST, LOAD_TIMEOUT
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
+    from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkRuns
 
 
@@ -25,10 +26,13 @@ class QueryOptions:
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     force : answer although the gate refuses.
     load_timeout : seconds that one record may be read for; its chunk is computed in place then.
+    defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
+        sure than `defer_threshold` (None: as calibrated, else the default); core/query/defer.py.
     check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
         the mode's own.
     retriever, embedder, only, offline : see `retrieval.finder.How`.
-    order : of the chunks that were found: `relevance` (best first), `best-last`, or as in their `document`s.
+    order : of the chunks that were found: `relevance` (best first), `best-last`, or as in their `document`s; of a
+        deferred query those of each round.
     max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
     """
 
@@ -43,7 +47,10 @@ class QueryOptions:
     retriever: str = "auto"
     embedder: str | None = None
     only: tuple[str, ...] = ()
-    order: str = "relevance"
+    order: str = "best-last"
+    defer: bool = False
+    defer_first: int = DEFER_FIRST
+    defer_threshold: float | None = None
     offline: bool = False
     slo_ms: float | None = None
     max_tokens: int = 128
@@ -103,6 +110,7 @@ class Reply:
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained : one entry a chunk, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
+    rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     """
 
@@ -123,6 +131,8 @@ class Reply:
     controller: dict[str, Any] = field(default_factory=dict)
     stream: list[dict[str, Any]] = field(default_factory=list)
     slo: dict[str, Any] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+    left: int = 0
 
     @property
     def asked_mode(self) -> str:
@@ -139,6 +149,7 @@ class Reply:
             "tokens": self.tokens,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
+            **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.hot import HotSource, Warm
 from kvtool.core.fusion.names import AUTO
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS, Selector
@@ -24,11 +24,14 @@ from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.load import load_model
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.query.auto import answer_auto
+from kvtool.core.query.calibration import threshold_for
+from kvtool.core.query.defer import check_defer
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fetching import warm_up
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
+from kvtool.core.query.rounds import Outcome, answer_in_rounds
 from kvtool.core.query.speeds import SpeedBook
 from kvtool.core.query.streaming import DEFAULT_MODE, STREAMED, Streamed, stream_prompt
 from kvtool.core.remote.tier import Tier
@@ -88,6 +91,7 @@ class Session:
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
         self._lock_wait = lock_wait
+        self._warm: Warm | None = None
         self._tokenizer = decoder.loaded.tokenizer
         self._layout = Layout(store, identity, self._tokenizer, len(decoder.layers), warn)
         self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
@@ -125,8 +129,10 @@ class Session:
         return cls(store, Decoder(loaded), identity, warn)
 
     def keep_hot(self, limit: int) -> None:
-        """Hold what was loaded, up to `limit` bytes, for the questions to come."""
+        """Hold what was loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
         self._source = HotSource(self._source, limit)
+        self._warm = Warm(limit)
+        self._layout.prefer(self._warm)
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of it is held in memory."""
@@ -156,6 +162,8 @@ class Session:
 
     def lay_out(self, request: Request, options: QueryOptions) -> Asked:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
+        if options.defer:
+            check_defer(options)
         asked = self._layout.lay_out(request, options, self.trace)
         self.decoder.check_length(
             asked.plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
@@ -178,19 +186,12 @@ class Session:
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
         streamed = self._stream(asked, options, mode)
         started = time.perf_counter()
-        fused = fuse(
-            self.decoder,
-            streamed.plan,
-            selector,
-            streamed.source,
-            options.max_tokens,
-            self.trace,
-            options.load_timeout,
-        )
-        first = first_token(fused.logits, sampling)
+        outcome = self._fuse(streamed, selector, options)
+        fused = outcome.fused
+        first, *more = _shown(outcome, sampling)
         ttft = asked.retrieve_ms + streamed.ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
         started = time.perf_counter()
-        said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
+        said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
         add_span(self.trace, "generate", started, tokens=len(said.ids))
         if selector.uses_cache:
             self._after(fused)
@@ -198,7 +199,7 @@ class Session:
             question=asked.request.question,
             answer=said.text.strip(),
             fusion=mode,
-            chunks=self._chunks(asked.hits, fused.plan),
+            chunks=self._chunks(asked.hits[: len(fused.plan.chunks)], fused.plan),
             tokens=_tokens(fused, len(said.ids)),
             timing_ms=self._timing(asked, fused, ttft, said.milliseconds) | {"stream": streamed.ms},
             bytes_read=fused.bytes_read + streamed.size,
@@ -208,6 +209,8 @@ class Session:
             fused=fused,
             segments=self._segments(fused.plan) if options.token_ids else None,
             explained=explain(fused, self._tokenizer) if options.explain else [],
+            rounds=outcome.rounds,
+            left=len(asked.hits) - len(fused.plan.chunks),
             resolved={"device": self.decoder.device, "dtype": self.identity.dtype, "model": self.identity.model},
         )
         if asked.request.answers:
@@ -216,7 +219,7 @@ class Session:
         return reply
 
     def _streams(self, options: QueryOptions) -> bool:
-        return options.slo_ms is not None and isinstance(self.store, Tier)
+        return options.slo_ms is not None and isinstance(self.store, Tier) and not options.defer
 
     def _stream(self, asked: Asked, options: QueryOptions, mode: str) -> Streamed:
         """Fetch what the prompt lacks under the objective, where there is one and a shared tier to fetch from."""
@@ -232,6 +235,15 @@ class Session:
         streamed = stream_prompt(self.store, asked, options, mode, speeds, self._source, token_bytes, since)
         streamed.ms = add_span(self.trace, "stream", started) * 1e3
         return streamed
+
+    def _fuse(self, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
+        """The whole prompt in one pass, or in rounds."""
+        decoder, plan, source = self.decoder, streamed.plan, streamed.source
+        if options.defer:
+            threshold = threshold_for(self.store, self.identity.fingerprint, selector.name, options.defer_threshold)
+            return answer_in_rounds(decoder, plan, selector, source, options, threshold, self.trace)
+        fused = fuse(decoder, plan, selector, source, options.max_tokens, self.trace, options.load_timeout)
+        return Outcome(fused, None, [])
 
     def check_gate(self) -> None:
         """Run the gate at a model's first meeting with the store; refuse if it failed.
@@ -275,6 +287,9 @@ class Session:
 
     def _after(self, fused: Fused) -> None:
         found = [segment.source.chunk_id for segment in fused.plan.cached_chunks]
+        if self._warm is not None:
+            for segment in fused.plan.cached_chunks:
+                self._warm.use(segment.source.chunk_id, self.decoder.kv_bytes(len(segment.ids)))
         self.store.note_access(found, missed=len(fused.plan.chunks) - len(found))
         holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
         if holes:
@@ -290,6 +305,14 @@ class Session:
             "generate": generated,
             "model_load": self.decoder.loaded.load_ms,
         }
+
+
+def _shown(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
+    """The first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    if outcome.begun is not None and sampling.temperature <= 0:
+        return outcome.begun.ids
+    outcome.fused.cache.set_length(outcome.fused.plan.length)
+    return [first_token(outcome.fused.logits, sampling)]
 
 
 def _tokens(fused: Fused, generated: int) -> dict[str, int]:

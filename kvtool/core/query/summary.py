@@ -32,6 +32,9 @@ class Summary:
         for name in _COUNTS:
             self._add("tokens_" + name, row["tokens"][name])
         self._add("bytes_read", row["bytes_read"])
+        if reply.rounds:
+            self._add("rounds", len(reply.rounds))
+            self._add("chunks_loaded", len(reply.chunks))
         self._add("ttft_ms", row["timing_ms"]["ttft"])
         for name in _TIMES:
             self._add(name + "_ms", row["timing_ms"][name])

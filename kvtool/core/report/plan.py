@@ -9,6 +9,7 @@ from kvtool.core.fusion.controller import Prompt, Span
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import Epic
 from kvtool.core.fusion.speeds import Speeds
+from kvtool.core.query.defer import spans
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -30,9 +31,10 @@ def plan_report(
 
     Returns
     -------
-    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level, reason, bytes}]`, `tokens{prompt,
-    exact, hit, miss, fresh}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such
-    questions pay for the prefill of these chunks, by `union`'s saving; the last two None without speeds.
+    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level, reason, bytes[, round]}]` (`round`:
+    the one of a deferred query that would load it, if it came to that), `tokens{prompt, exact, hit, miss, fresh}`,
+    `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for the prefill
+    of these chunks, by `union`'s saving; the last two None without speeds.
     """
     plan = asked.plan
     chunks: list[dict[str, Any]] = [
@@ -52,6 +54,10 @@ def plan_report(
         }
         for hit, one in zip(asked.hits, plan.chunks, strict=True)
     ]
+    if options.defer:
+        for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
+            for chunk in chunks[start:stop]:
+                chunk["round"] = number
     counts = {name: sum(len(one.ids) for one in plan.segments if one.status == name) for name in _STATUSES}
     value: dict[str, Any] = {"chunks": chunks, "tokens": {"prompt": plan.length} | counts}
     missing = {one.source.level for one in plan.cached} - set(speeds.loads if speeds else ())

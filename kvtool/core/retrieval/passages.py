@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,11 @@ def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
             ranks.setdefault(hit.passage.source, len(ranks))
         return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
     return list(hits)
+
+
+def warm_first(hits: Sequence[Hit], warm: Container[bytes]) -> list[Hit]:
+    """Hits, best first; of equal scores those whose chunks (ids) are warm come first."""
+    return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in warm))
 
 
 def passages_in(document: DocumentEntry) -> list[Passage]:

@@ -1,0 +1,96 @@
+"""`kvtool inspect quality --defer`: how sure an answer has to be before no more chunks are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvtool.cli.inspect_quality import Wanted, batch_of, options_for
+from kvtool.cli.sessions import open_session
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, NoSpaceError, UsageError
+
+if TYPE_CHECKING:
+    from kvtool.cli.options import Run
+    from kvtool.core.cache.store import Store
+    from kvtool.core.query.reply import QueryOptions, Request
+    from kvtool.core.report.journal import Journal
+    from kvtool.core.report.runs import RunSpec
+
+
+def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
+    """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
+    from kvtool.core.query.session import store_identity
+    from kvtool.core.report.defer import defer_facts, defer_overview
+    from kvtool.core.report.defer_page import defer_sections
+    from kvtool.core.report.journal import Journal
+    from kvtool.core.report.quality import evaluation_facts
+    from kvtool.core.report.runs import parse_runs
+
+    requests = batch_of(wanted.about)
+    specs = parse_runs(wanted.runs or [run.settings.fusion])
+    if not specs or len({spec.mode for spec in specs}) < len(specs):
+        raise UsageError("--defer calibrates modes that use the cache, each once", "--runs union, or union:5%,reuse")
+    if any(not request.answers for request in requests):
+        raise UsageError("--defer needs a gold answer to every question", '{"question", "answers"} on every line')
+    options = replace(options_for(run, wanted), defer=True, defer_first=run.settings.defer_first)
+    identity = store_identity(store)
+    facts = evaluation_facts(store, identity, requests, options) | defer_facts(options)
+    journal = Journal(wanted.resume, facts)
+    failed = _measure(run, store, requests[: wanted.about.limit], specs, options, journal)
+    told = {"model": identity.model, "first": options.defer_first, "top_k": options.top_k, "failed": failed}
+    value = told | defer_overview(journal.rows)
+    if value["runs"]:
+        _keep(run, store, identity.fingerprint, value)
+        wanted.about.write_page(run, "Defer", told | {"questions": value["questions"]}, defer_sections(value))
+    run.out.result(value, human=lambda: _show(run, value))
+    if not failed:
+        return None
+    return EXIT_PARTIAL if journal.rows else EXIT_FAILED
+
+
+def _measure(
+    run: Run,
+    store: Store,
+    requests: Sequence[Request],
+    specs: Sequence[RunSpec],
+    options: QueryOptions,
+    journal: Journal,
+) -> int:
+    """Returns how many questions failed. The model is loaded, and the file held, only if something is missing."""
+    from kvtool.core.report.quality import open_work
+
+    if not open_work(requests, specs, journal.rows):
+        return 0
+    from kvtool.core.report.defer import evaluate_rounds
+
+    with journal.writing():
+        work = open_work(requests, specs, journal.rows)
+        session = open_session(run, store)
+        with run.out.progress("questions", total=len(work), unit="questions") as bar:
+            return evaluate_rounds(session, requests, work, options, journal, run.out.warning, bar.advance)
+
+
+def _keep(run: Run, store: Store, fingerprint: str, value: dict[str, Any]) -> None:
+    from kvtool.core.query.calibration import keep_threshold
+
+    for one in value["runs"]:
+        facts = {"questions": one["n"], "run": one["run"], "first": value["first"], "top_k": value["top_k"]}
+        try:
+            keep_threshold(store, fingerprint, one["run"].partition(":")[0], one["threshold"], facts)
+        except (OSError, NoSpaceError) as error:
+            run.out.warning(f"the thresholds could not be kept: {error}", "make the store writable")
+            return
+
+
+def _show(run: Run, value: dict[str, Any]) -> None:
+    from kvtool.core.report.defer_page import policy_rows
+
+    head = ("run", "policy", "threshold", "F1", "contains", "chunks", "rounds", "bytes of all")
+    run.out.table(head, [row for one in value["runs"] for row in policy_rows(one)])
+    rows = [
+        (one["run"], f"{b['low']:.1f}", b["n"], f"{b['right']:.3f}", f"{b['f1']:.3f}")
+        for one in value["runs"]
+        for b in one["bins"]
+    ]
+    run.out.table(("run", "confidence from", "answers", "contain a gold one", "F1"), rows)

@@ -1,0 +1,72 @@
+"""`kvtool query --batch`: a file of questions, one JSON object a line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.cli.options import Run
+    from kvtool.core.query.reply import QueryOptions, Reply, Request
+    from kvtool.core.query.session import Session
+
+
+class Batch:
+    """Answers a file of questions, one JSON object a line, and sums up at the end.
+
+    Parameters
+    ----------
+    modes : those to compare with full recompute; None: answer in the mode of `options`.
+    """
+
+    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
+        self._run, self._session, self._options, self._modes = run, session, options, modes
+        self._summaries: dict[str, Any] = {}
+        self._failed = 0
+
+    def run(self, requests: list[Request]) -> int | None:
+        with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
+            for request in requests:
+                self._one(request)
+                bar.advance()
+        rows = [summary.to_json() for summary in self._summaries.values()]
+        head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
+        if self._modes is not None:
+            self._run.out.json(head | {"reference": "full", "runs": rows})
+        else:
+            self._run.out.json((rows[0] if rows else {}) | head)
+        if self._failed == len(requests):
+            return EXIT_FAILED
+        return EXIT_PARTIAL if self._failed else None
+
+    def _one(self, request: Request) -> None:
+        known = {"id": request.id} if request.id is not None else {}
+        try:
+            replies = self._ask(request)
+        except GateError:  # the next question would meet it, too
+            raise
+        except KvtoolError as error:
+            self._failed += 1
+            facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+            self._run.out.json({"type": "error", **known, "question": request.question, "error": facts})
+            return
+        for reply in replies:
+            self._summary(reply.asked_mode).add(reply)
+        if self._modes is not None:
+            runs = [reply.to_json() for reply in replies]
+            self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
+        else:
+            self._run.out.json(known | replies[0].to_json())
+
+    def _ask(self, request: Request) -> list[Reply]:
+        if self._modes is None:
+            return [self._session.ask(request, self._options)]
+        from kvtool.core.query.compare import compare
+
+        return compare(self._session, request, self._options, self._modes)
+
+    def _summary(self, mode: str) -> Any:
+        from kvtool.core.query.summary import Summary
+
+        return self._summaries.setdefault(mode, Summary(mode))

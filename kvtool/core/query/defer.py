@@ -1,0 +1,110 @@
+"""Deferred loading (`--defer`): how many chunks a round has, and whether its answer is good enough. Runs no model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.names import AUTO
+
+if TYPE_CHECKING:
+    from kvtool.core.query.reply import QueryOptions
+
+PROBED = 8  # answer tokens whose probability says how sure a round is
+DEFAULT_THRESHOLD = 0.6  # README, "Loading by relevance"
+
+Origin = Literal["asked for", "calibrated", "default"]
+
+# What models say in place of an answer; in lower case. An answer that begins with one of them is no answer.
+_NOT_THERE = (
+    *("not mentioned", "not specified", "not provided", "not stated", "not found", "not given", "no information"),
+    *("does not mention", "do not mention", "does not say", "doesn't say", "does not provide", "do not provide"),
+    *("cannot be determined", "i don't know", "i do not know", "i'm sorry", "i am sorry", "unknown", "unanswerable"),
+    *("알 수 없", "찾을 수 없", "언급되지 않", "나와 있지 않", "정보가 없", "모르겠"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """The least confidence that is enough, and where it comes from."""
+
+    value: float
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a round's answer is given, and why."""
+
+    enough: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round loaded, what it cost and what came of it.
+
+    Attributes
+    ----------
+    chunks : ids (hex) of those loaded in it.
+    confidence : of the answer's beginning, 0 … 1; None in a last round, where nothing hangs on it.
+    tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
+    milliseconds : of fusing and of looking at the answer's beginning.
+    """
+
+    chunks: tuple[str, ...]
+    verdict: Verdict
+    confidence: float | None
+    bytes_read: int
+    milliseconds: float
+    tokens: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the reply's `rounds`."""
+        return {
+            "chunks": list(self.chunks),
+            "enough": self.verdict.enough,
+            "why": self.verdict.why,
+            "confidence": self.confidence,
+            "bytes_read": self.bytes_read,
+            "ms": round(self.milliseconds, 3),
+            "tokens": self.tokens,
+        }
+
+
+def check_defer(options: QueryOptions) -> None:
+    """Refuse a mode that is chosen for a whole prompt, and a first round of nothing. Raises UsageError."""
+    if options.defer_first < 1:
+        raise UsageError(f"a first round of {options.defer_first} chunks", "--defer-first 1 or more")
+    if options.fusion == AUTO:
+        raise UsageError("--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt")
+
+
+def spans(count: int, first: int) -> Iterator[tuple[int, int]]:
+    """Which chunks, the best first, each round loads, from … to: `first`, then each time as many as stand already."""
+    start, stop = 0, min(first, count)
+    yield start, stop
+    while stop < count:
+        start, stop = stop, min(2 * stop, count)
+        yield start, stop
+
+
+def confidence(log_p: Sequence[float]) -> float:
+    """The geometric mean of the probabilities of an answer's first tokens, from their logarithms."""
+    return math.exp(math.fsum(log_p) / len(log_p))
+
+
+def judge(sure: float, beginning: str, threshold: Threshold) -> Verdict:
+    """Whether an answer is given that begins with this text, as sure as that."""
+    text = beginning.lower()
+    if (phrase := next((phrase for phrase in _NOT_THERE if phrase in text), None)) is not None:
+        return Verdict(False, f"it says that the answer is not there: {phrase!r}")
+    if sure < threshold.value:
+        return Verdict(False, f"unsure: {sure:.3f} is below {threshold.value:.3f} ({threshold.origin})")
+    return Verdict(True, f"sure: {sure:.3f} is at least {threshold.value:.3f} ({threshold.origin})")
+
+
+ALL_LOADED = Verdict(True, "all chunks are loaded")

@@ -1,0 +1,131 @@
+"""A prompt in rounds: the best chunks first, more of them behind as long as the answer is unsure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Plan, build_plan
+from kvtool.core.fusion.rounds import fuse_further, joined
+from kvtool.core.fusion.source import KVSource
+from kvtool.core.model.generate import Beginning, begin
+from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Threshold, Verdict, confidence, judge, spans
+from kvtool.core.trace import add_span
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.selectors import Selector
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A round, fused.
+
+    Attributes
+    ----------
+    fused : all rounds up to this one. `now`: this one alone.
+    last : no chunk is left to load.
+    milliseconds : of fusing it.
+    """
+
+    fused: Fused
+    now: Fused
+    last: bool
+    milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The prompt that the answer is given from.
+
+    Attributes
+    ----------
+    begun : the answer's beginning, which the cache holds already; None after a last round.
+    """
+
+    fused: Fused
+    begun: Beginning | None
+    rounds: list[Round]
+
+
+def steps(
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    source: KVSource,
+    options: QueryOptions,
+    trace: Trace | None = None,
+) -> Iterator[Step]:
+    """Fuse a prompt round by round; each is fused when it is asked for.
+
+    Parameters
+    ----------
+    plan : of all chunks, those of the first round first. The buffers have room for it and the answer from the start.
+    """
+    prefix, *chunks, question = plan.segments
+    fused: Fused | None = None
+    for start, stop in spans(len(chunks), options.defer_first):
+        wanted = [segment.source for segment in chunks[start:stop]]
+        began = time.perf_counter()
+        if fused is None:
+            first = build_plan(prefix.source, wanted, question.ids)
+            room = plan.length - first.length + options.max_tokens
+            now = fused = fuse(decoder, first, selector, source, room, trace, options.load_timeout)
+        else:
+            now = fuse_further(decoder, fused, wanted, selector, source, trace, options.load_timeout)
+            fused = joined(fused, now)
+        took = add_span(trace, f"fuse: {selector.name}, chunks {start + 1} to {stop}", began)
+        yield Step(fused, now, stop == len(chunks), took * 1e3)
+
+
+def answer_in_rounds(
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    source: KVSource,
+    options: QueryOptions,
+    threshold: Threshold,
+    trace: Trace | None = None,
+) -> Outcome:
+    """Load until the answer's greedy beginning is sure, or nothing is left to load."""
+    rounds: list[Round] = []
+    for step in steps(decoder, plan, selector, source, options, trace):
+        began, begun, sure, verdict = time.perf_counter(), None, None, ALL_LOADED
+        if not step.last:
+            begun = probe(decoder, step.fused, options.max_tokens)
+            sure = confidence(begun.log_p)
+            verdict = judge(sure, text_of(decoder, begun), threshold)
+        took = step.milliseconds + add_span(trace, "is it sure?", began) * 1e3
+        rounds.append(_round(step, verdict, sure, took))
+        if verdict.enough:
+            return Outcome(step.fused, begun, rounds)
+    raise AssertionError("a last round is always enough")
+
+
+def probe(decoder: Decoder, fused: Fused, max_tokens: int) -> Beginning:
+    """The answer's greedy beginning over a fused prompt."""
+    return begin(decoder, fused.plan.ids, fused.cache, fused.logits, min(PROBED, max_tokens))
+
+
+def text_of(decoder: Decoder, begun: Beginning) -> str:
+    """What an answer begins with."""
+    text: str = decoder.loaded.tokenizer.decode(list(begun.ids), skip_special_tokens=True)
+    return text
+
+
+def _round(step: Step, verdict: Verdict, sure: float | None, took: float) -> Round:
+    counts = step.now.tokens
+    new = step.now.plan.chunks
+    return Round(
+        chunks=tuple(segment.source.chunk_id.hex() for segment in new),
+        verdict=verdict,
+        confidence=sure,
+        bytes_read=step.now.bytes_read,
+        milliseconds=took,
+        tokens={name: getattr(counts, name) for name in ("prompt", "standing", "reused", "recomputed", "fresh")},
+    )

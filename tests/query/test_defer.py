@@ -1,0 +1,275 @@
+"""Deferred loading: rounds, why each was enough, what they cost, and the threshold they are judged by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.query import calibration
+from kvtool.core.query.calibration import keep_threshold, threshold_for
+from kvtool.core.query.compare import compare
+from kvtool.core.query.defer import DEFAULT_THRESHOLD, Threshold, confidence, judge, spans
+from kvtool.core.query.reply import QueryOptions, Reply, Request
+from kvtool.core.query.session import Session, store_identity
+from kvtool.core.retrieval.passages import Hit
+from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
+
+NEVER, AT_ONCE = ("--defer-threshold", "2"), ("--defer-threshold", "0")
+EVERYTHING = ("--ratio", "1", "--link-tokens", "10000")
+
+
+def ask(store: Path, *more: object) -> Done:
+    return kvtool("query", QUESTION, "--store", store, "--documents", "mill2.md", *SHORT, "--json", *more).fine()
+
+
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in ("timing_ms", "rounds", "left")}
+
+
+# ---- the rounds ----
+
+
+def test_a_sure_answer_loads_no_more(store: Path) -> None:
+    chunks = chunks_of(store, "mill2.md")
+    row = ask(store, "--defer", *AT_ONCE).json
+    (one,) = row["rounds"]
+    assert one["chunks"] == [chunk["id"] for chunk in row["chunks"]] == chunks[:2]
+    assert row["left"] == len(chunks) - 2
+    assert one["enough"]
+    assert 0 < one["confidence"] <= 1
+    assert one["bytes_read"] == row["bytes_read"] > 0
+    plain = kvtool("query", QUESTION, "--store", store, "--chunks", *chunks[:2], *SHORT, "--json").fine().json
+    assert without_times(row) == without_times(plain)
+
+
+def test_an_unsure_one_loads_everything_and_reads_it_once(store: Path) -> None:
+    chunks = chunks_of(store, "mill2.md")
+    plain = ask(store, "--fusion", "reuse").json
+    row = ask(store, "--fusion", "reuse", "--defer", "--defer-first", "1", *NEVER).json
+    assert [one["chunks"] for one in row["rounds"]] == [chunks[:1], chunks[1:2], chunks[2:4], chunks[4:8], chunks[8:]][
+        : len(row["rounds"])
+    ]
+    assert without_times(row) == without_times(plain)
+    assert row["left"] == 0
+    assert sum(one["bytes_read"] for one in row["rounds"]) == row["bytes_read"]
+    assert [one["enough"] for one in row["rounds"]] == [False] * (len(row["rounds"]) - 1) + [True]
+    assert row["rounds"][-1]["confidence"] is None
+
+
+@pytest.mark.parametrize("mode", SELECTORS)
+def test_every_mode_in_rounds_is_lossless_where_it_recomputes_everything(mode: str, store: Path) -> None:
+    """`full` and `prefix` keep what they have computed in the rounds before."""
+    full = ask(store, "--fusion", "full").json
+    row = ask(store, "--fusion", mode, "--defer", *NEVER, *EVERYTHING).json
+    assert len(row["rounds"]) > 1
+    if mode != "reuse":
+        assert row["answer"] == full["answer"]
+    tokens = row["tokens"]
+    assert tokens["prompt"] == tokens["reused"] + tokens["recomputed"] + tokens["fresh"] == full["tokens"]["prompt"]
+    stand = 0
+    for one in row["rounds"]:
+        counts = one["tokens"]
+        assert counts["standing"] == stand
+        assert counts["prompt"] == sum(counts[name] for name in ("standing", "reused", "recomputed", "fresh"))
+        stand = counts["prompt"] - tokens["fresh"]
+
+
+def test_a_hole_of_a_later_round(store: Path) -> None:
+    whole = ask(store, "--defer", *NEVER).json
+    chunk = chunks_of(store, "mill2.md")[3]
+    drop_records(store, chunk)
+    done = ask(store, "--defer", *NEVER)
+    row = done.json
+    assert [one["id"] for one in row["chunks"] if one["status"] == "miss"] == [chunk]
+    assert f"warning: chunk {chunk[:12]} was computed in place" in done.err
+    assert row["tokens"]["fresh"] == whole["tokens"]["fresh"] + row["chunks"][3]["tokens"]
+    again = ask(store, "--defer", *NEVER).json
+    assert without_times(again) == without_times(whole)
+    assert damages(store) == []
+
+
+def test_found_chunks_stand_by_round_in_the_order_that_is_asked_for(store: Path) -> None:
+    def ids(*more: object) -> list[str]:
+        done = kvtool("query", QUESTION, "--store", store, "--top-k", "5", *SHORT, "--json", *more).fine()
+        return [chunk["id"] for chunk in done.json["chunks"]]
+
+    best = ids("--order", "relevance")
+    assert ids("--defer", *NEVER, "--order", "relevance") == best
+    assert ids("--defer", *NEVER) == [*best[1::-1], *best[3:1:-1], best[4]]
+
+
+def test_words_say_what_was_loaded(store: Path) -> None:
+    done = kvtool("query", QUESTION, "--store", store, "--defer", *AT_ONCE, *SHORT).fine()
+    assert "round 1: 2 chunk(s)" in done.err
+    assert "(asked for)" in done.err
+    assert "chunk(s) were not loaded" in done.err
+
+
+@pytest.mark.parametrize("more", [("--fusion", "auto"), ("--compare", "reuse")])
+def test_what_needs_the_whole_prompt_is_refused(store: Path, more: tuple[str, str]) -> None:
+    done = kvtool("query", QUESTION, "--store", store, "--defer", *more)
+    done.failed(2, "--defer", more[1] if more[0] == "--fusion" else more[0])
+
+
+def test_a_batch(store: Path, tmp_path: Path) -> None:
+    batch = tmp_path / "questions.jsonl"
+    batch.write_text("".join(json.dumps({"question": QUESTION, "documents": [f"mill{n}.md"]}) + "\n" for n in (1, 2)))
+    *rows, summary = kvtool("query", "--batch", batch, "--store", store, "--defer", *AT_ONCE, *SHORT, "--json").lines
+    assert [len(row["rounds"]) for row in rows] == [1, 1]
+    assert (summary["rounds"], summary["chunks_loaded"]) == (1, 2)
+
+
+# ---- what is shown ----
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    with Store.open(store) as opened:
+        yield Session.open(opened)
+
+
+REQUEST = Request(QUESTION, documents=("mill2.md",))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_the_answer_is_streamed(session: Session, temperature: float) -> None:
+    """Nothing of the rounds that were not enough; the same words as without rounds."""
+    options = QueryOptions(fusion="reuse", max_tokens=12, temperature=temperature, seed=5)
+    pieces: list[str] = []
+
+    def answer(**more: Any) -> Reply:
+        return session.ask(REQUEST, replace(options, **more), pieces.append)
+
+    plain = answer()
+    pieces.clear()
+    reply = answer(defer=True, defer_threshold=2.0)
+    assert "".join(pieces) == reply.generated.text == plain.generated.text
+    pieces.clear()
+    early = answer(defer=True, defer_threshold=0.0)
+    assert "".join(pieces) == early.generated.text
+    assert len(early.rounds) == 1
+
+
+def test_the_time_to_the_first_token_holds_all_rounds(session: Session) -> None:
+    reply = session.ask(REQUEST, QueryOptions(defer=True, defer_threshold=2.0, max_tokens=3))
+    assert reply.timing_ms["ttft"] >= sum(one.milliseconds for one in reply.rounds)
+
+
+def test_comparing_is_refused_in_python_too(session: Session) -> None:
+    with pytest.raises(UsageError):
+        compare(session, REQUEST, QueryOptions(defer=True), ["reuse"])
+    with pytest.raises(UsageError):
+        session.ask(REQUEST, QueryOptions(defer=True, defer_first=0))
+
+
+# ---- how sure is sure enough ----
+
+
+def test_the_calibrated_threshold_is_used(store: Path) -> None:
+    with Store.open(store) as opened:
+        fingerprint = store_identity(opened).fingerprint
+        assert threshold_for(opened, fingerprint, "union", None) == Threshold(DEFAULT_THRESHOLD, "default")
+        keep_threshold(opened, fingerprint, "union", 1.5, {"questions": 3})
+        keep_threshold(opened, fingerprint, "reuse", 0.0, {"questions": 3})
+        assert threshold_for(opened, fingerprint, "union", None) == Threshold(1.5, "calibrated")
+        assert threshold_for(opened, fingerprint, "union", 0.2) == Threshold(0.2, "asked for")
+        assert threshold_for(opened, fingerprint, "epic", None).origin == "default"
+        assert threshold_for(opened, "0" * 64, "union", None).origin == "default"
+    assert len(ask(store, "--defer", "--fusion", "reuse").json["rounds"]) == 1
+    rounds = ask(store, "--defer").json["rounds"]
+    assert len(rounds) > 1
+    assert "1.500 (calibrated)" in rounds[0]["why"]
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{}", '{"format": 1, "probed": 8, "modes": 3}', '{"format": 99}', "\udcff"]
+)
+def test_a_file_that_cannot_be_used_is_as_none(store: Path, damage: str) -> None:
+    with Store.open(store) as opened:
+        keep_threshold(opened, "f" * 64, "union", 0.4, {})
+        (path,) = (store / "defer").iterdir()
+        path.write_bytes(damage.encode("utf-8", "surrogateescape"))
+        assert threshold_for(opened, "f" * 64, "union", None).origin == "default"
+        keep_threshold(opened, "f" * 64, "union", 0.3, {})
+        assert threshold_for(opened, "f" * 64, "union", None) == Threshold(0.3, "calibrated")
+
+
+def test_a_threshold_of_other_tokens_is_not_used(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(store) as opened:
+        keep_threshold(opened, "f" * 64, "union", 0.4, {})
+        monkeypatch.setattr(calibration, "PROBED", 3)
+        assert threshold_for(opened, "f" * 64, "union", None).origin == "default"
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "expected"),
+    [
+        (8, 2, [(0, 2), (2, 4), (4, 8)]),
+        (5, 2, [(0, 2), (2, 4), (4, 5)]),
+        (3, 8, [(0, 3)]),
+        (7, 1, [(0, 1), (1, 2), (2, 4), (4, 7)]),
+        (0, 2, [(0, 0)]),
+    ],
+)
+def test_spans(count: int, first: int, expected: list[tuple[int, int]]) -> None:
+    assert list(spans(count, first)) == expected
+
+
+def test_confidence_is_the_geometric_mean() -> None:
+    assert confidence([math.log(0.5), math.log(0.125)]) == pytest.approx(0.25)
+    assert confidence([0.0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("sure", "text", "enough", "why"),
+    [
+        (0.8, "Ilse Varnholt", True, "sure: 0.800"),
+        (0.5, "Ilse Varnholt", True, "at least 0.500"),
+        (0.4999, "Ilse Varnholt", False, "unsure"),
+        (0.99, "The passages do not mention", False, "'do not mention'"),
+        (0.99, "NOT FOUND", False, "not found"),
+        (0.99, "알 수 없습니다", False, "알 수 없"),
+    ],
+)
+def test_verdicts(sure: float, text: str, enough: bool, why: str) -> None:
+    verdict = judge(sure, text, Threshold(0.5, "default"))
+    assert verdict.enough == enough
+    assert why in verdict.why
+
+
+# ---- what is planned, and what is warm ----
+
+
+def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
+    def plan(*more: object) -> Done:
+        return kvtool("inspect", "plan", QUESTION, "--store", store, "--top-k", "5", *more).fine()
+
+    assert [chunk["round"] for chunk in plan("--defer", "--json").json["chunks"]] == [1, 1, 2, 2, 3]
+    assert [chunk["round"] for chunk in plan("--defer", "--defer-first", "4", "--json").json["chunks"]] == [1] * 4 + [2]
+    assert "round" not in plan("--json").json["chunks"][0]
+    assert "2 chunk(s) first" in plan("--defer").out
+
+
+def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
+    def hits(top_k: int) -> Sequence[Hit]:
+        return session.lay_out(Request("mill"), QueryOptions(top_k=top_k, order="relevance")).hits
+
+    everything = hits(30)
+    scores = [hit.score for hit in everything]
+    tied = next(number for number in range(1, len(scores)) if scores[number] == scores[number - 1])
+    better, worse = everything[tied - 1].passage.chunk_id, everything[tied].passage.chunk_id
+    session.keep_hot(10**9)
+    session.ask(Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
+    found = hits(tied)
+    assert found[-1].passage.chunk_id == worse  # it stands where the other did, beyond which none was wanted
+    assert [hit.score for hit in found] == scores[:tied]
+    assert better != worse
