@@ -23,6 +23,7 @@ Recompute = Literal["union", "infoflow", "blend"]
 # Expectations that differ by less are the same: two runs of one prompt differ by more. So quality decides between them,
 # and a recompute that adds no more than this share of the loading time counts as hidden.
 NOISE = 0.05
+_COMPUTED = ("fresh", "hole")  # what no mode reuses: the question and what is not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Prompt:
         self.context = 0
         for number, span in enumerate(spans):
             cached = span.status in ("hit", "exact") and span.level in speeds.loads
-            status = span.status if cached else "fresh"
+            status = span.status if cached or span.status == "fresh" else "hole"
             leading = leading and status == "exact"
             name = "leading" if leading else status
             self._rows[name] = self._rows.get(name, 0) + span.tokens
@@ -114,28 +115,28 @@ class Prompt:
 
     def full(self) -> float:
         """Seconds of full prefill."""
-        return self._pass(("fresh", "hit", "exact", "leading"))
+        return self._pass((*_COMPUTED, "hit", "exact", "leading"))
 
     def prefix(self) -> float:
         """Seconds of prefix caching."""
-        return self._speeds.beside(self.load("leading"), self._pass(("fresh", "hit", "exact")))
+        return self._speeds.beside(self.load("leading"), self._pass((*_COMPUTED, "hit", "exact")))
 
     def recompute(self, mode: Recompute, ratio: float) -> float:
         """Seconds of a mode that recomputes a share of the cached tokens."""
         chosen = min(math.ceil(round(ratio * self.context, 6)), self.hits)
         load = self.load("leading", "exact", "hit")
         if not chosen:
-            return self._speeds.beside(load, self._pass(("fresh",)))
+            return self._speeds.beside(load, self._pass(_COMPUTED))
         if mode == "blend":
-            return self._speeds.beside(load, self._pass(("fresh",), self._blended(chosen)))
+            return self._speeds.beside(load, self._pass(_COMPUTED, self._blended(chosen)))
         if ratio >= 1:  # nothing to rank, and what is computed anew is not read
-            return self._speeds.beside(self.load("leading", "exact"), self._pass(("fresh",), self.hits))
+            return self._speeds.beside(self.load("leading", "exact"), self._pass(_COMPUTED, self.hits))
         # The question's pass skips the LM head and sums its attention up instead: taken as dear as any other.
-        return self._speeds.beside(load, self._pass(("fresh",))) + self._pass(("fresh",), chosen)
+        return self._speeds.beside(load, self._pass(_COMPUTED)) + self._pass(("fresh",), chosen)
 
     def recomputing(self, rows: int) -> float:
         """Seconds of a mode that knows from the start which hits it recomputes, so many (`reuse`: none; `epic`)."""
-        return self._speeds.beside(self.load("leading", "exact", "hit"), self._pass(("fresh",), min(rows, self.hits)))
+        return self._speeds.beside(self.load("leading", "exact", "hit"), self._pass(_COMPUTED, min(rows, self.hits)))
 
     def _pass(self, names: Sequence[str], hits: float = 0.0) -> float:
         rows, keys = (sum(counts.get(name, 0) for name in names) for counts in (self._rows, self._keys))

@@ -97,8 +97,7 @@ def fuse(
         try:
             return fuse_into(cache, decoder, plan, selector, source, trace, patience)
         except RecordMissing as missing:
-            for segment, reason in ((missing.segment, missing.reason), *missing.others):
-                plan = plan.without(segment, reason, missing.stored)
+            plan = plan.without_all(missing.unusable, missing.stored)
 
 
 def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:
@@ -141,7 +140,9 @@ def fuse_into(
             attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
             wanted = selector.rows(plan, attention) & cached
             asking = add_span(trace, "question attention", started) - loader.waited_s
-        rows = Rows.of((wanted | plan.mask("miss", "fresh")).nonzero()[:, 0], decoder.device)
+        # The question's own pass has computed the holes already, over the cache as it is reused.
+        done = plan.mask("miss") if asked else plan.mask()
+        rows = Rows.of(((wanted | plan.mask("miss", "fresh")) & ~done).nonzero()[:, 0], decoder.device)
         narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, trace)
         cache.before_update = narrowing.on_update
         if narrowing.targets:
@@ -157,7 +158,7 @@ def fuse_into(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=_count(plan, cached, recomputed, narrowing.computed),
+        tokens=_count(plan, cached, recomputed, [count + int(done.sum()) for count in narrowing.computed]),
         timing=_timing(loader, narrowing.select_s + asking, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,

@@ -111,6 +111,13 @@ class Plan:
         hole = replace(segment, status="miss", reason=reason, source=source)
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
+    def without_all(self, unusable: Sequence[tuple[Segment, str]], stored: bool = False) -> Plan:
+        """The same for several, each with its reason."""
+        plan = self
+        for segment, reason in unusable:
+            plan = plan.without(segment, reason, stored)
+        return plan
+
 
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
     """Lay out a prompt.

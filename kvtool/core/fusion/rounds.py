@@ -44,7 +44,7 @@ def fuse_further(
         try:
             return fuse_into(cache, decoder, plan, selector, source, trace, patience)
         except RecordMissing as missing:
-            plan = plan.without(missing.segment, missing.reason, missing.stored)
+            plan = plan.without_all(missing.unusable, missing.stored)
             if missing.stored:  # the thread that reads it still may write into these buffers
                 cache = _copy(decoder, cache, plan.segments[0].stop)
 

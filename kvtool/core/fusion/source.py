@@ -29,7 +29,7 @@ class RecordMissing(Exception):
     Attributes
     ----------
     stored : it is there all the same, and is not to be stored again.
-    others : what cannot be used either, and why.
+    unusable : this segment and others that cannot be used either, each with why.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RecordMissing(Exception):
         self.segment = segment
         self.reason = reason
         self.stored = stored
-        self.others = others
+        self.unusable = ((segment, reason), *others)
 
 
 @dataclass(slots=True)

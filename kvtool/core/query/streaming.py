@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STREAMED = ("reuse", "epic", "blend", "infoflow", "union")  # modes that read every chunk
 DEFAULT_MODE = "union"  # of `auto`
-_SLOWER = 1.1  # what computing is counted as, of what was measured: two runs of one pass differ by as much
+_SLOWER = 1.25  # what computing is counted as, of what was measured: two runs of one pass differ by as much
 _HERE = "here"  # stands for a level whose loading takes no time: it overlapped with fetching
 _TEXT = "not fetched in time"
 
@@ -150,8 +150,8 @@ def rungs_of(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> lis
 class Computing:
     """Seconds of the pass after streaming, by the chunks that are computed from their text.
 
-    A mode that ranks by the question's attention computes holes twice, before the choice and after it. Where most is
-    text, full prefill is sooner than that, and loses nothing: then it is all computed.
+    A mode that ranks by the question's attention takes two passes. Where next to all is text, one pass over all of it
+    is sooner, and loses nothing: then everything is computed.
     """
 
     def __init__(self, plan: Plan, speeds: Speeds, mode: str, options: QueryOptions) -> None:
@@ -161,19 +161,16 @@ class Computing:
         self._known: dict[frozenset[int], float] = {}
 
     def __call__(self, text: frozenset[int]) -> float:
-        return min(self._cached(text), self._cached(self._everything))
+        if text not in self._known:
+            self._known[text] = self._pass(text)
+        return self._known[text]
 
     def settled(self, levels: Mapping[int, str | None]) -> dict[int, str | None]:
         """The levels, or text for all where that is sooner."""
         text = frozenset(number for number, level in levels.items() if level is None)
-        if text and self._cached(self._everything) < self._cached(text):
+        if text and self(self._everything) < self(text):
             return dict.fromkeys(self._everything)
         return dict(levels)
-
-    def _cached(self, text: frozenset[int]) -> float:
-        if text not in self._known:
-            self._known[text] = self._pass(text)
-        return self._known[text]
 
     def _pass(self, text: frozenset[int]) -> float:
         spans = [
