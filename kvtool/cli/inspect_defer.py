@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.inspect_quality import Wanted, batch_of, options_for
-from kvtool.cli.sessions import open_session
+from kvtool.cli.inspect_quality import Wanted, batch_of, measure, options_for
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, NoSpaceError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.reply import QueryOptions, Request
-    from kvtool.core.report.journal import Journal
-    from kvtool.core.report.runs import RunSpec
 
 
 def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
     from kvtool.core.query.session import store_identity
-    from kvtool.core.report.defer import defer_facts, defer_overview
+    from kvtool.core.report.defer import defer_facts, defer_overview, evaluate_rounds
     from kvtool.core.report.defer_page import defer_sections
     from kvtool.core.report.journal import Journal
     from kvtool.core.report.quality import evaluation_facts
@@ -37,7 +32,7 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     identity = store_identity(store)
     facts = evaluation_facts(store, identity, requests, options) | defer_facts(options)
     journal = Journal(wanted.resume, facts)
-    failed = _measure(run, store, requests[: wanted.about.limit], specs, options, journal)
+    failed = measure(run, store, requests[: wanted.about.limit], specs, options, journal, evaluate_rounds)
     told = {"model": identity.model, "first": options.defer_first, "top_k": options.top_k, "failed": failed}
     value = told | defer_overview(journal.rows)
     if value["runs"]:
@@ -47,28 +42,6 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     if not failed:
         return None
     return EXIT_PARTIAL if journal.rows else EXIT_FAILED
-
-
-def _measure(
-    run: Run,
-    store: Store,
-    requests: Sequence[Request],
-    specs: Sequence[RunSpec],
-    options: QueryOptions,
-    journal: Journal,
-) -> int:
-    """Returns how many questions failed. The model is loaded, and the file held, only if something is missing."""
-    from kvtool.core.report.quality import open_work
-
-    if not open_work(requests, specs, journal.rows):
-        return 0
-    from kvtool.core.report.defer import evaluate_rounds
-
-    with journal.writing():
-        work = open_work(requests, specs, journal.rows)
-        session = open_session(run, store)
-        with run.out.progress("questions", total=len(work), unit="questions") as bar:
-            return evaluate_rounds(session, requests, work, options, journal, run.out.warning, bar.advance)
 
 
 def _keep(run: Run, store: Store, fingerprint: str, value: dict[str, Any]) -> None:

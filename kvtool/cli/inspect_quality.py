@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Measure what is not in the `--resume` file yet; then sum up all that is."""
     from kvtool.core.query.session import store_identity
     from kvtool.core.report.journal import Journal
-    from kvtool.core.report.quality import evaluation_facts, overview
+    from kvtool.core.report.quality import evaluate, evaluation_facts, overview
     from kvtool.core.report.quality_page import quality_sections
     from kvtool.core.report.runs import parse_runs
 
@@ -45,7 +45,7 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     specs, options = parse_runs(wanted.runs), options_for(run, wanted)
     identity = store_identity(store)
     journal = Journal(wanted.resume, evaluation_facts(store, identity, requests, options))
-    failed = _measure(run, store, requests[:limit], specs, options, journal)
+    failed = measure(run, store, requests[:limit], specs, options, journal, evaluate)
     facts = {"model": identity.model, "max_tokens": options.max_tokens, "failed": failed}
     value = facts | overview(journal.rows)
     if value["runs"]:
@@ -83,16 +83,17 @@ def options_for(run: Run, wanted: Wanted) -> QueryOptions:
     )
 
 
-def _measure(
+def measure(
     run: Run,
     store: Store,
     requests: Sequence[Request],
     specs: Sequence[RunSpec],
     options: QueryOptions,
     journal: Journal,
+    evaluate: Callable[..., int],
 ) -> int:
     """Returns how many questions failed. The model is loaded, and the file held, only if something is missing."""
-    from kvtool.core.report.quality import evaluate, open_work
+    from kvtool.core.report.quality import open_work
 
     if not open_work(requests, specs, journal.rows):
         return 0

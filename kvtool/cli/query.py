@@ -181,6 +181,8 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
         "max_loss",
         "load_timeout",
         "slo_ms",
+        "stream_predictor",
+        "stream_margin",
         "retriever",
         "embedder",
         "offline",

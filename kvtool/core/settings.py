@@ -21,6 +21,7 @@ from kvtool.core.codec.levels import LEVELS, MAX_LOSS
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.names import AUTO, MODES
 from kvtool.core.remote.blobs import TIMEOUT
+from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 ENV_PREFIX = "KVTOOL_"
 PROJECT_FILE = "kvtool.toml"
@@ -190,6 +191,12 @@ class Settings:
         "query",
         metavar="MS",
         lowest=1,
+    )
+    stream_predictor: str = _key(
+        DEFAULT_PREDICTOR, "How the link to a shared store is predicted.", "query", choices=tuple(PREDICTORS)
+    )
+    stream_margin: float = _key(
+        DEFAULT_MARGIN, "Share of the predicted bandwidth that is not counted on.", "query", lowest=0, highest=0.99
     )
     retriever: str = _key(
         "auto",

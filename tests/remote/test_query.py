@@ -12,6 +12,7 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.query import streaming
+from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.tier import local_place
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.families import save_tiny
@@ -122,11 +123,17 @@ def test_what_is_pushed_later_is_seen(store: Path, shared: str, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("slow_machine")
-def test_compressed_levels(store: Path, url: str) -> None:
+def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtool("compress", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
     kvtool("store", "push", url, "--store", store).fine()
+    asked: list[str] = []
+    real = Arrivals.ask
+    monkeypatch.setattr(Arrivals, "ask", lambda self, names: (asked.extend(names), real(self, names))[1])
     for level in ("2", "1", "raw"):
+        asked.clear()
         assert said(ask(url, "--level", level)) == said(ask(store, "--level", level))
+        levels = {name.split("/")[2].partition("-")[0] for name in asked if name.startswith("kv/")}
+        assert levels == ({level, "raw"} if level == "2" else {level})  # the prompt's beginning is raw; 1 refines 2
         done = ask(url, "--level", level, *SLO)
         assert said(done) == said(ask(store, "--level", level))
     found = {level for row in listing_of(local_place(url)) for level in row}

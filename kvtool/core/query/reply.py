@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.fusion.names import AUTO
 from kvtool.core.settings import DEFER_FIRST, LOAD_TIMEOUT
+from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
@@ -25,6 +26,8 @@ class QueryOptions:
     ----------
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     force : answer although the gate refuses.
+    slo_ms : the time to the first token that streaming from a shared store keeps to (core/query/streaming.py).
+    stream_predictor, stream_margin : how the link is predicted, and the share of that which is not counted on.
     load_timeout : seconds that one record may be read for; its chunk is computed in place then.
     defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
         sure than `defer_threshold` (None: as calibrated, else the default); core/query/defer.py.
@@ -53,6 +56,8 @@ class QueryOptions:
     defer_threshold: float | None = None
     offline: bool = False
     slo_ms: float | None = None
+    stream_predictor: str = DEFAULT_PREDICTOR
+    stream_margin: float = DEFAULT_MARGIN
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0

@@ -20,7 +20,7 @@ from kvtool.core.fusion.speeds import LoadSpeed, Speeds
 from kvtool.core.levels import recorded_losses
 from kvtool.core.query.fetching import Decoding, Driver
 from kvtool.core.remote.tier import Tier
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, make_estimator
+from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.core.streaming.policy import Adaptive, Task
 
@@ -85,7 +85,7 @@ def stream_prompt(
     decoding = Decoding(source, speeds.layers)
     computing = Computing(asked.plan, speeds, mode, options)
     task = Task(ladders, computing, options.slo_ms / 1e3, decoding.seconds)
-    policy = Adaptive(task, make_estimator(DEFAULT_PREDICTOR), DEFAULT_MARGIN)
+    policy = Adaptive(task, make_estimator(options.stream_predictor), options.stream_margin)
     driver = Driver(store, segments, policy, decoding, since)
     driver.run()
     decoding.finish()

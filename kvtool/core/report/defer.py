@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.levels import ProfileShelf
@@ -19,7 +18,7 @@ from kvtool.core.query.rounds import probe, steps, text_of
 from kvtool.core.query.session import Session, selector_for
 from kvtool.core.report.intervals import interval
 from kvtool.core.report.journal import Journal
-from kvtool.core.report.quality import Warn, Work
+from kvtool.core.report.quality import Warn, Work, answer_open
 from kvtool.core.report.runs import RunSpec
 from kvtool.core.report.trial import Row
 from kvtool.core.scoring import score
@@ -50,27 +49,15 @@ def evaluate_rounds(
 ) -> int:
     """Answer what is open after every round, and add it to the journal, whose file must be held.
 
-    Returns
-    -------
-    How many questions failed; each was warned of, and is open still.
+    Returns and raises as :func:`kvtool.core.report.quality.answer_open` does.
     """
-    failed = 0
-    if any(missing for _, missing in work) and not options.force:
-        session.check_gate()
-    for at, missing in work:
-        try:
-            asked = session.lay_out(requests[at], options)
-            at_once = session.lay_out(requests[at], replace(options, defer=False))
-            rows = {spec.name: _question(session, asked, at_once, spec, options) for spec in missing}
-        except GateError:
-            raise
-        except KvtoolError as error:
-            failed += 1
-            warn(f"question {requests[at].id or f'number {at + 1}'}: {error.message}", error.hint)
-        else:
-            journal.add(at, requests[at].id, rows)
-        advance(1)
-    return failed
+
+    def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:
+        asked = session.lay_out(requests[at], options)
+        at_once = session.lay_out(requests[at], replace(options, defer=False))
+        return {spec.name: _question(session, asked, at_once, spec, options) for spec in missing}
+
+    return answer_open(session, requests, work, options, journal, rows_of, warn, advance)
 
 
 def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, options: QueryOptions) -> Row:

@@ -68,7 +68,36 @@ def evaluate(
 ) -> int:
     """Answer what is open and add each finished question to the journal, whose file must be held.
 
-    The store stays as it is: holes are computed in place, for every run anew, and a warning names them.
+    The store stays as it is: holes are computed in place, for every run anew, and a warning names them. Returns and
+    raises as :func:`answer_open` does.
+    """
+    source = StoreSource.of(session.store, session.decoder, ProfileShelf(session.store))
+
+    def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:
+        trial = Trial(session.decoder, source, session.lay_out(requests[at], options), options)
+        rows = dict(trial.rows(missing))
+        holes = max((row["holes"] for row in rows.values()), key=len)
+        if holes:
+            warn(
+                f"question {name_of(requests, at)}: {len(holes)} chunk(s) were computed in place: {holes[0]}",
+                "see `kvtool store verify`; its results say little about reuse",
+            )
+        return rows
+
+    return answer_open(session, requests, work, options, journal, rows_of, warn, advance)
+
+
+def answer_open(
+    session: Session,
+    requests: Sequence[Request],
+    work: Work,
+    options: QueryOptions,
+    journal: Journal,
+    rows_of: Callable[[int, list[RunSpec]], Mapping[str, Row]],
+    warn: Warn,
+    advance: Callable[[int], None],
+) -> int:
+    """Add what `rows_of` makes of each open question and its missing runs to the journal, whose file must be held.
 
     Returns
     -------
@@ -78,30 +107,26 @@ def evaluate(
     ------
     GateError : the gate refuses the model.
     """
-    decoder, failed = session.decoder, 0
-    source = StoreSource.of(session.store, decoder, ProfileShelf(session.store))
+    failed = 0
     if any(missing for _, missing in work) and not options.force:
         session.check_gate()
     for at, missing in work:
-        name = requests[at].id or f"number {at + 1}"
         try:
-            trial = Trial(decoder, source, session.lay_out(requests[at], options), options)
-            rows = dict(trial.rows(missing))
+            rows = rows_of(at, missing)
         except GateError:
             raise
         except KvtoolError as error:
             failed += 1
-            warn(f"question {name}: {error.message}", error.hint)
+            warn(f"question {name_of(requests, at)}: {error.message}", error.hint)
         else:
-            missing_chunks = max((row["holes"] for row in rows.values()), key=len)
-            if missing_chunks:
-                warn(
-                    f"question {name}: {len(missing_chunks)} chunk(s) were computed in place: {missing_chunks[0]}",
-                    "see `kvtool store verify`; its results say little about reuse",
-                )
             journal.add(at, requests[at].id, rows)
         advance(1)
     return failed
+
+
+def name_of(requests: Sequence[Request], at: int) -> str:
+    """A question's id, or its number."""
+    return requests[at].id or f"number {at + 1}"
 
 
 # ---- over all questions ----
