@@ -19,6 +19,7 @@ def test_codes_are_the_contract() -> None:
         "ModelError": 12,
         "GateError": 12,
         "DamagedError": 13,
+        "RemoteError": 1,
         "NoSpaceError": 14,
     }
 
