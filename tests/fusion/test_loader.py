@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.loader import Loader
-from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from tests.fusion.making import (
@@ -55,6 +56,19 @@ def test_layers_are_read_in_order_once(llama: Case, name: str) -> None:
     wanted = tuple(segment.start for segment in needed(fused, SELECTORS[name]()))
     assert source.reads == ([(layer, wanted) for layer in range(LAYERS)] if wanted else [])
     assert not loader_threads()
+
+
+def test_the_most_relevant_records_are_asked_for_first(llama: Case) -> None:
+    source, plan = SpySource(llama.source), llama.plan(lead_in=BOS)
+    asked = dict(zip(range(1, len(plan.segments) - 1), (1.0, 3.0, 2.0), strict=False))
+    ranked = [
+        replace(one, source=replace(one.source, relevance=asked.get(number, float("inf"))))
+        for number, one in enumerate(plan.segments)
+    ]
+    fused = llama.fuse(Plan(tuple(ranked)), Reuse(), source)
+    starts = [ranked[number].start for number in (2, 3, 1) if ranked[number].cached]
+    assert [[start for start in read if start in starts] for _, read in source.reads] == [starts] * LAYERS
+    assert same_bits(fused, llama.fuse(plan, Reuse(), llama.source))
 
 
 def test_the_next_layer_is_read_while_one_computes(llama: Case) -> None:

@@ -32,6 +32,7 @@ class Loader:
 
     Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
     layer's bytes are dropped when they stand there. Every key is rotated once, in the buffer, to its absolute position.
+    A layer's records are asked for in the order of their chunks' relevance.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Loader:
         patience: float | None = None,
     ) -> None:
         self.waited_s = 0.0
-        self._decoder, self._segments, self._cache, self._source = decoder, list(segments), cache, source
+        self._decoder, self._cache, self._source = decoder, cache, source
+        self._segments = sorted(segments, key=lambda segment: -segment.source.relevance)
         self._trace, self._patience = trace, patience
         self._ready = [threading.Event() for _ in decoder.layers]
         self._placed: dict[int, tuple[Placing, int]] = {}

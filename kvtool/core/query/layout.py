@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -106,7 +107,8 @@ class Layout:
             return Candidate((), lead_in=ids_digest([]), reason="empty")
         if parts.prefix != self._identity.prefix:
             return Candidate(parts.prefix, reason="another instruction than the store's")
-        return self._stored(parts.prefix, self._identity.prefix_id, ids_digest([]), "auto", 0.0)
+        found = self._stored(parts.prefix, self._identity.prefix_id, ids_digest([]), "auto", 0.0)
+        return replace(found, relevance=math.inf)
 
     def _candidate(self, hit: Hit, options: QueryOptions) -> Candidate:
         """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them."""
@@ -119,7 +121,8 @@ class Layout:
                 hit.passage.chunk_id,
                 reason="its description is lost or damaged",
             )
-        return self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, options.level, options.max_loss)
+        found = self._stored(info.token_ids, hit.passage.chunk_id, info.lead_in, options.level, options.max_loss)
+        return replace(found, relevance=0.0 if math.isnan(hit.score) else hit.score)
 
     def _stored(self, ids: Ids, chunk_id: bytes, lead_in: bytes, level: str, max_loss: float) -> Candidate:
         info = self.info(chunk_id)

@@ -106,9 +106,8 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
 
 def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, ...]:
     """Of the segments that lack something here, by their number in the prompt; the most relevant first."""
-    scores = {0: float("inf")} | {number: hit.score for number, hit in enumerate(asked.hits, start=1)}
     numbered = [(number, segment) for number, segment in enumerate(asked.plan.segments[:-1]) if segment.cached]
-    numbered.sort(key=lambda one: -scores[one[0]] if scores[one[0]] == scores[one[0]] else float(one[0]))
+    numbered.sort(key=lambda one: -one[1].source.relevance)
     found, losses = [], recorded_losses(store)
     for number, segment in numbered:
         rungs = rungs_of(store, segment, _allowed(store, segment, options, losses, prefix=number == 0))
