@@ -62,7 +62,8 @@ class Tier(Store):
         try:
             there = read_catalogue(blobs)
         except (RemoteError, DamagedError) as error:
-            return cls._without(blobs, place, warn, error)
+            blobs.close()
+            return cls._without(place, warn, error)
         Store.create_or_open(place).close()
         tier = cls.open(place)
         try:
@@ -70,10 +71,13 @@ class Tier(Store):
         except BaseException:
             tier.close()
             raise
+        finally:
+            if tier._blobs is None:
+                blobs.close()
         return tier
 
     @classmethod
-    def _without(cls, blobs: Blobs, place: Path, warn: Warn, error: KvtoolError) -> Tier:
+    def _without(cls, place: Path, warn: Warn, error: KvtoolError) -> Tier:
         """What is here already, if anything is."""
         with suppress(KvtoolError):
             tier = cls.open(place)
