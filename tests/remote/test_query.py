@@ -145,6 +145,15 @@ def listing_of(path: Path) -> list[list[str]]:
         return [store.levels(chunk) for chunk in store.chunk_ids()]
 
 
+@pytest.mark.usefixtures("slow_machine")
+def test_lossy_levels_of_unknown_loss_are_streamed_as_they_would_be_read(store: Path, url: str) -> None:
+    kvtool("compress", "--level", "2", "--drop-raw", "--store", store, "--questions", "0").fine()
+    kvtool("store", "push", url, "--store", store).fine()
+    done = ask(url, *SLO)
+    assert said(done) == said(ask(store))
+    assert {row["level"] for row in done.json["stream"]} == {"raw", "2"}  # the prompt's beginning is never lossy
+
+
 def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
     ask(shared).fine()
     for what in ((), ("plan", QUESTION), ("gate",)):
@@ -250,9 +259,10 @@ def test_one_that_cannot_be_reached(store: Path, redis_server: RedisServer, redi
     kvtool("store", "push", link.url, "--store", store).fine()
     wanted = said(ask(link.url))
     link.close()
-    done = ask(link.url)
-    assert said(done) == wanted
-    assert "only what is here already is used" in done.err
+    for slo in ((), SLO):  # what is here is used, with an objective, too
+        done = ask(link.url, *slo)
+        assert said(done) == wanted
+        assert "only what is here already is used" in done.err
 
 
 def test_a_wrong_password(tmp_path: Path, store: Path) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import LEVELS
-from kvtool.core.compress.chunks import EXACT
 from kvtool.core.fusion.controller import Prompt, Span
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
@@ -112,7 +111,7 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
     for number, segment in numbered:
         rungs = rungs_of(store, segment, _allowed(store, segment, options, losses, prefix=number == 0))
         ladder = Ladder.of(number, len(segment.ids), rungs)
-        if not ladder.rungs or ladder.rungs[-1].parts:  # else the best that is allowed is here
+        if ladder.rungs and ladder.rungs[-1].parts:  # else the best that is allowed is here
             found.append(ladder)
     return tuple(found)
 
@@ -120,13 +119,13 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
 def _allowed(
     store: Tier, segment: Segment, options: QueryOptions, losses: Mapping[str, float], prefix: bool
 ) -> dict[str, float]:
-    """Losses of the levels that may be read: lossy ones that lose little enough, where there are any."""
-    chunk = store.shared(segment.source.chunk_id)
-    there = chunk.levels.keys() if chunk is not None else set()
-    if options.level != "auto" and not prefix:
-        return {options.level: losses.get(options.level, 0.0)}
-    lossy = {level: loss for level, loss in losses.items() if level in there and loss <= options.max_loss}
-    return lossy if lossy and not prefix else dict.fromkeys(EXACT, 0.0)
+    """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
+    chunk, own = store.shared(segment.source.chunk_id), segment.source.level or ""
+    if chunk is not None and options.level == "auto" and not prefix:
+        lossy = {level: loss for level, loss in losses.items() if level in chunk.levels and loss <= options.max_loss}
+        if lossy:
+            return lossy
+    return {own: losses.get(own, 0.0)}
 
 
 def rungs_of(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, load_json
-from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, decode_record, encode_record, seal, unseal
+from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
@@ -88,7 +88,7 @@ def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[b
 
 def mark_of_records(records: Sequence[bytes]) -> str:
     """Digest of all records of a level, from their own."""
-    return digest_of(b"".join(record[-(OVERHEAD_BYTES - 64) :] for record in records))
+    return digest_of(b"".join(record[-DIGEST_BYTES:] for record in records))
 
 
 def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:

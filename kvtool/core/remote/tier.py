@@ -12,7 +12,7 @@ from pathlib import Path
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.mapped import aligned
 from kvtool.core.cache.store import KVRead, Store, read_record
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, RemoteError, StoreFormatError, StoreLockedError
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, StoreLockedError
 from kvtool.core.places import cache_dir
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
@@ -232,15 +232,17 @@ class Tier(Store):
             return
         whole = []
         for (chunk_id, level), layers in self._fetched.items():
-            info = self.chunk_info(chunk_id)
-            if info is not None and len(layers) == info.layers:
-                whole.append((chunk_id, info, level, [layers[layer] for layer in range(info.layers)]))
-        try:
-            with self.writer() as writer:
-                for chunk in whole:
-                    writer.put_chunk(*chunk)
-        except (StoreLockedError, NoSpaceError) as error:
-            self._warn(f"what was fetched is not kept: {error.message}", error.hint)
+            with suppress(DamagedError):  # its description: the next catalogue brings it again
+                info = self.chunk_info(chunk_id)
+                if info is not None and len(layers) == info.layers:
+                    whole.append((chunk_id, info, level, [layers[layer] for layer in range(info.layers)]))
+        if whole:
+            try:
+                with self.writer() as writer:
+                    for chunk in whole:
+                        writer.put_chunk(*chunk)
+            except KvtoolError as error:  # locked, full, read-only
+                self._warn(f"what was fetched is not kept: {error.message}", error.hint)
         self._fetched = {}
 
     def close(self) -> None:
