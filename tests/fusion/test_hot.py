@@ -70,3 +70,18 @@ def test_warm_are_the_chunks_used_last_that_fit() -> None:
     assert [name in warm for name in (b"a", b"b", b"c", b"d")] == [True, False, True, False]
     warm.use(b"d", 101)
     assert not any(name in warm for name in (b"a", b"b", b"c", b"d"))
+
+
+def test_what_is_forgotten_is_read_again(llama: Case) -> None:
+    spy = SpySource(llama.source)
+    hot = HotSource(spy, 2**30)
+    plan = llama.plan(lead_in=BOS)
+    llama.fuse(plan, Reuse(), hot)
+    spy.reads.clear()
+    before, gone = hot.held_bytes, plan.chunks[1]
+    hot.forget(gone)
+    assert hot.held_bytes == before - llama.decoder.kv_bytes(len(gone.ids))
+    assert not hot.holds(gone, LAYERS)
+    hot.forget(gone)
+    assert same_bits(llama.fuse(plan, Reuse(), hot), llama.fuse(plan, Reuse()))
+    assert spy.reads == [(layer, (gone.start,)) for layer in range(LAYERS)]

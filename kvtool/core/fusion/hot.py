@@ -52,6 +52,11 @@ class HotSource:
                 self._keep(segment, layer, kv)
         return [kv for kv in found.values() if kv is not None]
 
+    def forget(self, segment: Segment) -> None:
+        """Hold nothing of it any more."""
+        with self._lock:
+            self._bytes -= sum(map(_size, self._held.pop(_key(segment), {}).values()))
+
     def _get(self, segment: Segment, layer: int) -> LayerKV | None:
         with self._lock:
             key = _key(segment)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+MEMORY = "memory"  # among the levels: KV that is held decoded, which is only put into its place and rotated
+
 
 @dataclass(frozen=True, slots=True)
 class PassSpeed:
@@ -57,7 +59,7 @@ class Speeds:
 
     Attributes
     ----------
-    loads : by codec level.
+    loads : by codec level, and `MEMORY`.
     cores : that this process may use. `threads` : of these, that a pass uses.
     own_memory : the device computes by itself (a GPU), so that loading takes no core from it.
     """

@@ -1,13 +1,12 @@
-"""A policy's fetches over a real tier, and each chunk decoded while the next one is on its way."""
+"""A policy's fetches over a real tier, and what has come decoded while more is on its way."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.hot import HotSource
@@ -34,7 +33,6 @@ class Driver:
     def __init__(
         self, store: Tier, segments: Sequence[Segment], policy: Policy, decoding: Decoding, since: float
     ) -> None:
-        self.size = 0
         self._store, self._segments, self._policy, self._decoding = store, segments, policy, decoding
         self._since = since
         self._out: deque[_Flight] = deque()
@@ -94,7 +92,6 @@ class Driver:
             self._abandon(flight)
             return
         _, level, layer = flight.waiting.popleft()
-        self.size += len(arrival.value or b"")
         place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
         flight.sound = self._store.keep(place, layer, arrival.value) and flight.sound
         if not flight.waiting:
@@ -134,53 +131,91 @@ def warm_up(dtype: str) -> None:
         native.kernel(kind)
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """What has been decoded, or begun to be."""
+
+    segment: Segment
+    stats: ReadStats = field(default_factory=ReadStats)
+
+
 class Decoding:
-    """Decodes chunk by chunk in a thread, into the memory that the loader then reads."""
+    """Decodes what has come in a thread, into the memory that the loader then reads, while more is on its way.
+
+    Work that is saved, and never waited for: a chunk that is refined meanwhile is begun anew, and what is not decoded
+    at the end the loader decodes layer by layer beside the computing, several chunks together. The chunk that came last
+    is taken first: the others may be refined sooner.
+    """
 
     def __init__(self, source: HotSource, layers: int) -> None:
         self._source, self._layers = source, layers
-        self._waiting: queue.SimpleQueue[tuple[int, Segment] | None] = queue.SimpleQueue()
-        self._latest: dict[int, str] = {}
-        self._seen: dict[str, int] = {}
-        self._token_seconds: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last
+        self._ahead: dict[int, _Ahead] = {}
+        self._stopped = False
+        self._begun: set[str | None] = set()
+        self._taken: dict[str | None, tuple[float, float]] = {}  # by level: seconds, tokens
         self._thread: threading.Thread | None = None
 
     def seconds(self, tokens: int, level: str) -> float:
-        """What decoding at this level has taken at best so far; nothing before its second chunk, since the first one
-        waits for tables and compilers."""
-        return tokens * self._token_seconds.get(level, 0.0)
+        """What decoding at this level has taken beside the fetching; where nothing is known of it, as the slowest.
+
+        The first chunk of a level does not count, since it waits for tables and compilers.
+        """
+        rates = {level: seconds / tokens for level, (seconds, tokens) in self._taken.items()}
+        return tokens * rates.get(level, max(rates.values(), default=0.0))
 
     def put(self, number: int, segment: Segment, level: str) -> None:
         """Decode a chunk at a level that is there now."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtool-decode", daemon=True)
             self._thread.start()
-        self._latest[number] = level
-        self._waiting.put((number, replace(segment, source=replace(segment.source, level=level))))
+        with self._changed:
+            self._waiting.pop(number, None)
+            self._waiting[number] = replace(segment, source=replace(segment.source, level=level))
+            self._changed.notify()
 
     def finish(self) -> None:
-        """Return when all is decoded."""
-        self._waiting.put(None)
+        """End after the layer that is being decoded."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+
+    def bytes_read(self, levels: Mapping[int, str | None]) -> int:
+        """Of the records that were decoded at the level at which their chunk stands in the end."""
+        return sum(
+            one.stats.bytes_read for number, one in self._ahead.items() if one.segment.source.level == levels[number]
+        )
 
     def _run(self) -> None:
         import torch
 
         with torch.inference_mode():
-            while (one := self._waiting.get()) is not None:
-                number, segment = one
-                if self._latest[number] == segment.source.level:  # else it has been refined meanwhile
-                    self._decode(segment)
+            while (one := self._next()) is not None:
+                self._decode(*one)
 
-    def _decode(self, segment: Segment) -> None:
-        started, stats = time.perf_counter(), ReadStats()
+    def _next(self) -> tuple[int, Segment] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._waiting)
+            return None if self._stopped else self._waiting.popitem()
+
+    def _decode(self, number: int, segment: Segment) -> None:
+        if number in self._ahead:
+            self._source.forget(self._ahead[number].segment)
+        one = self._ahead[number] = _Ahead(segment)
+        started, done = time.perf_counter(), 0
         try:
-            for layer in range(self._layers):
-                self._source.read([segment], layer, stats)
+            while done < self._layers and not self._stopped and number not in self._waiting:
+                self._source.read([segment], done, one.stats)
+                done += 1
         except RecordMissing:
             return  # the loader meets it again, and makes it a hole
-        level, took = segment.source.level or "", (time.perf_counter() - started) / len(segment.ids)
-        self._seen[level] = self._seen.get(level, 0) + 1
-        if self._seen[level] > 1:
-            self._token_seconds[level] = min(took, self._token_seconds.get(level, took))
+        if segment.source.level in self._begun:
+            self._learn(segment, time.perf_counter() - started, done / self._layers)
+        self._begun.add(segment.source.level)
+
+    def _learn(self, segment: Segment, seconds: float, share: float) -> None:
+        before = self._taken.get(segment.source.level, (0.0, 0.0))
+        self._taken[segment.source.level] = before[0] + seconds, before[1] + share * len(segment.ids)

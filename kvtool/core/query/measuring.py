@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import RecordMissing, StoreSource
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, fit, fit_pass
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing
+from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, fit, fit_pass
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -25,6 +27,7 @@ _LONGEST = 4096  # keys of the pass whose rows, as many as in the middle one, ar
 _ROUNDS, _ROUND_SECONDS = 4, 1.5  # at most so many, and two at least, until so much time is gone
 _GROUPS = (1, 1, 1, 1, 3, 3, 3)  # chunks loaded together; the first group warms up
 _LEVEL_SECONDS = 1.0
+_HELD_TOKENS = 128  # of a chunk that stands for those held in memory
 WANTED = sum(_GROUPS)  # chunks that `measure_load` would like to have
 
 
@@ -80,7 +83,7 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
 # ---- loading -----------------------------------------------------------------------------------------------------
 
 
-def measure_load(decoder: Decoder, source: StoreSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
+def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
     """Time the loading of single chunks and of groups, each for the first time; None: none of them can be read."""
     left = list(chunks)
     samples: list[_Loaded] = []
@@ -110,6 +113,20 @@ def measure_load(decoder: Decoder, source: StoreSource, chunks: Sequence[Candida
     )
 
 
+def measure_memory(decoder: Decoder) -> LoadSpeed:
+    """The same for chunks that are held decoded, as `HotSource` holds them."""
+    there = decoder.device if decodes_there(decoder.device) else "cpu"
+    shape = (len(decoder.layers), decoder.kv_heads, _HELD_TOKENS, decoder.head_dim)
+    chunks = {
+        bytes([number]): ChunkKV(*(torch.ones(shape, dtype=decoder.dtype, device=there) for _ in range(2)))
+        for number in range(WANTED)
+    }
+    candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]
+    speed = measure_load(decoder, MemorySource(chunks), candidates)
+    assert speed is not None  # nothing of it can be missing
+    return speed
+
+
 @dataclass(frozen=True, slots=True)
 class _Loaded:
     """One sample of loading."""
@@ -125,7 +142,7 @@ def _usual(samples: Sequence[_Loaded]) -> _Loaded:
     return sorted(samples, key=lambda one: one.seconds / one.tokens)[(len(samples) - 1) // 2]
 
 
-def _load(decoder: Decoder, source: StoreSource, chunks: Sequence[Candidate]) -> _Loaded | None:
+def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _Loaded | None:
     """Load chunks as a query does; None: one of them is damaged."""
     segments: list[Segment] = []
     for chunk in chunks:

@@ -17,6 +17,7 @@ from kvtool.core.fusion.names import AUTO
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import SELECTORS, Selector
 from kvtool.core.fusion.source import KVSource, StoreSource
+from kvtool.core.fusion.speeds import MEMORY
 from kvtool.core.identity import StoreIdentity
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.decoder import Decoder
@@ -202,7 +203,7 @@ class Session:
             chunks=self._chunks(asked.hits[: len(fused.plan.chunks)], fused.plan),
             tokens=_tokens(fused, len(said.ids)),
             timing_ms=self._timing(asked, fused, ttft, said.milliseconds) | {"stream": streamed.ms},
-            bytes_read=fused.bytes_read + streamed.size,
+            bytes_read=fused.bytes_read + streamed.bytes_read,
             stream=streamed.rows,
             slo={} if options.slo_ms is None else {"objective_ms": options.slo_ms, "met": ttft <= options.slo_ms},
             generated=said,
@@ -226,7 +227,7 @@ class Session:
         if not self._streams(options) or mode not in STREAMED:
             return Streamed(asked.plan, self._source)
         assert isinstance(self.store, Tier)
-        speeds = self.speeds.speeds((), ())  # measuring the machine, once, is not the question's time
+        speeds = self.speeds.speeds((MEMORY,), ())  # measuring the machine, once, is not the question's time
         warm_up(self.identity.dtype)
         started = time.perf_counter()
         since = started - asked.retrieve_ms / 1e3

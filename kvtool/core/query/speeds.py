@@ -16,10 +16,10 @@ from kvtool.core.cache.layout import atomic_write
 from kvtool.core.errors import DamagedError, NoSpaceError
 from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.source import StoreSource
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds, read_numbers
+from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, Speeds, read_numbers
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.machine import is_busy
-from kvtool.core.query.measuring import WANTED, measure_load, measure_pass
+from kvtool.core.query.measuring import WANTED, measure_load, measure_memory, measure_pass
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -53,7 +53,8 @@ class SpeedBook:
         self._unreadable: set[str] = set()
 
     def speeds(self, levels: Sequence[str], own: Sequence[bytes]) -> Speeds:
-        """Speeds with those of loading at these levels; a level none of whose records can be read is left out.
+        """Speeds with those of loading at these levels, `MEMORY` too; a level none of whose records can be read is
+        left out.
 
         Parameters
         ----------
@@ -68,17 +69,22 @@ class SpeedBook:
         return _on(self._decoder.device, self._passes, self._loads, len(self._decoder.layers))
 
     def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
-        what = "computes and loads" if self._passes is None else "loads level " + ", ".join(levels)
+        what = "computes and loads" if self._passes is None else "loads " + ", ".join(levels)
         busy = is_busy()
         self.say(
             f"measuring how fast this machine {what}, " + ("for now: it is busy" if busy else "once for this model")
         )
-        samples = find_samples(self._store, len(self._decoder.layers), levels, own)
+        stored = [level for level in levels if level != MEMORY]
+        samples = find_samples(self._store, len(self._decoder.layers), stored, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
         source = StoreSource.of(self._store, self._decoder, ProfileShelf(self._store))
         for level in levels:
-            speed = measure_load(self._decoder, source, samples[level])
+            speed = (
+                measure_memory(self._decoder)
+                if level == MEMORY
+                else measure_load(self._decoder, source, samples[level])
+            )
             if speed is None:
                 self._unreadable.add(level)
             else:

@@ -145,6 +145,7 @@ class Book:
         row["estimated_mbps"] = _mbps(fetch.estimated_bytes_per_second)
         row["measured_mbps"] = _mbps(fetch.size / (ended - started) if arrived and ended > started else None)
         row["fetch_ms"] = (ended - started) * 1e3
+        row["bytes"] = fetch.size if arrived else 0
         self._log.append(row)
 
     def _level(self, chunk: int) -> str | None:
@@ -195,7 +196,7 @@ class Book:
 
 def _row(chunk: int, level: str | None, decision: str) -> dict[str, Any]:
     numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms"))
-    return {"chunk": chunk, "level": level, **numbers, "decision": decision}
+    return {"chunk": chunk, "level": level, **numbers, "bytes": 0, "decision": decision}
 
 
 def _mbps(bytes_per_second: float | None) -> float | None:
