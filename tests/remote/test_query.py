@@ -220,12 +220,43 @@ def test_damaged_values(slo: tuple[str, ...], store: Path, redis_url: str) -> No
             value[len(value) // 2] ^= 8
             client.set(key, bytes(value))
     done = ask(redis_url, *slo)
-    bad = {one["id"] for one in done.fine().json["chunks"] if one["status"] == "miss"}
+    bad = {one["id"] for one in done.fine().json["chunks"] if one["status"] == "miss"} | computed_meanwhile(done)
     assert bad == {chunk["id"] for chunk in used[:2]}
     assert said(done) == said(ask(with_the_same_holes(store, done)))
     kvtool("store", "push", redis_url, "--store", store, "--verify").fine()
     shutil.rmtree(local_place(redis_url))
     assert said(ask(redis_url, *slo)) == said(ask(store))
+
+
+def computed_meanwhile(done: Done) -> set[str]:
+    return {row["chunk"] for row in done.json.get("stream", ()) if row["decision"] == "text, computed meanwhile"}
+
+
+@pytest.mark.usefixtures("slow_machine")
+@pytest.mark.parametrize("mode", ["union", "reuse"])
+def test_what_does_not_come_is_computed_while_the_others_do(mode: str, store: Path, behind: Link) -> None:
+    """One chunk is known not to be there, another turns out to be damaged: neither is a hole in the end."""
+    import redis
+
+    used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
+    with redis.Redis.from_url(behind.url) as client:
+        (key,) = client.keys(f"kvtool/kv/{used[-1]}/*/1")
+        client.set(key, b"damaged")
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level([bytes.fromhex(used[1])], "raw")
+    kvtool("store", "push", behind.url, "--store", store, "--delete").fine()
+    kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()  # which makes it again, here
+    ask(behind.url, mode="full").fine()
+    behind.rate = 2e5  # about a second for all the others
+    done = ask(behind.url, *SLO, mode=mode)
+    behind.rate = 1e12
+    assert computed_meanwhile(done) == {used[1], used[-1]}
+    assert said(done) == said(ask(store, mode=mode))
+    assert {one["status"] for one in done.json["chunks"]} == {"hit"}
+    with Store.open(local_place(behind.url)) as opened:
+        assert opened.levels(bytes.fromhex(used[1])) == ["raw"]  # what nobody had is kept
+    again = ask(behind.url, *SLO, mode=mode)  # nothing else is to be fetched: what is damaged is computed in its place
+    assert said(again) == said(ask(with_the_same_holes(store, again), mode=mode))
 
 
 def test_another_models_records(tiny: Path, tmp_path: Path, redis_url: str, store: Path) -> None:

@@ -52,6 +52,11 @@ class HotSource:
                 self._keep(segment, layer, kv)
         return [kv for kv in found.values() if kv is not None]
 
+    def hold(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold KV that came from elsewhere, each `[layers, kv_heads, tokens, head_dim]`, un-rotated."""
+        for layer in range(len(keys)):
+            self._keep(segment, layer, (keys[layer], values[layer]))
+
     def forget(self, segment: Segment) -> None:
         """Hold nothing of it any more."""
         with self._lock:

@@ -60,6 +60,10 @@ class _Done(Exception):
     """The last layer's keys and values are there: its attention and MLP would be computed for nothing."""
 
 
+class PrefillStopped(Exception):
+    """`going` said so."""
+
+
 class _PackedCache(Cache):
     """Holds nothing: hands every layer's new keys and values to the collector and back to the model."""
 
@@ -82,7 +86,11 @@ class _PackedCache(Cache):
 
 @torch.inference_mode()
 def prefill_chunks(
-    decoder: Decoder, lead_in: LeadIn, items: Sequence[PrefillItem], layers: int | None = None
+    decoder: Decoder,
+    lead_in: LeadIn,
+    items: Sequence[PrefillItem],
+    layers: int | None = None,
+    going: Callable[[], bool] = lambda: True,
 ) -> list[ChunkKV]:
     """Prefill chunks packed into one row, each as if it alone stood behind the lead-in.
 
@@ -94,6 +102,7 @@ def prefill_chunks(
     Parameters
     ----------
     layers : how many of the first layers are wanted; None: all.
+    going : asked at every layer; False raises `PrefillStopped`.
 
     Returns
     -------
@@ -111,6 +120,8 @@ def prefill_chunks(
     all_keys, all_values = torch.empty(shape, dtype=decoder.dtype), torch.empty(shape, dtype=decoder.dtype)
 
     def collect(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if not going():
+            raise PrefillStopped
         all_keys[layer] = decoder.rotary.rotate(keys, undo, layer)[0]
         all_values[layer] = values[0]
 

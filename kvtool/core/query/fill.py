@@ -69,13 +69,18 @@ def _exact_is_sound(store: Store, chunk_id: bytes) -> bool:
     return info is not None
 
 
-def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
-    """The record to make, if the segment's id is what these ids give behind the store's lead-in."""
-    ids, chunk_id = segment.ids, segment.source.chunk_id
-    if segment.source.stored:
-        return None
+def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
+    """Whether the segment's id is what its ids give behind the store's lead-in, whatever stood before them."""
+    chunk_id = segment.source.chunk_id
     if chunk_id == identity.prefix_id:
-        return WantedChunk(chunk_id, ids, (), ids_digest([]))
-    if identity.lead_in.mode == NEIGHBOUR or chunk_id != identity.chunk_id(ids):
+        return True
+    return identity.lead_in.mode != NEIGHBOUR and chunk_id == identity.chunk_id(segment.ids)
+
+
+def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
+    """The record to make; None: there is one all the same, or the chunk before it is needed."""
+    chunk_id = segment.source.chunk_id
+    if segment.source.stored or not stands_alone(segment, identity):
         return None
-    return WantedChunk(chunk_id, ids, (), identity.lead_in.digest())
+    lead_in = ids_digest([]) if chunk_id == identity.prefix_id else identity.lead_in.digest()
+    return WantedChunk(chunk_id, segment.ids, (), lead_in)

@@ -31,6 +31,7 @@ from kvtool.core.query.explain import explain
 from kvtool.core.query.fetching import warm_up
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
+from kvtool.core.query.meanwhile import Meanwhile
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, answer_in_rounds
 from kvtool.core.query.speeds import SpeedBook
@@ -97,6 +98,7 @@ class Session:
         self._layout = Layout(store, identity, self._tokenizer, len(decoder.layers), warn)
         self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
         self.speeds = SpeedBook(store, decoder, identity.fingerprint)
+        self._meanwhile = Meanwhile(store, decoder, identity)
 
     @classmethod
     def open(
@@ -195,7 +197,7 @@ class Session:
         said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
         add_span(self.trace, "generate", started, tokens=len(said.ids))
         if selector.uses_cache:
-            self._after(fused)
+            self._after(fused, streamed.holes)
         reply = Reply(
             question=asked.request.question,
             answer=said.text.strip(),
@@ -233,7 +235,9 @@ class Session:
         since = started - asked.retrieve_ms / 1e3
         element = torch.empty((), dtype=self.decoder.dtype).element_size()
         token_bytes = 2 * len(self.decoder.layers) * self.decoder.kv_heads * self.decoder.head_dim * element
-        streamed = stream_prompt(self.store, asked, options, mode, speeds, self._source, token_bytes, since)
+        streamed = stream_prompt(
+            self.store, asked, options, mode, speeds, self._source, token_bytes, since, self._meanwhile
+        )
         streamed.ms = add_span(self.trace, "stream", started) * 1e3
         return streamed
 
@@ -286,13 +290,14 @@ class Session:
             "question": list(plan.segments[-1].ids),
         }
 
-    def _after(self, fused: Fused) -> None:
+    def _after(self, fused: Fused, computed: Sequence[Segment]) -> None:
         found = [segment.source.chunk_id for segment in fused.plan.cached_chunks]
         if self._warm is not None:
             for segment in fused.plan.cached_chunks:
                 self._warm.use(segment.source.chunk_id, self.decoder.kv_bytes(len(segment.ids)))
         self.store.note_access(found, missed=len(fused.plan.chunks) - len(found))
         holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
+        holes += computed
         if holes:
             fill_holes(self.store, self.decoder, self.identity, holes, self._lock_wait, self._warn)
 

@@ -17,8 +17,10 @@ from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
 from kvtool.core.levels import recorded_losses
-from kvtool.core.query.fetching import Decoding, Driver
+from kvtool.core.query.ahead import COMPUTED, Ahead, Prefill
+from kvtool.core.query.fetching import Driver
 from kvtool.core.remote.tier import Tier
+from kvtool.core.streaming.book import text_row
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.core.streaming.policy import Adaptive, Task
@@ -41,8 +43,10 @@ class Streamed:
 
     Attributes
     ----------
-    plan : with each chunk at the level that it reached; those that reached none are holes.
+    plan : with each chunk at the level that it reached; those that reached none, and were not computed meanwhile, are
+        holes.
     source : where its KV is read; some of what was fetched is decoded already.
+    holes : of the plan before, which were computed meanwhile: worth storing.
     rows : the decisions, `stream` of the reply.
     bytes_read : of the records that are decoded already.
     ms : that it took.
@@ -50,6 +54,7 @@ class Streamed:
 
     plan: Plan
     source: KVSource
+    holes: list[Segment] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     bytes_read: int = 0
     ms: float = 0.0
@@ -64,6 +69,7 @@ def stream_prompt(
     source: KVSource,
     token_bytes: int,
     since: float,
+    prefill: Prefill,
 ) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time for nothing but computing.
 
@@ -73,6 +79,7 @@ def stream_prompt(
     speeds : of this machine, with `MEMORY` among the loads: decoding overlaps with fetching, placing does not.
     token_bytes : of one token's decoded KV, all layers.
     since : `perf_counter` of the question's start.
+    prefill : computes a chunk that does not come, while others do.
     """
     assert options.slo_ms is not None
     ladders = _ladders(store, asked, options)
@@ -81,20 +88,31 @@ def stream_prompt(
     segments = asked.plan.segments
     if not isinstance(source, HotSource):
         source = HotSource(source, asked.plan.length * token_bytes)
-    decoding = Decoding(source, speeds.layers)
+    ahead = Ahead(source, speeds.layers, prefill)
+    holes = {number: one for number, one in enumerate(segments[:-1]) if one.status == "miss" and one.ids}
     computing = Computing(asked.plan, speeds, mode, options)
-    task = Task(ladders, computing, options.slo_ms / 1e3, decoding.seconds)
+    task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds)
     policy = Adaptive(task, make_estimator(options.stream_predictor), options.stream_margin)
-    Driver(store, segments, policy, decoding, since).run()
-    decoding.finish()
-    levels = computing.settled(policy.levels)
-    rows = [_row(row, segments) for row in policy.log]
-    return Streamed(_at_levels(asked.plan, levels), source, rows, decoding.bytes_read(levels))
+    for number, hole in holes.items():
+        ahead.compute(number, hole)
+    Driver(store, segments, policy, ahead, since).run()
+    ahead.finish()
+    computed = ahead.computed
+    levels = computing.settled(policy.levels | dict.fromkeys(computed, COMPUTED))
+    return Streamed(
+        plan=_at_levels(asked.plan, levels),
+        source=source,
+        holes=[hole for number, hole in holes.items() if number in computed],
+        rows=_rows(policy.log, segments, computed),
+        bytes_read=ahead.bytes_read(levels),
+    )
 
 
-def _row(row: dict[str, Any], segments: Sequence[Segment]) -> dict[str, Any]:
-    rounded = {name: None if row[name] is None else round(row[name], 3) for name in _NUMBERS}
-    return row | rounded | {"chunk": segments[row["chunk"]].source.chunk_id.hex()}
+def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment], computed: frozenset[int]) -> list[dict[str, Any]]:
+    rows = [row | {name: None if row[name] is None else round(row[name], 3) for name in _NUMBERS} for row in log]
+    told = [row for row in rows if row["chunk"] not in computed or row["decision"] != "text"]
+    told += [text_row(number, "text, computed meanwhile") for number in sorted(computed)]
+    return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in told]
 
 
 _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
@@ -104,9 +122,12 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
 
 
 def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, ...]:
-    """Of the segments that lack something here, by their number in the prompt; the most relevant first."""
+    """Of the segments that lack something here, by their number in the prompt; the most relevant first.
+
+    The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
+    """
     numbered = [(number, segment) for number, segment in enumerate(asked.plan.segments[:-1]) if segment.cached]
-    numbered.sort(key=lambda one: -one[1].source.relevance)
+    numbered.sort(key=lambda one: (one[0] == 0, -one[1].source.relevance))
     found, losses = [], recorded_losses(store)
     for number, segment in numbered:
         rungs = rungs_of(store, segment, _allowed(store, segment, options, losses, prefix=number == 0))

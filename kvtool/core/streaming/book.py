@@ -77,6 +77,14 @@ class Policy(Protocol):
         """When waiting for an outstanding fetch should end; None: never."""
 
     @property
+    def unwanted(self) -> list[int]:
+        """Chunks that stand at no level, and of which `next` did not want the base when it was last asked, the least
+        relevant first: they may be computed from their text meanwhile."""
+
+    def have(self, chunk: int) -> None:
+        """A chunk was computed from its text meanwhile: nothing of it is needed any more."""
+
+    @property
     def levels(self) -> dict[int, str | None]:
         """The level that each chunk has reached; None: to be computed from its text."""
 
@@ -108,10 +116,21 @@ class Book:
         self._missing = frozenset(self._ladders)  # chunks that stand at none
         self._flying: list[Flight] = []
         self._closed: set[int] = set()  # chunks of which nothing more is asked
+        self._passed_over: frozenset[int] = frozenset()  # whose base was not wanted when something was asked for last
         self._now = 0.0
         self._last_end = 0.0
         self._decoded_at = 0.0  # when all that is there will be decoded
         self._log: list[dict[str, Any]] = []
+
+    @property
+    def unwanted(self) -> list[int]:
+        found = self._missing & (self._closed | self._passed_over) - self._chunks_flying
+        return [chunk for chunk in reversed(self._ladders) if chunk in found]
+
+    def have(self, chunk: int) -> None:
+        if chunk not in self._chunks_flying:  # else what comes is taken
+            self._closed.add(chunk)
+            self._missing -= {chunk}
 
     @property
     def levels(self) -> dict[int, str | None]:
@@ -120,7 +139,7 @@ class Book:
     @property
     def log(self) -> list[dict[str, Any]]:
         told = {row["chunk"] for row in self._log} | {flight.fetch.chunk for flight in self._flying}
-        return self._log + [_row(chunk, None, "text") for chunk in self._ladders if chunk not in told]
+        return self._log + [text_row(chunk, "text") for chunk in self._ladders if chunk not in told]
 
     def give_up_at(self, fetch: Fetch) -> float | None:
         """Never, but where what it refines is lost."""
@@ -177,6 +196,10 @@ class Book:
         return self._held[ladder.chunk] | flying
 
     @property
+    def _chunks_flying(self) -> frozenset[int]:
+        return frozenset(one.fetch.chunk for one in self._flying)
+
+    @property
     def _rate(self) -> float | None:
         """Bytes a second that are counted on; None: no estimate."""
         rate = self._estimator.bytes_per_second
@@ -192,6 +215,11 @@ class Book:
         waiting = sum(one.fetch.size for one in self._flying)
         free = max(now, self._busy_since + waiting / rate) if self._flying else now
         return free + size / rate
+
+
+def text_row(chunk: int, decision: str) -> dict[str, Any]:
+    """Of a chunk that is computed from its text."""
+    return _row(chunk, None, decision)
 
 
 def _row(chunk: int, level: str | None, decision: str) -> dict[str, Any]:

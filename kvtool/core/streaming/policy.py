@@ -50,7 +50,9 @@ class Adaptive(Book):
             return self._everything(now)
         if self._promised and not self._flying and now > self._deadline(_NONE):
             self._over = True
-        return None if self._over else self._base(now) or self._refinement(now)
+        base = None if self._over else self._base(now)
+        self._passed_over = frozenset() if base else self._missing
+        return None if self._over else base or self._refinement(now)
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
         limit = self.give_up_at(fetch)
@@ -185,7 +187,7 @@ class Adaptive(Book):
         return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._open())
 
     def _bases_flying(self) -> frozenset[int]:
-        return frozenset(one.fetch.chunk for one in self._flying) & self._missing
+        return self._chunks_flying & self._missing
 
     def _is_base(self, fetch: Fetch) -> bool:
         first = next((one.fetch for one in self._flying if one.fetch.chunk == fetch.chunk), None)

@@ -1,0 +1,244 @@
+"""Beside fetching what has come is decoded, the last first, and what does not come is computed: never waited for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.plan import Candidate, Segment
+from kvtool.core.fusion.source import LayerKV, ReadStats, RecordMissing
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.query.ahead import COMPUTED, Ahead
+
+LAYERS, RECORD = 3, 10  # bytes
+SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]
+
+
+class Stepped:
+    """Decodes a layer for every `step`, and tells which."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self.begun: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
+        self.read_: list[tuple[int, str, int]] = []
+        self.broken: set[int] = set()
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        (segment,) = segments
+        level = segment.source.level or ""
+        if level == "damaged":
+            raise RecordMissing(segment, "damaged")
+        self.begun.put((segment.source.chunk_id[0], level, layer))
+        assert self._steps.acquire(timeout=10)
+        self.read_.append((segment.source.chunk_id[0], level, layer))
+        stats.bytes_read += RECORD
+        return [(torch.ones(1, 2, 4), torch.ones(1, 2, 4))]
+
+    def prefill(self, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
+        """Computes a layer for every `step`."""
+        number = segment.source.chunk_id[0]
+        if number in self.broken:
+            raise DamagedError("the lead-in is lost")
+        for layer in range(LAYERS):
+            if not going():
+                return None
+            self.begun.put((number, "text", layer))
+            assert self._steps.acquire(timeout=10)
+        return ChunkKV(*(torch.full((LAYERS, 1, 2, 4), 7.0) for _ in range(2)))
+
+    def step(self, count: int = 1) -> None:
+        self._steps.release(count)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.source = Stepped()
+        self.held = HotSource(self.source, 2**20)
+        self.ahead = Ahead(self.held, LAYERS, self.source.prefill)
+
+    def put(self, number: int, level: str = "4") -> None:
+        self.ahead.put(number, SEGMENTS[number], level)
+
+    def begun(self) -> tuple[int, str, int]:
+        return self.source.begun.get(timeout=10)
+
+    def through(self, number: int, level: str) -> None:
+        """Decode all layers of what is next."""
+        for layer in range(LAYERS):
+            assert self.begun() == (number, level, layer)
+            self.source.step()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def wait_until_idle(bench: Bench) -> None:
+    deadline = time.monotonic() + 10
+    while bench.ahead.bytes_read(dict.fromkeys(range(4), "4")) % (LAYERS * RECORD) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def test_what_came_last_is_decoded_first(bench: Bench) -> None:
+    bench.put(0)
+    assert bench.begun() == (0, "4", 0)
+    bench.put(1)
+    bench.put(2)
+    bench.source.step(3 * LAYERS)
+    done = [bench.begun() for _ in range(3 * LAYERS - 1)]
+    assert [number for number, _, layer in done if layer == 1] == [0, 2, 1]
+    wait_until_idle(bench)
+    bench.ahead.finish()
+    assert bench.ahead.bytes_read({0: "4", 1: "4", 2: "4"}) == 3 * LAYERS * RECORD
+    assert bench.ahead.bytes_read({0: "4", 1: None, 2: "3"}) == LAYERS * RECORD  # text, and refined by others
+
+
+def test_a_chunk_that_is_refined_is_begun_anew(bench: Bench) -> None:
+    bench.put(0)
+    assert bench.begun() == (0, "4", 0)
+    bench.put(0, "3")
+    bench.source.step()
+    bench.through(0, "3")
+    bench.put(1, "4")  # begun only when the one before is whole
+    assert bench.begun() == (1, "4", 0)
+    size = bench.held.held_bytes
+    assert size == LAYERS * 2 * 2 * 4 * 4  # of level 4 nothing is left
+    bench.put(0, "2")
+    bench.source.step(LAYERS)
+    assert [bench.begun() for _ in range(LAYERS)][-1] == (0, "2", 0)
+    assert bench.held.held_bytes == size  # level 3 has made room for chunk 1
+    bench.source.step()
+    bench.ahead.finish()
+    assert bench.ahead.bytes_read({0: "3", 1: "4"}) == LAYERS * RECORD
+
+
+def test_nothing_is_waited_for_at_the_end(bench: Bench) -> None:
+    bench.put(0)
+    bench.put(1)
+    first = bench.begun()[0]
+    ending = threading.Thread(target=bench.ahead.finish)
+    ending.start()
+    while not bench.ahead._stopped:
+        time.sleep(0.001)
+    bench.source.step()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert bench.source.read_ == [(first, "4", 0)]
+    assert bench.ahead.bytes_read({0: "4", 1: "4"}) == RECORD
+
+
+def test_finishing_before_anything_came(bench: Bench) -> None:
+    bench.ahead.finish()
+    assert bench.ahead.bytes_read({}) == 0
+
+
+def test_a_damaged_record_ends_its_chunk_only(bench: Bench) -> None:
+    bench.put(0, "damaged")
+    bench.put(1)
+    bench.through(1, "4")
+    wait_until_idle(bench)
+    bench.ahead.finish()
+    assert bench.ahead.bytes_read({0: "damaged", 1: "4"}) == LAYERS * RECORD
+
+
+def test_what_is_known_of_its_speed(bench: Bench) -> None:
+    """Nothing of a level's first chunk; an unknown level is as slow as the slowest."""
+    assert bench.ahead.seconds(100, "4") == 0.0
+    for number in (0, 1):
+        bench.put(number)
+        assert bench.begun() == (number, "4", 0)
+        assert bench.ahead.seconds(100, "4") == 0.0
+        bench.source.step(LAYERS)
+        assert [bench.begun()[2] for _ in range(LAYERS - 1)] == [1, 2]
+    bench.put(2)
+    assert bench.begun()[0] == 2
+    assert bench.ahead.seconds(100, "4") == bench.ahead.seconds(100, "1") > 0
+    assert bench.ahead.seconds(200, "4") == pytest.approx(2 * bench.ahead.seconds(100, "4"))
+    bench.source.step()
+    bench.ahead.finish()
+
+
+# ---- computing ---------------------------------------------------------------------------------------------------
+
+
+def text(number: int) -> tuple[int, Segment]:
+    return number, SEGMENTS[number]
+
+
+def test_texts_are_computed_in_turn_when_nothing_is_to_be_decoded(bench: Bench) -> None:
+    bench.ahead.compute(*text(0))
+    assert bench.begun() == (0, "text", 0)
+    for number in (1, 2):
+        bench.ahead.compute(*text(number))
+    bench.put(3)
+    bench.source.step(3 * LAYERS)
+    begun = [bench.begun() for _ in range(3 * LAYERS - 1)]
+    assert [(number, what) for number, what, layer in begun if layer == 2] == [(0, "text"), (3, "4"), (1, "text")]
+    assert bench.begun() == (2, "text", 0)
+    assert bench.ahead.computed == {0, 1}
+    held = SEGMENTS[1]
+    held = replace(held, source=replace(held.source, level=COMPUTED))
+    assert bench.held.read([held], 2, ReadStats())[0][0].unique().item() == 7.0
+    ending = threading.Thread(target=bench.ahead.finish)
+    ending.start()
+    while not bench.ahead._stopped:
+        time.sleep(0.001)
+    bench.source.step()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert bench.ahead.computed == {0, 1}  # the third was cut off
+    assert bench.ahead.bytes_read({0: COMPUTED, 1: COMPUTED, 2: None, 3: "4"}) == LAYERS * RECORD
+
+
+def test_what_comes_after_all_is_decoded_instead(bench: Bench) -> None:
+    bench.ahead.compute(*text(0))
+    assert bench.begun() == (0, "text", 0)
+    bench.ahead.compute(*text(1))
+    bench.put(1)
+    bench.put(0)
+    bench.source.step(1 + 2 * LAYERS)
+    begun = [bench.begun() for _ in range(2 * LAYERS)]
+    assert [number for number, what, _ in begun if what == "4"] == [0] * LAYERS + [1] * LAYERS
+    wait_until_idle(bench)
+    bench.ahead.compute(*text(0))  # once asked for is enough
+    bench.ahead.finish()
+    assert bench.ahead.computed == frozenset()
+    assert bench.source.begun.empty()
+
+
+def test_what_is_computed_already_is_not_decoded(bench: Bench) -> None:
+    bench.ahead.compute(*text(0))
+    bench.ahead.compute(*text(1))
+    bench.source.step(LAYERS)
+    assert [bench.begun()[0] for _ in range(LAYERS + 1)] == [0] * LAYERS + [1]
+    bench.put(0)
+    bench.source.step(LAYERS)
+    bench.put(2)
+    begun = [bench.begun() for _ in range(LAYERS)]
+    assert begun[-1] == (2, "4", 0)
+    bench.source.step(LAYERS)
+    wait_until_idle(bench)
+    bench.ahead.finish()
+    assert bench.ahead.computed == {0, 1}
+
+
+def test_what_cannot_be_computed_alone_is_left_to_the_pass(bench: Bench) -> None:
+    bench.source.broken = {0}
+    bench.ahead.compute(*text(0))
+    bench.ahead.compute(*text(1))
+    bench.source.step(LAYERS)
+    assert [bench.begun() for _ in range(LAYERS)][-1] == (1, "text", LAYERS - 1)
+    bench.put(2)
+    assert bench.begun() == (2, "4", 0)
+    assert bench.ahead.computed == {1}
+    bench.source.step()
+    bench.ahead.finish()
