@@ -51,10 +51,15 @@ OWN_TRACES = (
 )
 
 
-class NoDecoding:
-    """Decoding is no part of the link."""
+class NothingBeside:
+    """Decoding and computing are no part of the link."""
+
+    computed: frozenset[int] = frozenset()
 
     def put(self, *known: object) -> None:
+        return None
+
+    def compute(self, *known: object) -> None:
         return None
 
 
@@ -98,10 +103,10 @@ def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: arg
             task = task_of(tier, plan, given)
             policy = Adaptive(task, make_estimator("harmonic"))
             shape(trace)
-            driver = Driver(tier, plan.segments, policy, NoDecoding(), time.perf_counter())  # type: ignore[arg-type]
+            driver = Driver(tier, plan.segments, policy, NothingBeside(), time.perf_counter())  # type: ignore[arg-type]
             started = time.perf_counter()
             driver.run()
-            real.append((time.perf_counter() - started, driver.size, policy.levels))
+            real.append((time.perf_counter() - started, sum(row["bytes"] for row in policy.log), policy.levels))
         shape(Trace("open", "", ((0.0, 20_000.0),)))
     found = simulate(Adaptive(task, make_estimator("harmonic")), task, trace)
     seconds, size, levels = sorted(real, key=lambda one: one[0])[len(real) // 2]

@@ -199,7 +199,7 @@ def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, behind: Link) -> 
     behind.crawl_after = behind.sent + ask(store).json["bytes_read"] // 2
     done = ask(behind.url, "--remote-timeout", "0.5", *slo)
     assert said(done) == said(ask(with_the_same_holes(store, done)))
-    assert "miss" in {one["status"] for one in done.json["chunks"]}
+    assert "miss" in {one["status"] for one in done.json["chunks"]} or computed_meanwhile(done)
     if slo:
         assert any(row["decision"].startswith(("gave up", "text")) for row in done.json["stream"])
     else:

@@ -1,4 +1,5 @@
-"""A prompt's chunks fetched from a shared tier under a time objective, while those before are decoded.
+"""A prompt's chunks fetched from a shared tier under a time objective, while those before are decoded, and those that
+will not come are computed.
 
 CacheGen (arXiv 2310.07240, section 5): what is fetched next, how fine, and what is computed from its text instead,
 `core.streaming.policy` says; the simulator of `kvtool bench stream` runs the same policy. Here it meets a network.
