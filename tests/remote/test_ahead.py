@@ -88,6 +88,17 @@ def wait_until_idle(bench: Bench) -> None:
         time.sleep(0.001)
 
 
+def finish_in_the_middle(bench: Bench) -> None:
+    """End while a layer is under way, which then ends too."""
+    ending = threading.Thread(target=bench.ahead.finish)
+    ending.start()
+    while not bench.ahead._stopped:
+        time.sleep(0.001)
+    bench.source.step()
+    ending.join(10)
+    assert not ending.is_alive()
+
+
 def test_what_came_last_is_decoded_first(bench: Bench) -> None:
     bench.put(0)
     assert bench.begun() == (0, "4", 0)
@@ -125,13 +136,7 @@ def test_nothing_is_waited_for_at_the_end(bench: Bench) -> None:
     bench.put(0)
     bench.put(1)
     first = bench.begun()[0]
-    ending = threading.Thread(target=bench.ahead.finish)
-    ending.start()
-    while not bench.ahead._stopped:
-        time.sleep(0.001)
-    bench.source.step()
-    ending.join(10)
-    assert not ending.is_alive()
+    finish_in_the_middle(bench)
     assert bench.source.read_ == [(first, "4", 0)]
     assert bench.ahead.bytes_read({0: "4", 1: "4"}) == RECORD
 
@@ -188,13 +193,7 @@ def test_texts_are_computed_in_turn_when_nothing_is_to_be_decoded(bench: Bench) 
     held = SEGMENTS[1]
     held = replace(held, source=replace(held.source, level=COMPUTED))
     assert bench.held.read([held], 2, ReadStats())[0][0].unique().item() == 7.0
-    ending = threading.Thread(target=bench.ahead.finish)
-    ending.start()
-    while not bench.ahead._stopped:
-        time.sleep(0.001)
-    bench.source.step()
-    ending.join(10)
-    assert not ending.is_alive()
+    finish_in_the_middle(bench)
     assert bench.ahead.computed == {0, 1}  # the third was cut off
     assert bench.ahead.bytes_read({0: COMPUTED, 1: COMPUTED, 2: None, 3: "4"}) == LAYERS * RECORD
 
@@ -242,3 +241,32 @@ def test_what_cannot_be_computed_alone_is_left_to_the_pass(bench: Bench) -> None
     assert bench.ahead.computed == {1}
     bench.source.step()
     bench.ahead.finish()
+
+
+def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> None:
+    bench.held = HotSource(bench.source, 10)
+    bench.ahead = Ahead(bench.held, LAYERS, bench.source.prefill)
+    bench.ahead.compute(*text(0))
+    bench.ahead.compute(*text(1))
+    bench.source.step(LAYERS)
+    assert [bench.begun()[0] for _ in range(LAYERS + 1)] == [0] * LAYERS + [1]
+    assert bench.ahead.computed == frozenset()
+    finish_in_the_middle(bench)
+
+
+def test_a_chunk_refined_before_its_first_layer_says_nothing_of_speed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.put(0)
+    bench.through(0, "4")
+    wait_until_idle(bench)
+
+    def forget(segment: Segment) -> None:
+        monkeypatch.undo()
+        bench.put(0, "3")
+
+    monkeypatch.setattr(bench.held, "forget", forget)
+    bench.put(0)  # begun, and refined at once
+    assert bench.begun() == (0, "3", 0)
+    assert bench.ahead.seconds(100, "4") == 0.0
+    finish_in_the_middle(bench)

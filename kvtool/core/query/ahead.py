@@ -55,7 +55,7 @@ class Ahead:
 
     @property
     def computed(self) -> frozenset[int]:
-        """Chunks that were computed whole and have not come since; they are held at the level `COMPUTED`."""
+        """Chunks that were computed whole before they came; they are held at the level `COMPUTED`."""
         return frozenset(self._computed)
 
     def seconds(self, tokens: int, level: str) -> float:
@@ -63,7 +63,8 @@ class Ahead:
 
         The first chunk of a level does not count, since it waits for tables and compilers.
         """
-        rates = {level: seconds / tokens for level, (seconds, tokens) in self._taken.items()}
+        with self._changed:
+            rates = {one: took / decoded for one, (took, decoded) in self._taken.items()}
         return tokens * rates.get(level, max(rates.values(), default=0.0))
 
     def put(self, number: int, segment: Segment, level: str) -> None:
@@ -126,8 +127,11 @@ class Ahead:
             kv = self._prefill(segment, lambda: not self._stopped and number not in self._waiting)
         except KvtoolError:
             return  # whoever computes it in its place meets it again
-        if kv is not None:
-            self._source.hold(replace(segment, source=replace(segment.source, level=COMPUTED)), kv.keys, kv.values)
+        if kv is None:
+            return
+        held = replace(segment, source=replace(segment.source, level=COMPUTED))
+        self._source.hold(held, kv.keys, kv.values)
+        if self._source.holds(held, self._layers):  # a batch's memory may be smaller than a chunk
             with self._changed:
                 self._computed.add(number)
                 self._waiting.pop(number, None)
@@ -143,10 +147,11 @@ class Ahead:
                 done += 1
         except RecordMissing:
             return  # the loader meets it again, and makes it a hole
-        if segment.source.level in self._begun:
+        if done and segment.source.level in self._begun:
             self._learn(segment, time.perf_counter() - started, done / self._layers)
         self._begun.add(segment.source.level)
 
     def _learn(self, segment: Segment, seconds: float, share: float) -> None:
-        before = self._taken.get(segment.source.level, (0.0, 0.0))
-        self._taken[segment.source.level] = before[0] + seconds, before[1] + share * len(segment.ids)
+        with self._changed:
+            before = self._taken.get(segment.source.level, (0.0, 0.0))
+            self._taken[segment.source.level] = before[0] + seconds, before[1] + share * len(segment.ids)

@@ -297,7 +297,8 @@ class Session:
                 self._warm.use(segment.source.chunk_id, self.decoder.kv_bytes(len(segment.ids)))
         self.store.note_access(found, missed=len(fused.plan.chunks) - len(found))
         holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
-        holes += computed
+        met = {segment.start for segment in holes}
+        holes += [segment for segment in computed if segment.start not in met]
         if holes:
             fill_holes(self.store, self.decoder, self.identity, holes, self._lock_wait, self._warn)
 

@@ -69,7 +69,8 @@ class SpeedBook:
         return _on(self._decoder.device, self._passes, self._loads, len(self._decoder.layers))
 
     def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
-        what = "computes and loads" if self._passes is None else "loads " + ", ".join(levels)
+        named = ["from memory" if level == MEMORY else f"level {level}" for level in levels]
+        what = "computes and loads" if self._passes is None else "loads " + ", ".join(named)
         busy = is_busy()
         self.say(
             f"measuring how fast this machine {what}, " + ("for now: it is busy" if busy else "once for this model")

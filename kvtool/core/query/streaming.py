@@ -96,8 +96,10 @@ def stream_prompt(
     policy = Adaptive(task, make_estimator(options.stream_predictor), options.stream_margin)
     for number, hole in holes.items():
         ahead.compute(number, hole)
-    Driver(store, segments, policy, ahead, since).run()
-    ahead.finish()
+    try:
+        Driver(store, segments, policy, ahead, since).run()
+    finally:
+        ahead.finish()
     computed = ahead.computed
     levels = computing.settled(policy.levels | dict.fromkeys(computed, COMPUTED))
     return Streamed(
