@@ -18,7 +18,7 @@ from kvtool.cli.out import Out
 
 HERE = Path(__file__).resolve().parent
 MODES = "prefix,reuse,epic,blend,infoflow,union"
-KVTOOL = [sys.executable, "-m", "kvtool"]
+KVTOOL = [sys.executable, "-P", "-m", "kvtool"]  # -P: nothing in the working directory is run
 
 
 def main() -> None:

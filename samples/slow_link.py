@@ -24,7 +24,7 @@ from tests.remote.serving import Link, RedisServer
 
 QUESTION = "What is the larger reflector at the Kellhaven Observatory?"
 FAULT_AFTER = 800_000  # bytes
-KVTOOL = [sys.executable, "-m", "kvtool"]
+KVTOOL = [sys.executable, "-P", "-m", "kvtool"]  # -P: nothing in the working directory is run
 
 
 def main() -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
+
+from kvtool.core.children import python
 
 # From before llvmlite is imported: its import, LLVM's start, the kernel's compilation, the lookup tables, one stream of
 # 16 x 256 symbols to bfloat16. Not in it: the start of Python, numpy.
@@ -35,5 +36,5 @@ def first_call_ms(repeat: int) -> float:
 
 
 def _once() -> float:
-    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(python(_PROGRAM), capture_output=True, text=True, timeout=300, check=True)
     return float(done.stdout)

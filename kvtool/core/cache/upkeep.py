@@ -22,6 +22,7 @@ from kvtool.core.cache.environment import Snapshot
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.record import Kind, decode_record, unseal
+from kvtool.core.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def verify(store: Store, sample: Fraction | None) -> list[Damage]:
     part = sample if sample is not None else Fraction(1)
     if not 0 < part <= 1:
         raise ValueError("a sample is a part of the whole, such as 1/7")
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), os.fspath(store.path), str(part)]
+    command = python(_CHILD, os.fspath(store.path), str(part))
     ended = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     found = [Damage(**json.loads(line)) for line in ended.stdout.decode().splitlines() if line.startswith("{")]
     if ended.returncode == 0:
@@ -72,10 +73,8 @@ def verify(store: Store, sample: Fraction | None) -> list[Damage]:
 
 
 _CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 from kvtool.core.cache.upkeep import verify_here
-verify_here(sys.argv[2], sys.argv[3])
+verify_here(sys.argv[1], sys.argv[2])
 """
 
 
