@@ -22,7 +22,9 @@ def python(program: str, *args: str) -> list[str]:
 
 def search_path() -> list[str]:
     """This process's search path without the working directory, unless that is where kvtool or Python itself is."""
-    own = {os.path.realpath(place) for place in (Path(kvtool.__file__).parents[1], *sysconfig.get_paths().values())}
+    own = {
+        os.path.realpath(place) for place in (str(Path(kvtool.__file__).parents[1]), *sysconfig.get_paths().values())
+    }
     try:
         here = os.path.realpath(os.getcwd())
     except OSError:  # it was removed: no relative entry means anything
