@@ -35,6 +35,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         with opened.writer() as writer:
             writer.set_manifest(MANIFEST)
             writer.put_profile(b"p" * 16, b"a profile", {"profile": (b"p" * 16).hex()})
+            writer.set_lead_in_state({"fingerprint": "f"})
         yield opened
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, load_json
@@ -23,11 +24,17 @@ Damaged = Callable[[str, str], None]  # what, why
 
 def meta_value(store: Store, name: str) -> bytes:
     """One of `META`."""
-    value = {"manifest": store.manifest, "codec": store.codec_state, "lead-in": store.lead_in_state}[name]()
+    return sealed_meta(
+        name, {"manifest": store.manifest, "codec": store.codec_state, "lead-in": store.lead_in_state}[name]()
+    )
+
+
+def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
+    """The same of a value at hand."""
     return seal(name.encode(), Kind.MANIFEST, dump_json(value))
 
 
-def open_meta(name: str, value: bytes) -> dict[str, object]:
+def open_meta(name: str, value: bytes) -> dict[str, Any]:
     """Inverse of :func:`meta_value`; raises DamagedError."""
     try:
         found = load_json(unseal(name.encode(), Kind.MANIFEST, value))

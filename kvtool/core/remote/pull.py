@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
@@ -16,6 +17,7 @@ from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, chunk_name, digest_of, file_name, kv_names
 from kvtool.core.remote.push import check_same_identity, push, read_catalogue
 from kvtool.core.remote.report import Events, TransferReport
+from kvtool.core.remote.state import join_codec
 
 _AHEAD = 4  # groups that are asked for before the first is there
 
@@ -64,11 +66,17 @@ def adopt(
     newer: bool = False,
     timeout: float = TIMEOUT,
     events: Events | None = None,
+    mirror: bool = False,
 ) -> TransferReport:
-    """The same with a catalogue and a writer at hand."""
+    """The same with a catalogue and a writer at hand.
+
+    Parameters
+    ----------
+    mirror : the store has nothing of its own: what the tier knows of codec levels and lead-in replaces what is here.
+    """
     started = time.perf_counter()
     job = _Pull(store, writer, blobs, TransferReport("pull", blobs.url), timeout, events or Events())
-    job.run(there, levels, delete, newer)
+    job.run(there, levels, delete, newer, mirror)
     job.report.seconds = time.perf_counter() - started
     return job.report
 
@@ -87,12 +95,15 @@ class _Pull:
         self.store, self.writer, self.blobs = store, writer, blobs
         self.report, self.timeout, self.events = report, timeout, events
 
-    def run(self, there: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool) -> None:
+    def run(
+        self, there: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: bool = False
+    ) -> None:
         mine = self.store.manifest()
         if mine:
             check_same_identity(there.identity, mine.get("identity", {}), str(self.store.path))
-        self._meta(there, new=not mine)
-        self._profiles(there)
+        self._manifest(there, new=not mine)
+        self._profiles(there)  # before the state that names them
+        self._state(there, mirror)
         self._describe(there)
         self._records(there, levels)
         self.writer.flush()
@@ -130,22 +141,36 @@ class _Pull:
 
     # ---- the parts ----
 
-    def _meta(self, there: Catalogue, new: bool) -> None:
-        """What the tier knows of itself; a store that knows it already keeps its own."""
-        names = ["manifest"] if new else []
-        names += ["codec"] if not self.store.codec_state() else []
-        names += ["lead-in"] if not self.store.lead_in_state() else []
-        found = dict(self._fetched((name, [f"meta/{name}-{there.meta[name]}"]) for name in names))
-        if new and "manifest" not in found:
-            raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
-        put = {
-            "manifest": self.writer.set_manifest,
-            "codec": self.writer.set_codec_state,
-            "lead-in": self.writer.set_lead_in_state,
-        }
-        for name, (value,) in found.items():
-            if state := local.open_meta(name, value):
-                put[name](state)
+    def _manifest(self, there: Catalogue, new: bool) -> None:
+        """What the tier says of its model; a store that knows its own keeps it."""
+        if new:
+            found = self._metas(there, ["manifest"])
+            if not found:
+                raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
+            self.writer.set_manifest(found["manifest"])
+
+    def _state(self, there: Catalogue, mirror: bool) -> None:
+        """What was measured of the codec levels, and which lead-in is the learned one: the tier's in a mirror; else
+        the store's own, and what the tier knows besides."""
+        put = {"codec": self.writer.set_codec_state, "lead-in": self.writer.set_lead_in_state}
+        own = {name: self._own_state(name) for name in put}
+        differ = [name for name in put if there.meta.get(name) != digest_of(local.sealed_meta(name, own[name]))]
+        for name, theirs in self._metas(there, differ).items():
+            joined = theirs
+            if not mirror:
+                joined = join_codec(own[name], theirs) if name == "codec" else own[name] or theirs
+            if joined != own[name]:
+                put[name](joined)
+
+    def _own_state(self, name: str) -> dict[str, Any]:
+        try:
+            return self.store.codec_state() if name == "codec" else self.store.lead_in_state()
+        except DamagedError:  # replaced by the tier's
+            return {}
+
+    def _metas(self, there: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        groups = ((name, [f"meta/{name}-{there.meta[name]}"]) for name in names if name in there.meta)
+        return {name: local.open_meta(name, value) for name, (value,) in self._fetched(groups)}
 
     def _profiles(self, there: Catalogue) -> None:
         known = {digest.hex() for digest in self.store.profile_digests()}

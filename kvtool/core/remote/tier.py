@@ -24,6 +24,7 @@ from kvtool.core.remote.urls import open_blobs
 Warn = Callable[[str, str], None]
 Place = tuple[bytes, str]  # chunk id, level
 _ADOPTED = "remote/adopted.json"
+_RULES = 2  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
 
 
 class Tier(Store):
@@ -113,15 +114,16 @@ class Tier(Store):
     def _adopt(self, blobs: Blobs, there: Catalogue, lock_wait: float) -> None:
         """Take over what the catalogue describes, once for each catalogue."""
         digest, mark = digest_of(there.pack()), self.side_file(_ADOPTED)
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            if json.loads(mark.read_text())["catalogue"] == digest:
+        done = json.dumps({"catalogue": digest, "rules": _RULES}).encode()
+        with suppress(OSError):
+            if mark.read_bytes() == done:
                 return
         with self.writer(lock_wait) as writer:
-            report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self.timeout)
+            report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self.timeout, mirror=True)
         for damage in report.damaged:
             self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
         if not report.damaged:
-            atomic_write(mark, json.dumps({"catalogue": digest}).encode())
+            atomic_write(mark, done)
 
     # ---- what there is ----
 

@@ -1,0 +1,121 @@
+"""What is known of codec levels and of the learned lead-in, on its way from store to store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.state import join_codec
+from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import make_store
+
+MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16
+LEAD_IN = {"digest": "cc" * 20, "fingerprint": "f", "ids": [1, 2]}
+
+
+def loss(nats: float) -> dict[str, float]:
+    return {"kl_answer": nats, "questions": 8.0}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path / 'shared'}"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(make_store(tmp_path / "store")) as opened:
+        with opened.writer() as writer:
+            writer.set_manifest({"identity": {"fingerprint": "model", "model": "tiny"}})
+        yield opened
+
+
+def know(store: Store, codec: dict[str, Any], lead_in: dict[str, Any]) -> None:
+    with store.writer() as writer:
+        writer.set_codec_state(codec)
+        writer.set_lead_in_state(lead_in)
+
+
+def send(store: Store, url: str) -> None:
+    with closing(open_blobs(url)) as blobs:
+        push(store, blobs)
+
+
+def seen(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the store in front of a tier knows."""
+    with Tier.open_url(url) as tier:
+        return tier.codec_state(), tier.lead_in_state()
+
+
+def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: str) -> None:
+    first = {"profile": MINE, "losses": {"2": loss(0.5)}}
+    know(store, first, LEAD_IN)
+    send(store, url)
+    assert seen(url) == (first, LEAD_IN)
+    later = {"profile": THEIRS, "losses": {"3": loss(0.001)}}
+    know(store, later, LEAD_IN | {"ids": [3]})
+    send(store, url)
+    assert seen(url) == (later, LEAD_IN | {"ids": [3]})
+
+
+def test_a_store_in_front_that_was_filled_by_an_older_kvtool(store: Store, url: str) -> None:
+    """It holds the catalogue, and a codec state from before."""
+    know(store, {"profile": MINE, "losses": {"2": loss(0.001)}}, LEAD_IN)
+    send(store, url)
+    seen(url)
+    mark = local_place(url) / "remote" / "adopted.json"
+    mark.write_text(json.dumps({"catalogue": json.loads(mark.read_text())["catalogue"]}))
+    with Store.open(local_place(url)) as front:
+        know(front, {"profile": MINE, "losses": {}}, {})
+    assert seen(url) == (store.codec_state(), LEAD_IN)
+
+
+def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, url: str, tmp_path: Path) -> None:
+    know(store, {"profile": MINE, "losses": {"1": loss(0.1), "3": loss(0.3)}}, LEAD_IN)
+    send(store, url)
+    place = tmp_path / "other"
+    with Store.open(make_store(place)) as other:
+        with other.writer() as writer:
+            writer.set_manifest(store.manifest())
+        know(other, {"profile": MINE, "losses": {"1": loss(0.2)}}, {})
+        with closing(open_blobs(url)) as blobs:
+            pull(place, blobs)
+        assert other.codec_state() == {"profile": MINE, "losses": {"1": loss(0.2), "3": loss(0.3)}}
+        assert other.lead_in_state() == LEAD_IN
+        know(other, other.codec_state(), LEAD_IN | {"ids": [7]})
+        with closing(open_blobs(url)) as blobs:
+            pull(place, blobs)
+        assert other.lead_in_state()["ids"] == [7]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "joined"),
+    [
+        ({}, {}, {}),
+        ({}, {"profile": MINE, "losses": {"2": 1}}, {"profile": MINE, "losses": {"2": 1}}),
+        ({"profile": MINE, "losses": {"2": 1}}, {}, {"profile": MINE, "losses": {"2": 1}}),
+        (  # another profile's losses are true of its own records only
+            {"profile": MINE, "losses": {"2": 1}},
+            {"profile": THEIRS, "losses": {"2": 9, "3": 8}},
+            {"profile": MINE, "losses": {MINE: {"2": 1}, THEIRS: {"2": 9, "3": 8}}},
+        ),
+        (
+            {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4}}},
+            {"profile": "", "losses": {"1": 5, "4": 6}},
+            {"profile": MINE, "losses": {MINE: {"2": 1}, NONE: {"1": 4, "4": 6}}},
+        ),
+        ({"profile": ""}, {"profile": "", "losses": {"1": 5}}, {"profile": "", "losses": {"1": 5}}),
+        ({"profile": MINE}, {"named": True}, {"profile": MINE, "named": True, "losses": {}}),
+    ],
+)
+def test_two_codec_states(mine: dict[str, Any], theirs: dict[str, Any], joined: dict[str, Any]) -> None:
+    assert join_codec(mine, theirs) == joined
