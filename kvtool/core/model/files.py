@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ TOKENIZER_FILES = (
 SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -109,13 +111,14 @@ def check_folder(folder: Path) -> None:
 
     Raises
     ------
-    ModelError : a part is missing, half-downloaded, a Git LFS pointer, or not safetensors.
+    ModelError : a part is missing, half-downloaded, a Git LFS pointer, or not safetensors; an adapter lies beside it.
     """
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         hint = f"to use the GGUF file in it: --model {ggufs[0]}" if ggufs else WAYS_OUT
         raise ModelError(f"{folder} is not a model folder: it has no config.json", hint)
     read_config(folder)
+    _refuse_adapter(folder)
     for weights in weight_files(folder):
         _check_safetensors(weights)
     if not any((folder / name).is_file() for name in _VOCABULARIES):
@@ -125,6 +128,15 @@ def check_folder(folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             _refuse_pointer(folder / name)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Where `peft` is installed, transformers would load it over the weights: another model of the same fingerprint."""
+    if os.path.lexists(folder / _ADAPTER):
+        raise ModelError(
+            f"{folder} has an adapter beside its weights ({_ADAPTER})",
+            f"merge it into the model, or move {_ADAPTER} away to use the model without it",
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -110,15 +110,17 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
 
     with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader draws a progress bar of its own
         source: dict[str, Any] = {"pretrained_model_name_or_path": str(alone.parent), "gguf_file": alone.name}
-        config = AutoConfig.from_pretrained(**source)
+        config = AutoConfig.from_pretrained(**source, trust_remote_code=False)
         _restore_scaling(gguf, header, config)
         check_supported(config)
         _check_size(gguf, header, config)
-        tokenizer = TokenizersBackend.from_pretrained(**source)  # AutoTokenizer reads the whole header once more
+        # AutoTokenizer would read the whole header once more
+        tokenizer = TokenizersBackend.from_pretrained(**source, trust_remote_code=False)
         _split_digits(header, tokenizer)
         model, report = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
+            trust_remote_code=False,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(gguf_file=alone.name, dequantize=True),
             output_loading_info=True,
@@ -162,7 +164,7 @@ def _check_size(gguf: Path, header: GgufHeader, config: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        wanted = AutoModelForCausalLM.from_config(config)
+        wanted = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     tied = sum(p.numel() for p in {id(p): p for p in wanted.parameters()}.values())
     if tied > header.elements:
         raise ModelError(

@@ -28,6 +28,7 @@ _DTYPES = {
     "half": "float16",
 }
 _SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+OWN_CODE = "it needs code from its own folder, which kvtool does not run"
 _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 
@@ -165,10 +166,10 @@ def _backend_tokenizer(folder: Path) -> Any:
     if (folder / "tokenizer.json").is_file():
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True)
+        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", packed: bool = False) -> Loaded:
@@ -218,7 +219,7 @@ def supported_config(files: ModelFiles) -> Any:
     from kvtool.core.model.support import check_supported
 
     with quiet(), _explained(files):
-        config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
         check_supported(config)
     return config
 
@@ -236,6 +237,8 @@ def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
         dtype=getattr(torch, dtype),
         local_files_only=True,
         use_safetensors=True,
+        trust_remote_code=False,  # unset, transformers would ask on stdin whether to run the folder's code
+        attn_implementation="sdpa",  # and config.json could name a kernel to be fetched from a hub
         output_loading_info=True,
     )
     _refuse_gaps(files, report)
@@ -283,7 +286,7 @@ def _explained(files: ModelFiles) -> Iterator[None]:
             raise KvtoolError(f"not enough memory to load {files.ref}", _SMALLER) from error
         what = next(iter(str(error).splitlines()), "")[:300] or type(error).__name__
         if "trust_remote_code" in str(error):
-            what, hint = "it needs code from its own folder, which kvtool does not run", "use another model"
+            what, hint = OWN_CODE, "use another model"
         else:
             hint = "download the model again, or use another one"
         raise ModelError(f"{files.ref} cannot be loaded: {what}", hint) from error

@@ -195,7 +195,7 @@ def _without_memory(config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _compute_rotary(model: Any, config: Any, device: str) -> None:

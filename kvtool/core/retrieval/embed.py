@@ -16,6 +16,7 @@ from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import looks_local
 from kvtool.core.retrieval.tables import Array
 
+_PICKLE = "pytorch_model.bin"
 _BATCH = 64  # texts at once
 _WANTED = ("*.json", "*.txt", "*.model", "*.safetensors")  # configuration, vocabulary, weights
 Encode = Callable[[Sequence[str]], Array]
@@ -61,15 +62,21 @@ class Embedder:
             try:
                 self._encode = (_static if self._static else _sentence)(self._folder)
             except Exception as error:  # whatever is wrong with a model's files
-                raise ModelError(
-                    f"the embedding model {self.ref} cannot be loaded: {error}", "download it again"
-                ) from error
+                raise _unloadable(self.ref, error) from error
         rows = []
         for at in range(0, len(texts), _BATCH):
             some = texts[at : at + _BATCH]
             found = np.asarray(self._encode(some), dtype=np.float32)
             rows.append(found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12))
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
+
+
+def _unloadable(ref: str, error: Exception) -> ModelError:
+    from kvtool.core.model.load import OWN_CODE
+
+    if "trust_remote_code" in str(error):
+        return ModelError(f"the embedding model {ref} cannot be loaded: {OWN_CODE}", "use another model")
+    return ModelError(f"the embedding model {ref} cannot be loaded: {error}", "download it again")
 
 
 def _folder_of(ref: str, offline: bool) -> Path:
@@ -92,6 +99,11 @@ def _folder_of(ref: str, offline: bool) -> Path:
         raise ModelError(f"{ref} holds no embedding model: config.json is missing", "name its folder")
     if not any(folder.rglob("*.safetensors")):
         raise ModelError(f"{ref} holds no safetensors weights", "use a model that is published as safetensors")
+    if pickles := [path for path in folder.rglob(_PICKLE) if not any(path.parent.glob("*.safetensors"))]:
+        raise ModelError(
+            f"{ref} has weights of a part only as {pickles[0].relative_to(folder)}",
+            "use a model all of whose parts are published as safetensors",
+        )
     return folder
 
 
@@ -120,5 +132,7 @@ def _sentence(folder: Path) -> Encode:
     from kvtool.core.model.load import quiet
 
     with quiet():
-        model: Any = SentenceTransformer(str(folder), local_files_only=True, model_kwargs={"use_safetensors": True})
+        model: Any = SentenceTransformer(
+            str(folder), local_files_only=True, trust_remote_code=False, model_kwargs={"use_safetensors": True}
+        )
     return lambda texts: model.encode(list(texts), show_progress_bar=False)
