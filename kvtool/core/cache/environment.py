@@ -11,17 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import lmdb
 
 from kvtool.core.cache import layout, space
+from kvtool.core.cache.gate import Gate, Transaction, Visit
 from kvtool.core.cache.mapped import MappedFile
 from kvtool.core.cache.pages import check_data_file
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
-Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 # One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES = TABLES = tuple(
@@ -41,28 +41,8 @@ def _bytes_from_environment(name: str, default: int) -> int:
     return max(int(text), 2**16) if text.isdecimal() else default
 
 
-class _Gate:
-    """Many transactions, or one change of the map: LMDB moves the map under running transactions."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = 0
-
-    def enter(self) -> None:
-        with self._condition:
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._condition:
-            self._inside -= 1
-            self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody inside, and nobody enters."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._inside)
-            yield
+class Closed(KvtoolError):
+    """The environment was closed: by its store, or because a compaction made another one current."""
 
 
 class Snapshot:
@@ -121,7 +101,7 @@ class Environment:
         self.read_only = read_only
         self.users = 0
         self._pid = os.getpid()
-        self._gate = _Gate()
+        self._gate = Gate()
         self._closed = False
         self._open()
 
@@ -164,59 +144,60 @@ class Environment:
         """Close once all transactions have ended; a forked child leaves its parent's environment alone."""
         if self._pid != os.getpid():
             return
-        with self._gate.alone():
-            if not self._closed:
-                self._closed = True
-                self._mapped.close()
-                self._env.close()
+        self._gate.alone(self._shut)
+
+    def _shut(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._mapped.close()
+            self._env.close()
 
     def reopen(self) -> None:
         """Forget an environment that LMDB has given up on (after a failed meta page write)."""
-        with self._gate.alone():
+
+        def again() -> None:
             self._mapped.close()
             self._env.close()
             self._open()
 
+        self._gate.alone(again)
+
+    def _enter(self, visit: Visit) -> None:
+        self.check_usable()  # a forked child must not wait at its parent's gate
+        self._gate.enter(visit)
+        self.check_usable()  # closed while we waited
+
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Transaction:
-        """Start a read transaction; :meth:`end` it soon."""
-        self.check_usable()
+    def begin(self, visit: Visit) -> None:
+        """Start the visit's read transaction. Its owner ends the visit, soon, whether this raises or not."""
         for attempt in range(8):
-            self._gate.enter()
             try:
+                self._enter(visit)
                 self._check_length()
-                return self._env.begin(buffers=True)
+                visit.transaction = self._env.begin(buffers=True)
+                return
             except lmdb.Error as error:
-                self._gate.leave()
+                visit.end()
                 if not self._recover(error) or attempt == 7:
                     raise self.read_failure(error) from error
-            except BaseException:
-                self._gate.leave()
-                raise
-        raise AssertionError("unreachable")
 
-    def end(self, transaction: Transaction) -> None:
-        """End a read transaction."""
-        try:
-            transaction.abort()
-        finally:
-            self._gate.leave()
-
-    def snapshot(self, transaction: Transaction) -> Snapshot:
-        """The reading side of a transaction."""
-        return Snapshot(transaction, self._mapped)
+    def snapshot(self, visit: Visit) -> Snapshot:
+        """The reading side of a transaction that was begun."""
+        assert visit.transaction is not None
+        return Snapshot(visit.transaction, self._mapped)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
         """A short read transaction."""
-        transaction = self.begin()
+        visit = Visit()
         try:
-            yield self.snapshot(transaction)
+            self.begin(visit)
+            yield self.snapshot(visit)
         except lmdb.Error as error:
             raise self.read_failure(error) from error
         finally:
-            self.end(transaction)
+            visit.end()
 
     def _recover(self, error: lmdb.Error) -> bool:
         """Whether it is worth trying again."""
@@ -239,7 +220,7 @@ class Environment:
                 "a store cannot be used across fork", "open it again in the new process, started by spawn"
             )
         if self._closed:
-            raise KvtoolError("the store is closed")
+            raise Closed("the store is closed")
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
@@ -255,7 +236,6 @@ class Environment:
         ------
         NoSpaceError : disk, quota or map limit; the store is as it was before.
         """
-        self.check_usable()
         while True:
             try:
                 return self._write_once(apply)
@@ -269,20 +249,22 @@ class Environment:
                 raise reason from error
 
     def _write_once(self, apply: Callable[[Transaction], T]) -> T:
-        self._gate.enter()
+        visit = Visit()
         try:
+            self._enter(visit)
             with self._env.begin(write=True, buffers=True) as transaction:
                 result = apply(transaction)
             self.pad()
             return result
         finally:
-            self._gate.leave()
+            visit.end()
 
     def _reset_after(self, error: lmdb.Error) -> None:
         """A write that failed at the meta page makes LMDB refuse everything until the environment is opened anew."""
         del error
         try:
-            self.end(self.begin())
+            with self.read():
+                pass
         except KvtoolError:
             self.reopen()
 
@@ -296,14 +278,16 @@ class Environment:
         self._resize(min(2 * size, limit))
 
     def _resize(self, size: int) -> None:
-        with self._gate.alone():
-            try:
-                self._env.set_mapsize(size)
-            except lmdb.Error as error:
-                raise NoSpaceError(
-                    f"{self.generation}: no address space for the store: {error}", "raise ulimit -v"
-                ) from error
-            self._mapped.locate()
+        self._gate.alone(lambda: self._set_size(size))
+
+    def _set_size(self, size: int) -> None:
+        try:
+            self._env.set_mapsize(size)
+        except lmdb.Error as error:
+            raise NoSpaceError(
+                f"{self.generation}: no address space for the store: {error}", "raise ulimit -v"
+            ) from error
+        self._mapped.locate()
 
     # ---- facts ---------------------------------------------------------------------------------------------------
 
@@ -317,14 +301,14 @@ class Environment:
 
     def copy_to(self, folder: Path) -> None:
         """A compact copy of a consistent state, into an existing empty folder."""
-        self.check_usable()
-        self._gate.enter()
+        visit = Visit()
         try:
+            self._enter(visit)
             self._env.copy(os.fspath(folder), compact=True)
         except lmdb.Error as error:
             raise space.explain(error, self.generation, self.file_bytes()) from error
         finally:
-            self._gate.leave()
+            visit.end()
 
 
 def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:

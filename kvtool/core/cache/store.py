@@ -17,7 +17,8 @@ from kvtool.core.cache import environment as lmdb_tables
 from kvtool.core.cache import keys, layout, space
 from kvtool.core.cache.access import AccessLog
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
-from kvtool.core.cache.environment import Environment, Snapshot
+from kvtool.core.cache.environment import Closed, Environment, Snapshot
+from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, KVHeader, decode_record, unseal
 from kvtool.core.cache.served import Served, ServedLog
@@ -156,15 +157,29 @@ class Store:
 
     @contextlib.contextmanager
     def _read(self) -> Iterator[Snapshot]:
-        with self._mutex:  # a switch of generation must not close the environment between these two lines
-            environment = self._current()
-            transaction = environment.begin()
+        visit = Visit()
         try:
-            yield environment.snapshot(transaction)
+            environment = self._begin(visit)
+            yield environment.snapshot(visit)
         except lmdb.Error as error:
             raise environment.read_failure(error) from error
         finally:
-            environment.end(transaction)
+            visit.end()
+
+    def _begin(self, visit: Visit) -> Environment:
+        """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile.
+
+        Under no lock: who waits at the environment's gate must keep out nobody that is inside already.
+        """
+        while True:
+            environment = self._current()
+            try:
+                environment.begin(visit)
+                return environment
+            except Closed:
+                visit.end()
+                if self._environment is environment:
+                    raise
 
     # ---- the store itself ----------------------------------------------------------------------------------------
 

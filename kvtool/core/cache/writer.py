@@ -16,7 +16,8 @@ from kvtool.core.cache import environment as tables
 from kvtool.core.cache import keys, space
 from kvtool.core.cache.access import take_log
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
-from kvtool.core.cache.environment import PAGE_BYTES, Environment, Snapshot, Transaction
+from kvtool.core.cache.environment import PAGE_BYTES, Environment, Snapshot
+from kvtool.core.cache.gate import Transaction
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, decode_record, seal, unseal
 from kvtool.core.errors import DamagedError, KvtoolError
