@@ -221,3 +221,63 @@ def test_jsonl_lone_surrogates_are_replaced() -> None:
 def test_jsonl_sources_differ(ids: list[object]) -> None:
     documents = jsonl(*(json.dumps({"id": label, "text": "x"}) for label in ids))
     assert len({document.source for document in documents}) == len(ids)
+
+
+def test_deep_lists_grow_with_their_length_only() -> None:
+    page = b"<ul><li>item " * 6_000
+    text = read(page, "a.html").text
+    assert text.startswith("- item\n  - item\n    - item\n")
+    assert len(text) < 4 * len(page)
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"), [("<li>", "<div>"), ("<td>", "<div>"), ("<pre>", "<br>"), ("<ol>", "<li><p>"), ("", "<title>")]
+)
+def test_nested_blocks_take_linear_time(start: str, piece: str) -> None:
+    def seconds(count: int) -> float:
+        begun = time.process_time()
+        with contextlib.suppress(UnreadableFile):
+            read((start + piece * count).encode(), "a.html")
+        return time.process_time() - begun
+
+    seconds(100)
+    assert seconds(40_000) < 20 * max(seconds(5_000), 0.01)  # 8 times as long; squared, 64 times
+
+
+@pytest.mark.parametrize(
+    ("text", "codec"), [("Andrés", "cp1252"), (KOREAN, "cp949"), (JAPANESE, "shift-jis"), (POLISH, "cp1250")]
+)
+def test_a_large_file_whose_beginning_is_ascii(text: str, codec: str) -> None:
+    """The guess looks at the bytes that are not ASCII, wherever they are."""
+    data = ("A log line with nothing in it. " * 5000 + f"\nName: {text}\n" + "and so on " * 100).encode(codec)
+    document = read(data)
+    assert text in document.text
+    assert document.notes[0].startswith("not UTF-8, read as")
+
+
+@pytest.mark.parametrize("ascii", ["", "x" * 200_000])
+def test_a_large_file_without_a_break(ascii: str) -> None:
+    """The sample tears a character, which tells nothing against the encoding."""
+    text = CHINESE * 9000
+    for shift in ("", "a"):
+        assert read((ascii + shift + text).encode("gb2312")).text == ascii + shift + text
+
+
+def test_a_byte_that_no_guess_explains_is_replaced() -> None:
+    """In an encoding that has no U+FFFD itself."""
+    document = read((CHINESE * 9000).encode("gbk") + b"\xff\xff\n" + CHINESE.encode("gbk"))
+    assert document.text.count("\ufffd") == 2
+    assert document.notes == ("not UTF-8, read as gbk", "2 invalid gbk bytes replaced by U+FFFD")
+
+
+@pytest.mark.parametrize("name", ["punycode", "idna", "unicode_escape", "undefined", "rot13", "no-such", "x" * 3000])
+def test_a_page_that_names_what_is_no_encoding(name: str) -> None:
+    begun = time.process_time()
+    page = f'<meta charset="{name}"><p>café {"-a" * 20_000}'
+    assert "café" in read(page.encode("latin-1"), "a.html").text
+    assert time.process_time() - begun < 2
+
+
+def test_jsonl_an_endless_id_names_nothing() -> None:
+    (document,) = jsonl(json.dumps({"text": "x", "id": "i" * 100_000}))
+    assert document.source == "/c/a.jsonl#1"

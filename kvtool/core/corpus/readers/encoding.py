@@ -15,6 +15,13 @@ from kvtool.core.corpus.readers.document import UnreadableFile
 Decoded = tuple[str, tuple[str, ...]]
 
 _SAMPLE = 1 << 17  # bytes that a guess looks at
+_BEFORE, _AFTER = 64, 256  # bytes around a non-ASCII one that are taken with it, at least
+_FOREIGN = re.compile(rb"[\x80-\xff]")
+_BREAK = re.compile(rb"[\n ]")  # no part of a character in any of these encodings
+# Python's text encodings that are no file's: some of them take quadratic time.
+_NO_CHARSETS = frozenset(("punycode", "idna", "unicode_escape", "raw_unicode_escape", "undefined", "mbcs", "oem"))
+
+_REPLACED = "\ufffd"
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -98,12 +105,19 @@ def _without_bom(data: bytes, declared: str) -> Decoded:
     if text is not None:
         _refuse_controls(data, 0.1)
         return text, ()
-    named = _strict(data, declared) if declared else None
+    named = _strict(data, declared) if _is_charset(declared) else None
     if named is not None:
         return named, ()
     if _is_damaged_utf8(data):
         return _repaired(data, "utf-8")
     return _legacy(data)
+
+
+def _is_charset(name: str) -> bool:
+    try:
+        return bool(name) and codecs.lookup(name).name.replace("-", "_") not in _NO_CHARSETS
+    except (LookupError, ValueError):
+        return False
 
 
 def _strict(data: bytes, codec: str) -> str | None:
@@ -119,9 +133,9 @@ def _repaired(data: bytes, codec: str) -> Decoded:
     text = _strict(data, codec)
     if text is not None:
         return text, ()
-    before = data.count("\ufffd".encode(codec))
     text = data.decode(codec, "replace")
-    return text, (f"{text.count(chr(0xFFFD)) - before} invalid {codec} bytes replaced by U+FFFD",)
+    own = data.decode(codec, "ignore").count(_REPLACED)
+    return text, (f"{text.count(_REPLACED) - own} invalid {codec} bytes replaced by U+FFFD",)
 
 
 def _refuse_controls(data: bytes, most: float) -> None:
@@ -160,22 +174,41 @@ def _ascii_count(text: str) -> int:
 
 def _legacy(data: bytes) -> Decoded:
     _refuse_controls(data, 0.02)
-    codec = _guess(_sample(data))
+    codec = _guess(_sample(data), final=len(data) <= _SAMPLE)
     text, notes = _repaired(data, codec)
     return text, (f"not UTF-8, read as {codec}", *notes)
 
 
 def _sample(data: bytes) -> bytes:
-    """The beginning, cut after a line so that no character is torn."""
+    """What tells the encoding: the first non-ASCII bytes with what stands around them; all of a small file.
+
+    Every piece begins behind ASCII or a break and ends at a break, so that no character is torn; only the last one may
+    be cut anywhere, where a text has no breaks.
+    """
     if len(data) <= _SAMPLE:
         return data
-    end = max(data.rfind(b"\n", 0, _SAMPLE), data.rfind(b" ", 0, _SAMPLE))
-    return data[: end + 1] if end > 0 else data[:_SAMPLE]
+    pieces: list[bytes] = []
+    at, left = 0, _SAMPLE
+    while left > 0 and (foreign := _FOREIGN.search(data, at)):
+        start = max(at, foreign.start() - _BEFORE)
+        found = _BREAK.search(data, min(foreign.end() + _AFTER, start + left), start + left)
+        at = found.end() if found else start + left
+        pieces.append(data[start:at])
+        left = left - (at - start) if found else 0
+    return b"".join(pieces)
 
 
-def _guess(sample: bytes) -> str:
+def _opened(sample: bytes, codec: str, final: bool) -> str | None:
+    """The sample's text; a character that is torn at its end is left out where it is not the end of the file."""
+    try:
+        return codecs.getincrementaldecoder(codec)().decode(sample, final)
+    except UnicodeError:
+        return None
+
+
+def _guess(sample: bytes, final: bool) -> str:
     for codec, fits in _RULES:
-        text = _strict(sample, codec)
+        text = _opened(sample, codec, final)
         if text is not None and fits(text, codec):
             return codec
     return _normalizer_guess(sample)
@@ -223,6 +256,8 @@ def _is_traditional(text: str, codec: str) -> bool:
 
 def _frequent(text: str, codec: str, common: Callable[[int, int], bool]) -> bool:
     pairs = list(_pairs("".join(_NOT_ASCII.findall(text)), codec))
+    if not pairs:
+        return False
     good = sum(common(lead, trail) or _in(lead, 0xA1, 0xA3) for lead, trail in pairs)
     in_runs = sum(map(len, _CJK_RUN.findall(text)))
     return good >= 0.9 * len(pairs) and in_runs >= 0.5 * len(pairs)

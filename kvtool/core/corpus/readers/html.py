@@ -16,6 +16,7 @@ _SECTION = re.compile(r"<!\[[^<>]*+>")  # <![if …]> and the like, which a brow
 _LOOSE = re.compile(  # a < that begins nothing complete
     r"""<(?!/?[a-z](?:[^<>"']|"[^"]{0,4000}"|'[^']{0,4000}')*+>|!--|!doctype[^<>]*+>|\?[^<>]*+>)""", re.I
 )
+_DEEPEST = 12  # levels of a list that are shown by indentation: without a limit, its text grows with depth squared
 _HEADINGS = {f"h{rank}": "#" * rank for rank in range(1, 7)}
 _BLOCKS = frozenset(
     (
@@ -105,6 +106,7 @@ class _Page(HTMLParser):
         self._hidden_by = ""  # the element that hides what follows, until it closes
         self._hidden_depth = 0
         self._words: list[str] = []
+        self._has_text = False  # whether one of them is more than white space
         self._form = "text"
         self._prefix = ""
         self._lists: list[int] = []  # open lists: −1 for bullets, else the last number
@@ -136,6 +138,7 @@ class _Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._hidden_by:
             self._words.append(data)
+            self._has_text = self._has_text or bool(data.strip())
 
     def rendered(self) -> str:
         """All blocks, lists and tables as adjoining lines, everything else a blank line apart."""
@@ -177,7 +180,7 @@ class _Page(HTMLParser):
     def _close(self, tag: str) -> None:
         if tag == "title":
             self.title = self.title or _collapsed("".join(self._words))
-            self._words.clear()
+            self._clear()
         elif tag in ("ul", "ol", "menu"):
             self._flush()
             del self._lists[-1:]
@@ -196,7 +199,7 @@ class _Page(HTMLParser):
 
     def _block_break(self) -> None:
         """A paragraph's edge; inside a cell, or before an item's first word, only a space."""
-        if self._cells is not None or (self._prefix and not "".join(self._words).strip()):
+        if self._cells is not None or (self._prefix and not self._has_text):
             self._words.append(" ")
         else:
             self._flush()
@@ -204,7 +207,7 @@ class _Page(HTMLParser):
     def _bullet(self) -> str:
         if not self._lists:
             return "- "
-        indent = "  " * (len(self._lists) - 1)
+        indent = "  " * min(len(self._lists) - 1, _DEEPEST)
         if self._lists[-1] < 0:
             return indent + "- "
         self._lists[-1] += 1
@@ -215,7 +218,7 @@ class _Page(HTMLParser):
             cell = _collapsed("".join(self._words)).replace("\n", " ")
             if cell:
                 self._cells.append(cell)
-            self._words.clear()
+            self._clear()
 
     def _end_row(self) -> None:
         if self._cells is not None:
@@ -224,6 +227,10 @@ class _Page(HTMLParser):
             if cells:
                 self.blocks.append(("row", " | ".join(cells)))
 
+    def _clear(self) -> None:
+        self._words.clear()
+        self._has_text = False
+
     def _flush(self) -> None:
         if self._cells is not None:
             self._end_row()
@@ -231,7 +238,7 @@ class _Page(HTMLParser):
         text = raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw)
         if text.strip():
             self.blocks.append((self._form, self._prefix + text))
-        self._words.clear()
+        self._clear()
         self._form, self._prefix, self._pre = "text", "", False
 
 

@@ -12,6 +12,7 @@ ENDINGS = (".jsonl", ".ndjson", ".jsonlines")
 
 _TEXT_KEYS = ("text", "content", "body", "passage")
 _MOST_NOTES = 20
+_LONGEST_LABEL = 1000  # characters; a longer id names nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ def _without_surrogates(text: str) -> str:
 def _label(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         return ""
-    return _without_surrogates(str(value))
+    label = _without_surrogates(str(value))
+    return label if len(label) <= _LONGEST_LABEL else ""
 
 
 def _labels(rows: list[_Row]) -> list[str]:
