@@ -24,10 +24,10 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFor
 T = TypeVar("T")
 
 # One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
-META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES = TABLES = tuple(
-    bytes([letter]) for letter in b"mfdclrup"
+META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED = TABLES = tuple(
+    bytes([letter]) for letter in b"mfdclrupa"
 )
-_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles")
+_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added")
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
 PAGE_BYTES = 4096
 _PAD_SECONDS = 0.02
@@ -43,6 +43,10 @@ def _bytes_from_environment(name: str, default: int) -> int:
 
 class Closed(KvtoolError):
     """The environment was closed: by its store, or because a compaction made another one current."""
+
+
+class FileFullError(Exception):
+    """A commit would make the data file longer than it may be; the store is as it was before."""
 
 
 class Snapshot:
@@ -87,6 +91,22 @@ class Snapshot:
             if value is not None:
                 yield key, value
 
+    def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
+        """Keys and lengths of values, in order; reads no value."""
+        with self._transaction.cursor() as cursor:
+            found = cursor.set_range(table)
+            while found:
+                key = bytes(cursor.key())
+                if not key.startswith(table):
+                    return
+                yield key[len(table) :], len(cursor.value())
+                found = cursor.next()
+
+    def head(self, table: bytes, key: bytes, size: int) -> memoryview | None:
+        """A copy of a value's first bytes, or None; its digest is not checked."""
+        view = self._transaction.get(table + key)
+        return None if view is None else self._mapped.copy(view[:size])
+
     def live_bytes(self) -> int:
         """Bytes of pages in use, free pages inside the file not counted."""
         count = self._transaction.stat()
@@ -103,6 +123,7 @@ class Environment:
         self._pid = os.getpid()
         self._gate = Gate()
         self._closed = False
+        self._most: int | None = None
         self._open()
 
     # ---- opening -------------------------------------------------------------------------------------------------
@@ -239,7 +260,9 @@ class Environment:
         while True:
             try:
                 return self._write_once(apply)
-            except lmdb.MapFullError:
+            except lmdb.MapFullError as error:
+                if self._most is not None:
+                    raise FileFullError from error
                 self._grow()
             except lmdb.MapResizedError:
                 self._resize(0)
@@ -247,6 +270,23 @@ class Environment:
                 reason = space.explain(error, self.generation, need)
                 self._reset_after(error)
                 raise reason from error
+
+    @contextlib.contextmanager
+    def limited(self, most: int) -> Iterator[None]:
+        """Let no write make the data file longer than this many bytes: LMDB itself takes no page beyond its map.
+
+        How many of the free pages a commit finds is known to LMDB alone, and only while it writes: a value of several
+        pages needs neighbours, and pages that were freed last are not free yet. A write that does not fit raises
+        FileFullError.
+        """
+        before = int(self._env.info()["map_size"])
+        self._resize(max(most, self.allocated_bytes()) // PAGE_BYTES * PAGE_BYTES)
+        self._most = most
+        try:
+            yield
+        finally:
+            self._most = None
+            self._resize(before)
 
     def _write_once(self, apply: Callable[[Transaction], T]) -> T:
         visit = Visit()

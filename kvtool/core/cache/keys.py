@@ -11,7 +11,7 @@ from kvtool.core.cache.record import Bytes, Kind, check_level, seal, unseal
 from kvtool.core.errors import DamagedError
 
 STORE_KEY, MANIFEST_KEY, REVISION_KEY, CODEC_KEY = b"store", b"manifest", b"revision", b"codec"
-LEAD_IN_KEY = b"lead-in"
+LEAD_IN_KEY, BUDGET_KEY, PINS_KEY = b"lead-in", b"budget", b"pins"
 _NUMBER = struct.Struct("<Q")
 _LEVEL_ROW = struct.Struct("<IIQ")
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
@@ -50,13 +51,46 @@ def check_disk(folder: Path, need: int, reusable: int) -> None:
         )
 
 
-def check_budget(used: int, need: int, budget: int) -> None:
-    """Refuse a commit that would exceed the size budget."""
-    if used + need > budget:
-        raise NoSpaceError(
-            f"the store would grow to {megabytes(used + need)}, over its budget of {megabytes(budget)}",
-            "raise --max-size, or make room with `kvtool store prune`",
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many bytes of files a store's folder may hold.
+
+    Attributes
+    ----------
+    given : for one command (`--max-size`), not kept by the store.
+    """
+
+    size: int
+    given: bool = False
+
+    def refuse(self, used: int, need: int, free: int) -> NoSpaceError:
+        """What to say of a commit that does not fit.
+
+        Parameters
+        ----------
+        used : bytes of the folder.
+        need : bytes about to be written.
+        free : bytes of pages inside the data file that nothing uses.
+        """
+        over = max(used + need - max(0, min(free, need)), self.size + 1)
+        if free >= need:
+            how = f"`kvtool store compact` gives {megabytes(free)} of free pages back"
+        else:
+            how = "make room with `kvtool store prune`"
+        more = "raise --max-size" if self.given else "raise the budget with `kvtool store budget SIZE`"
+        return NoSpaceError(
+            f"the store would grow to {megabytes(over)}, over its budget of {megabytes(self.size)}", f"{how}, or {more}"
         )
+
+
+def folder_bytes(root: Path) -> int:
+    """Bytes of all files below a folder, as their lengths say."""
+    total = 0
+    for at, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):  # gone meanwhile
+                total += os.lstat(os.path.join(at, name)).st_size
+    return total
 
 
 def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:

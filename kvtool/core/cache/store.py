@@ -195,6 +195,15 @@ class Store:
         """Which learned lead-in the next ingest may use: `digest`, `fingerprint`, `ids`; empty before the first fit."""
         return self._json(keys.LEAD_IN_KEY, "what is known of the learned lead-in")
 
+    def budget(self) -> int | None:
+        """How many bytes the store's folder may hold; None: as many as the disk. Raises DamagedError."""
+        size = self._json(keys.BUDGET_KEY, "the size budget").get("bytes")
+        return None if size is None else int(size)
+
+    def pins(self) -> dict[str, Any]:
+        """What eviction never touches: `sources` and `chunks` (ids in hex). Raises DamagedError."""
+        return {"sources": [], "chunks": []} | self._json(keys.PINS_KEY, "the list of pins")
+
     def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self._read() as snapshot:
             data = snapshot.get(lmdb_tables.META, key)
@@ -243,7 +252,8 @@ class Store:
         -------
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
         ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
-        ``file_bytes, live_bytes, free_bytes`` (of the data file), ``disk_free``.
+        ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
+        ``pins {sources, chunks}``, ``disk_free``.
         """
         revision = self.revision()
         levels: dict[str, dict[str, int]] = {}
@@ -275,6 +285,9 @@ class Store:
             "file_bytes": environment.file_bytes(),
             "live_bytes": live,
             "free_bytes": max(0, environment.allocated_bytes() - live),
+            "folder_bytes": space.folder_bytes(self.path),
+            "budget": self.budget(),
+            "pins": {name: len(rows) for name, rows in self.pins().items()},
             "disk_free": space.disk_free(self.path),
         }
 
@@ -354,9 +367,16 @@ class Store:
 
     def last_used(self) -> dict[bytes, int]:
         """Chunk id → seconds of its last use, as far as a writer has folded the access log."""
+        return self._times(lmdb_tables.USED)
+
+    def added(self) -> dict[bytes, int]:
+        """Chunk id → seconds at which it came into this store; chunks of older stores are missing."""
+        return self._times(lmdb_tables.ADDED)
+
+    def _times(self, table: bytes) -> dict[bytes, int]:
         times: dict[bytes, int] = {}
         with self._read() as snapshot:
-            for key, data in snapshot.items(lmdb_tables.USED):
+            for key, data in snapshot.items(table):
                 with contextlib.suppress(DamagedError):  # only the order of eviction hangs on it
                     times[key] = keys.unseal_number(key, data)
         return times
@@ -431,7 +451,7 @@ class Store:
         Parameters
         ----------
         wait : seconds to wait for another writer; negative: for ever.
-        max_size : bytes that the store may have in use.
+        max_size : bytes that the store's folder may hold; None: the store's own budget.
 
         Raises
         ------

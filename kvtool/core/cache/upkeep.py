@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 NO_LAYER = -1
 Doomed = tuple[bytes, bytes]  # table, key
+_CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
+_TIMES = (tables.USED, tables.ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def _check_row(
 def _damage_at(table: bytes, key: bytes, reason: str) -> Damage:
     chunk, level, layer = "", "", NO_LAYER
     name = tables.TABLE_NAMES[table]
-    if table in (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED):
+    if table in (*_CHUNK_TABLES, *_TIMES):
         chunk = key[:ID_BYTES].hex()
     if table == tables.LEVELS:
         level = key[ID_BYTES:].decode("ascii", "replace")
@@ -157,6 +159,7 @@ _CHECKS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
     tables.CHUNKS: lambda key, data: ChunkInfo.from_bytes(unseal(key, Kind.CHUNK, data)),
     tables.LEVELS: keys.LevelRow.unseal,
     tables.USED: keys.unseal_number,
+    tables.ADDED: keys.unseal_number,
     tables.RECORDS: _check_record,
     tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),
 }
@@ -220,12 +223,9 @@ def plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[Doomed],
         doomed.add((table, key))
         if damage.level:
             doomed |= _level_rows(snapshot, bytes.fromhex(damage.chunk), damage.level)
-        elif damage.chunk:
+        elif damage.chunk and table not in _TIMES:  # of these only the order of eviction hangs on
             doomed |= {(t, k) for t in _CHUNK_TABLES for k in snapshot.keys(t, bytes.fromhex(damage.chunk))}
     return _widen(snapshot, doomed) if doomed else (doomed, [])
-
-
-_CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 
 
 def _level_rows(snapshot: Snapshot, chunk_id: bytes, level: str) -> set[Doomed]:

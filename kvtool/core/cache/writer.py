@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys, space
+from kvtool.core.cache import keys
 from kvtool.core.cache.access import take_log
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
 from kvtool.core.cache.environment import PAGE_BYTES, Environment, Snapshot
 from kvtool.core.cache.gate import Transaction
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, decode_record, seal, unseal
+from kvtool.core.cache.room import Room
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
 BATCH_SECONDS = 5.0
 _CHUNKS_AT_ONCE = 2000  # deleted in one transaction
 _ROW_SLACK = 256  # key, node and its share of the tree
-_SLACK = 256 * 1024  # tree pages that a transaction rewrites
+_BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.ADDED)
 
 Row = tuple[bytes, bytes, bytes]  # table, key, value
 Doomed = tuple[bytes, bytes]  # table, key
@@ -50,7 +51,7 @@ class Writer:
 
     def __init__(self, store: Store, max_size: int | None = None) -> None:
         self._store = store
-        self._max_size = max_size
+        self._room = Room(store, max_size)
         self._pending: dict[tuple[bytes, str], _Pending] = {}
         self._pending_bytes = 0
         self._flushed_at = time.monotonic()
@@ -76,6 +77,15 @@ class Writer:
         """Keep a learned lead-in as the one that the next ingest may use, in one transaction. Older ones stay: chunks
         may stand behind them."""
         self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _lead_in_row(state)])
+
+    def set_budget(self, size: int | None) -> None:
+        """Keep a size budget in the store; None: lift it."""
+        self._commit([_meta_row(keys.BUDGET_KEY, {"bytes": size})])
+        self._room.forget_budget()
+
+    def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
+        """Replace what eviction never touches."""
+        self._commit([_meta_row(keys.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
 
     def set_lead_in_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the learned lead-in."""
@@ -159,6 +169,25 @@ class Writer:
         self._commit([self._revision_row()], [(tables.FILES, key), *self._stale_documents(path, set())])
         return True
 
+    def remove_documents(self, sources: Iterable[str]) -> int:
+        """Forget documents, and files that have none left, in one transaction; their chunks stay until
+        :meth:`collect`. Returns how many documents were there."""
+        self._check_open()
+        gone = set(sources)
+        rows: list[Row] = []
+        doomed: list[Doomed] = []
+        for entry in self._store.files():
+            kept = tuple(source for source in entry.documents if source not in gone)
+            if kept != entry.documents:
+                doomed += [(tables.DOCUMENTS, keys.name_key(source)) for source in entry.documents if source in gone]
+                if kept:
+                    rows.append(_file_row(replace(entry, documents=kept)))
+                else:
+                    doomed.append((tables.FILES, keys.name_key(entry.path)))
+        if doomed:
+            self._commit([*rows, self._revision_row()], doomed, weighed=False)
+        return sum(table == tables.DOCUMENTS for table, _ in doomed)
+
     # ---- dropping ------------------------------------------------------------------------------------------------
 
     def drop_level(self, chunk_ids: Iterable[bytes], level: str) -> int:
@@ -200,15 +229,11 @@ class Writer:
         """
         self._check_open()
         self.flush()
-        self._fold_access()
+        self.fold_access()
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | self._fresh
         wanted |= set(keep)
         with self._environment().read() as snapshot:
-            known = {
-                key[:ID_BYTES]
-                for table in (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED)
-                for key in snapshot.keys(table)
-            }
+            known = {key[:ID_BYTES] for table in _BY_CHUNK for key in snapshot.keys(table)}
         return self.drop_chunks(sorted(known - wanted))
 
     def repair(self, damages: Iterable[Damage]) -> int:
@@ -222,7 +247,7 @@ class Writer:
         with self._environment().read() as snapshot:
             doomed, marked = plan_repair(snapshot, list(damages))
         if doomed or marked:
-            self._commit([self._revision_row(), *map(_file_row, marked)], sorted(doomed))
+            self._commit([self._revision_row(), *map(_file_row, marked)], sorted(doomed), weighed=False)
         return len(doomed) + len(marked)
 
     def compact(self) -> int:
@@ -271,7 +296,8 @@ class Writer:
                 if ref.chunk_id not in waiting and not snapshot.has(tables.CHUNKS, ref.chunk_id):
                     raise ValueError(f"chunk {ref.chunk_id.hex()} was never put")
 
-    def _fold_access(self) -> None:
+    def fold_access(self) -> None:
+        """Take the readers' notes of what they used into the store."""
         self._store.flush()
         seen, aside = take_log(self._store.path)
         before = self._store.last_used()
@@ -295,12 +321,17 @@ class Writer:
         self._pending_bytes = 0
         self._flushed_at = time.monotonic()
 
-    def _commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = ()) -> None:
-        """Puts and deletes in one durable transaction; checks space first."""
+    def _commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True) -> None:
+        """Puts and deletes in one durable transaction; checks space first.
+
+        Counters and times need no room worth weighing, and of what makes room nothing is weighed: removing must work
+        on a full disk and over the budget.
+        """
         self._check_open()
-        # Counters and times need no room worth weighing: removing must work on a full disk and over the budget.
-        need = sum(_pages(len(value)) for table, _, value in rows if table not in (tables.META, tables.USED))
-        self._check_space(need)
+        heavy = [row for row in rows if weighed and row[0] not in (tables.META, tables.USED, tables.ADDED)]
+        need = sum(_pages(len(value)) for _, _, value in heavy)
+        texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
+        environment = self._environment()
 
         def apply(transaction: Transaction) -> None:
             for table, key in doomed:
@@ -308,17 +339,7 @@ class Writer:
             for table, key, value in rows:
                 transaction.put(table + key, value)
 
-        self._environment().write(apply, need + _SLACK)
-
-    def _check_space(self, need: int) -> None:
-        if not need:
-            return
-        environment = self._environment()
-        with environment.read() as snapshot:
-            live = snapshot.live_bytes()
-        if self._max_size is not None:
-            space.check_budget(live, need, self._max_size)
-        space.check_disk(environment.generation, need + _SLACK, max(0, environment.allocated_bytes() - live))
+        self._room.write(environment, apply, need, texts)
 
 
 def _pages(size: int) -> int:
@@ -352,11 +373,15 @@ def _file_row(entry: FileEntry) -> Row:
 
 
 def _codec_row(state: dict[str, Any]) -> Row:
-    return tables.META, keys.CODEC_KEY, seal(keys.CODEC_KEY, Kind.MANIFEST, dump_json(state))
+    return _meta_row(keys.CODEC_KEY, state)
 
 
 def _lead_in_row(state: dict[str, Any]) -> Row:
-    return tables.META, keys.LEAD_IN_KEY, seal(keys.LEAD_IN_KEY, Kind.MANIFEST, dump_json(state))
+    return _meta_row(keys.LEAD_IN_KEY, state)
+
+
+def _meta_row(key: bytes, value: dict[str, Any]) -> Row:
+    return tables.META, key, seal(key, Kind.MANIFEST, dump_json(value))
 
 
 def _document_row(document: DocumentEntry) -> Row:
@@ -387,7 +412,10 @@ def _info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row
             raise ValueError(f"chunk {chunk_id.hex()} is stored with other tokens, lead-in or layers")
         if not info.sensitivity or info.sensitivity == stored.sensitivity:
             return []
-    return [(tables.CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))]
+    row = (tables.CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
+    if stored is not None:
+        return [row]
+    return [row, (tables.ADDED, chunk_id, keys.seal_number(chunk_id, int(time.time())))]
 
 
 def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
@@ -409,5 +437,4 @@ def _level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[Doomed]
 
 
 def _chunk_keys(snapshot: Snapshot, chunk_id: bytes) -> list[Doomed]:
-    every = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED)
-    return [(table, key) for table in every for key in snapshot.keys(table, chunk_id)]
+    return [(table, key) for table in _BY_CHUNK for key in snapshot.keys(table, chunk_id)]

@@ -1,0 +1,113 @@
+"""A store's folder never holds more bytes of files than its budget, while it is written to and afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache import keys, space
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.errors import NoSpaceError
+from tests.cache.making import add_file, check_file, make_store
+from tests.upkeep.watching import Watcher, bytes_in
+
+DIM = 256  # 32 KiB a layer's K and V: pages of their own
+
+
+def fill(pen: Writer, first: int, most: int = 200) -> int:
+    """Add files until the store refuses; how many."""
+    for number in range(first, first + most):
+        try:
+            add_file(pen, f"f{number}", [f"f{number}.0", f"f{number}.1"], DIM)
+        except NoSpaceError:
+            return number - first
+    raise AssertionError("the budget was never met")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_files_of_a_store_never_outgrow_its_budget(tmp_path: Path, own: bool) -> None:
+    path, budget = make_store(tmp_path / "store", files=1, dim=DIM), 2_500_000
+    with Store.open(path) as store, Watcher(path) as watcher:
+        if own:
+            with store.writer() as pen:
+                pen.set_budget(budget)
+        with store.writer(max_size=None if own else budget) as pen:
+            added = fill(pen, 1)
+            assert added > 5
+            for number in range(1, added):  # every other file makes room, in holes between what stays
+                if number % 2:
+                    pen.remove_file(f"f{number}")
+            pen.collect()
+            again = fill(pen, 500)
+            assert again > 2  # free pages inside the file are taken, and nothing beyond them
+        for number in (0, 2, 4, *range(500, 500 + again)):
+            check_file(store, f"f{number}", dim=DIM)
+        assert store.verify() == []
+    assert watcher.looks > 5
+    assert budget * 0.8 < watcher.most <= budget
+
+
+def test_a_budget_is_kept_by_the_store(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=2)
+    with Store.open(path) as store, store.writer() as pen:
+        pen.set_budget(10**6)
+    with Store.open(path) as store:
+        assert (store.budget(), store.stats()["budget"]) == (10**6, 10**6)
+        assert store.stats()["folder_bytes"] == bytes_in(path)
+        with store.writer(max_size=10**9) as pen:
+            add_file(pen, "large", [f"large.{number}" for number in range(40)], DIM)  # a flag wins for its command
+        with store.writer() as pen, pytest.raises(NoSpaceError, match=r"budget of 1\.0 MB"):
+            add_file(pen, "more", ["more.0"], DIM)
+        with store.writer() as pen:
+            pen.set_budget(None)
+            add_file(pen, "more", ["more.0"], DIM)
+        assert store.budget() is None
+
+
+def test_room_can_be_made_above_the_budget(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=3, dim=DIM)
+    with Store.open(path) as store, store.writer(max_size=1) as pen:
+        assert pen.remove_documents(["f0"]) == 1
+        assert pen.collect() == 2
+        assert pen.drop_level(store.chunk_ids(), "raw") == 4
+        assert pen.compact() > 0
+
+
+def test_free_pages_are_named_where_they_are_the_reason(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=20, dim=DIM)
+    with Store.open(path) as store:
+        with store.writer() as pen:
+            for number in range(1, 20):
+                pen.remove_file(f"f{number}")
+            pen.collect()
+        with store.writer(max_size=300_000) as pen, pytest.raises(NoSpaceError) as refused:
+            add_file(pen, "f50", ["f50.0"], DIM)
+        assert "`kvtool store compact` gives" in refused.value.hint
+
+
+def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
+    from kvtool.core.cache import environment as tables
+    from kvtool.core.errors import DamagedError
+
+    path = make_store(tmp_path / "store", files=1)
+    with Store.open(path) as store:
+        with store.writer() as pen:
+            pen.set_budget(10**6)
+        store._current().write(lambda write: write.put(tables.META + keys.BUDGET_KEY, b"no budget"), 0)
+        with store.writer() as pen, pytest.raises(DamagedError, match="size budget"):
+            add_file(pen, "f1", ["f1.0"])
+        with store.writer() as pen:
+            assert pen.repair(store.verify()) == 1
+            add_file(pen, "f1", ["f1.0"])
+
+
+def test_all_files_of_the_folder_count(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=1)
+    before = space.folder_bytes(path)
+    (path / "index").mkdir(exist_ok=True)
+    (path / "index" / "vectors").write_bytes(b"v" * 10**6)
+    assert space.folder_bytes(path) == bytes_in(path) == before + 10**6
+    with Store.open(path) as store, store.writer(max_size=10**6) as pen, pytest.raises(NoSpaceError):
+        add_file(pen, "f1", ["f1.0"])
