@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -19,9 +22,9 @@ BIG = bytes(range(256)) * 4096
 def test_values_by_name(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         assert blobs.get(["a/b", "a"]) == [None, None]
-        blobs.put({"a/b": b"1", "a/c/d-1": BIG, "other": b""})
+        blobs.put({"a/b": b"1", "a/c/d-1": BIG, "other": b"2"})
         blobs.settle()
-        assert blobs.get(["a/c/d-1", "nothing", "a/b", "other"]) == [BIG, None, b"1", b""]
+        assert blobs.get(["a/c/d-1", "nothing", "a/b", "other"]) == [BIG, None, b"1", b"2"]
         assert blobs.has(["a/b", "a", "a/c/d-1"]) == [True, False, True]
         assert sorted(blobs.names()) == ["a/b", "a/c/d-1", "other"]
         assert sorted(blobs.names("a/c")) == ["a/c/d-1"]
@@ -152,3 +155,65 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
             blobs.put({"x": b"1"})
         with pytest.raises(KvtoolError):
             blobs.swap("head", None, b"1")
+
+
+def in_the_way(path: Path, kind: str) -> None:
+    """Put something at a path that is no value."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's path may not be long
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+        os.chdir(here)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**40)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])
+def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
+    with closing(open_blobs(f"file://{tmp_path}")) as blobs:
+        for name in ("head", "kv/a/b/0", "meta/c"):
+            in_the_way(tmp_path / name, kind)
+            assert blobs.get([name]) == [b""]
+            arrivals = Arrivals(blobs)
+            arrivals.ask([name])
+            assert arrivals.take(5).value == b""
+            arrivals.close()
+
+
+def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
+    with closing(open_blobs(url)) as blobs:
+        blobs.put({"v/0": BIG, "v/1": b"1", "head": bytes(5000)})
+        arrivals = Arrivals(blobs)
+        arrivals.ask(["v/0", "v/1", "v/2"], len(BIG) - 1)
+        assert [arrivals.take(5).value for _ in range(3)] == [b"", b"1", None]
+        arrivals.ask(["v/0"], len(BIG))
+        assert arrivals.take(5).value == BIG
+        assert blobs.get(["head"]) == [b""]
+        arrivals.close()
+
+
+def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.remote.arrivals._MOST_UNTAKEN", 2 * len(BIG))
+    with closing(open_blobs(url)) as blobs:
+        blobs.put({f"v/{number}": BIG for number in range(10)})
+        arrivals = Arrivals(blobs)
+        arrivals.ask([f"v/{number}" for number in range(10)])
+        time.sleep(0.3)
+        assert arrivals._there.qsize() == 2
+        assert [arrivals.take(5).value for _ in range(10)] == [BIG] * 10
+        arrivals.ask([f"v/{number}" for number in range(10)])
+        arrivals.close()
+        arrivals._thread.join(5)
+        assert not arrivals._thread.is_alive()

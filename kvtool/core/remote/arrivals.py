@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote.blobs import Blobs, Reader
+from kvtool.core.remote.limits import MOST_BYTES
+
+_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
+_Wanted = tuple[str, int]  # name, most bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +35,19 @@ class Arrivals:
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
-        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._untaken = 0  # bytes that have come
         self._stopped = False
         self.alive = True
         self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
         self._thread.start()
 
-    def ask(self, names: Sequence[str]) -> None:
-        """Ask for some more; never waits."""
+    def ask(self, names: Sequence[str], most: int = MOST_BYTES) -> None:
+        """Ask for some more, each of at most so many bytes; never waits."""
         for name in names:
-            self._asked.put(name)
+            self._asked.put((name, most))
 
     def take(self, timeout: float) -> Arrival:
         """The next one asked for.
@@ -61,20 +67,25 @@ class Arrivals:
         if isinstance(found, KvtoolError):
             self.alive = False
             raise found
+        with self._room:
+            self._untaken -= len(found.value or b"")
+            self._room.notify()
         return found
 
     def close(self) -> None:
         """Stop; the thread ends after what it is reading."""
         self._stopped = True
         self._asked.put(None)
+        with self._room:
+            self._room.notify()
 
     def _run(self) -> None:
         reader: Reader | None = None
         try:
             reader = self._blobs.reader()
-            while not self._stopped and (names := self._next()) is not None:
-                reader.ask(names)
-                self._read(reader, names)
+            while not self._stopped and (wanted := self._next()) is not None:
+                _ask(reader, wanted)
+                self._read(reader, wanted)
         except KvtoolError as error:
             self._there.put(error)
         except Exception as error:  # handed to whoever waits
@@ -83,22 +94,33 @@ class Arrivals:
             if reader is not None:
                 reader.close()
 
-    def _read(self, reader: Reader, names: list[str]) -> None:
+    def _read(self, reader: Reader, wanted: list[_Wanted]) -> None:
         """Take what was asked for; what is asked meanwhile is sent at once, before the link falls idle."""
-        waiting = list(names)
+        waiting = list(wanted)
         while waiting and not self._stopped:
             while not self._asked.empty():
                 more = self._next()
                 if more is None:
                     return
-                reader.ask(more)
+                _ask(reader, more)
                 waiting += more
             value = reader.take()
-            self._there.put(Arrival(waiting.pop(0), value, time.perf_counter()))
+            self._there.put(Arrival(waiting.pop(0)[0], value, time.perf_counter()))
+            self._wait_for_room(len(value or b""))
 
-    def _next(self) -> list[str] | None:
-        """All that is asked for by now, at least one name; None: it is over."""
-        names = [self._asked.get()]
+    def _wait_for_room(self, size: int) -> None:
+        """So that a tier that is faster than whoever takes fills no memory."""
+        with self._room:
+            self._untaken += size
+            self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
+
+    def _next(self) -> list[_Wanted] | None:
+        """All that is asked for by now, at least one; None: it is over."""
+        found = [self._asked.get()]
         while not self._asked.empty():
-            names.append(self._asked.get())
-        return [name for name in names if name is not None] if None not in names else None
+            found.append(self._asked.get())
+        return [one for one in found if one is not None] if None not in found else None
+
+
+def _ask(reader: Reader, wanted: Sequence[_Wanted]) -> None:
+    reader.ask([name for name, _ in wanted], [most for _, most in wanted])

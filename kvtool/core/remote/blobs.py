@@ -11,13 +11,13 @@ TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
 class Reader(Protocol):
     """Asks for blobs ahead and takes them as they come, in the order asked: the link is never idle in between."""
 
-    def ask(self, names: Sequence[str]) -> None:
-        """Ask for some more; returns before they are there. Raises RemoteError."""
+    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
+        """Ask for some more, each of at most so many bytes; returns before they are there. Raises RemoteError."""
         ...
 
     def take(self) -> bytes | None:
-        """The next one asked for, None where there is none of its name. Raises RemoteError; the reader is of no more
-        use then."""
+        """The next one asked for, None where there is none of its name, empty where it is too large or no value at all.
+        Raises RemoteError; the reader is of no more use then."""
         ...
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Blobs(Protocol):
     url: str
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """Values, None where there is none."""
+        """Values, None where there is none; empty where one is larger than its name allows, or no value at all."""
         ...
 
     def has(self, names: Sequence[str]) -> list[bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -12,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.errors import NoSpaceError, RemoteError
+from kvtool.core.remote.limits import MOST_BYTES, most_bytes
 
 _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a swap takes milliseconds
@@ -93,12 +96,9 @@ class FolderBlobs:
     def _path(self, name: str) -> Path:
         return self._root / name
 
-    def _read(self, name: str) -> bytes | None:
+    def _read(self, name: str, most: int | None = None) -> bytes | None:
         with self._explained("read"):
-            try:
-                return self._path(name).read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+            return read_bounded(self._path(name), min(most_bytes(name), MOST_BYTES if most is None else most))
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -111,19 +111,41 @@ class FolderBlobs:
             raise RemoteError(f"{self.url} cannot be {what}: {error.strerror or error}", hint) from error
 
 
+def read_bounded(path: Path, most: int) -> bytes | None:
+    """A file's bytes; None: there is none. What is no plain file, or larger than `most`, is as good as an empty one.
+
+    Links are not followed, a FIFO or a device is never waited for.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link, a socket; EMLINK: a link on BSD
+            return b""
+        raise
+    state = os.fstat(handle)
+    if not stat.S_ISREG(state.st_mode) or state.st_size > most:
+        os.close(handle)
+        return b""
+    with open(handle, "rb") as file:
+        value = file.read(state.st_size + 1)  # it may be growing
+    return value if len(value) <= most else b""
+
+
 class FolderReader:
     """Files in the order asked for. A file system cannot be told to hurry: a read takes what it takes."""
 
     def __init__(self, blobs: FolderBlobs) -> None:
-        self._blobs, self._asked = blobs, deque[str]()
+        self._blobs, self._asked = blobs, deque[tuple[str, int]]()
 
-    def ask(self, names: Sequence[str]) -> None:
+    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
         """See Reader."""
-        self._asked.extend(names)
+        self._asked.extend(zip(names, most, strict=True))
 
     def take(self) -> bytes | None:
         """See Reader."""
-        return self._blobs.get([self._asked.popleft()])[0]
+        return self._blobs._read(*self._asked.popleft())
 
     def close(self) -> None:
         """See Reader."""

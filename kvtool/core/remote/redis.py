@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import TIMEOUT
+from kvtool.core.remote.limits import most_bytes
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _AT_ONCE = 128  # commands in one round trip
@@ -41,7 +43,9 @@ class RedisBlobs:
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
-        return self._all("get", names)
+        limits = [most_bytes(name) for name in names]
+        found = self._all("getrange", names, [(0, most) for most in limits])
+        return [_bounded(value, most) for value, most in zip(found, limits, strict=True)]
 
     def has(self, names: Sequence[str]) -> list[bool]:
         """See Blobs."""
@@ -100,13 +104,14 @@ class RedisBlobs:
         with suppress(Exception):  # it may be gone already
             self._client.close()
 
-    def _all(self, command: str, names: Sequence[str]) -> list[Any]:
+    def _all(self, command: str, names: Sequence[str], more: Sequence[tuple[int, ...]] = ()) -> list[Any]:
         found: list[Any] = []
+        arguments = more or [()] * len(names)
         with self._explained():
             for at in range(0, len(names), _AT_ONCE):
                 waiting = self._client.pipeline(transaction=False)
-                for name in names[at : at + _AT_ONCE]:
-                    getattr(waiting, command)(self._key(name))
+                for name, own in zip(names[at : at + _AT_ONCE], arguments[at:], strict=False):
+                    getattr(waiting, command)(self._key(name), *own)
                 found += waiting.execute()
         return found
 
@@ -143,34 +148,41 @@ _CHECK = "check the address and that the server runs"
 
 
 class RedisReader:
-    """GETs on a connection of its own, sent ahead: Redis answers in order."""
+    """GETRANGEs on a connection of its own, sent ahead: Redis answers in order."""
 
     def __init__(self, blobs: RedisBlobs, pool: Any) -> None:
         self._blobs, self._pool = blobs, pool
         self._connection: Any = pool.get_connection()
-        self._left = 0
+        self._asked = deque[int]()
 
-    def ask(self, names: Sequence[str]) -> None:
+    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
         """See Reader."""
+        limits = [min(most_bytes(name), own) for name, own in zip(names, most, strict=True)]
         with self._blobs._explained():
-            commands = [("GET", self._blobs._key(name)) for name in names]
+            keys = map(self._blobs._key, names)
+            commands = [("GETRANGE", key, 0, limit) for key, limit in zip(keys, limits, strict=True)]
             self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
-            self._left += len(commands)
+            self._asked.extend(limits)
 
     def take(self) -> bytes | None:
         """See Reader."""
         with self._blobs._explained():
-            value: bytes | None = self._connection.read_response()
-        self._left -= 1
-        return value
+            value: bytes = self._connection.read_response()
+        return _bounded(value, self._asked.popleft())
 
     def close(self) -> None:
         """See Reader."""
         if self._connection is not None:
-            if self._left:  # answers are on their way that nobody will read
+            if self._asked:  # answers are on their way that nobody will read
                 self._connection.disconnect()
             self._pool.release(self._connection)
             self._connection = None
+
+
+def _bounded(value: bytes, most: int) -> bytes | None:
+    """What GETRANGE from 0 to `most` gave: one byte more than may be is as good as an empty value. Redis gives an empty
+    one for none, and no value of ours is empty."""
+    return None if not value else value if len(value) <= most else b""
 
 
 def _split_prefix(url: str) -> tuple[str, str]:

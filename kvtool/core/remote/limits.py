@@ -1,0 +1,16 @@
+"""How large a value of a shared tier may be: nobody who asks for one is made to take more.
+
+Far above what is ever written, and far below what a machine has to run out of.
+"""
+
+from __future__ import annotations
+
+MOST_BYTES = 2**30  # of any value
+MOST_LAYERS = 1000
+MOST_LEVEL_BYTES = 2**32  # a chunk's records of one level
+_MOST = {"head": 2**12, "catalogue": 2**28, "meta": 2**24, "chunk": 2**24}  # by what a name begins with
+
+
+def most_bytes(name: str) -> int:
+    """Of a value, by its name."""
+    return _MOST.get(name.partition("/")[0], MOST_BYTES)
