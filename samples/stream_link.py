@@ -26,7 +26,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.levels import recorded_losses
+from kvtool.core.levels import MeasuredLosses
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.streaming import rungs_of
 from kvtool.core.remote.push import push
@@ -129,7 +129,7 @@ def plan_of(tier: Tier, count: int) -> Plan:
 
 def task_of(tier: Tier, plan: Plan, given: argparse.Namespace) -> Task:
     """Of every level whose loss is known."""
-    losses = {"raw": 0.0, "lossless": 0.0} | recorded_losses(tier)
+    losses = {"raw": 0.0, "lossless": 0.0} | MeasuredLosses(tier).at_most()
     allowed = {level: losses[level] for level in LEVELS if level in losses}
     ladders = tuple(
         Ladder.of(number, len(segment.ids), rungs_of(tier, segment, allowed))

@@ -113,13 +113,13 @@ def _report(what: str) -> Report:
 
 
 def _glance(run: Run, store: Any, about: Subject) -> None:
-    from kvtool.core.levels import recorded_losses
+    from kvtool.core.levels import MeasuredLosses
     from kvtool.core.query.session import store_identity
     from kvtool.core.verdicts import stored_verdict
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)
-    losses, served = recorded_losses(store), store.served()
+    losses, served = MeasuredLosses(store).at_most(), store.served()
     value = {
         "path": str(store.path),
         "model": identity.model,
@@ -143,7 +143,7 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
         run.out.print(f"lead-in  {identity.lead_in.mode}, {len(identity.lead_in.ids)} tokens")
         run.out.print(f"content  {sizes['documents']} documents, {sizes['chunks']} chunks, {sizes['tokens']:,} tokens")
         for level, row in sizes["levels"].items():
-            lost = f", {losses[level]:.4f} nats a token lost" if level in losses else ""
+            lost = f", {losses[level]:.4f} nats a token lost at most" if level in losses else ""
             run.out.print(f"level    {level}: {row['chunks']} chunks, {row['bytes'] / 1e6:,.1f} MB{lost}")
         if served.hit_rate is not None:
             run.out.print(
@@ -162,8 +162,9 @@ def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
         (level, row["chunks"], row["tokens"], row["bytes"], value["losses"].get(level, ""))
         for level, row in value["store"]["levels"].items()
     ]
+    columns = ("level", "chunks", "tokens", "bytes", "nats a token lost at most")
     sections = [
-        Section("Levels", tables=(Table(("level", "chunks", "tokens", "bytes", "nats a token lost"), tuple(levels)),)),
+        Section("Levels", tables=(Table(columns, tuple(levels)),)),
         Section("Served", tables=(Table(tuple(value["served"]), (tuple(value["served"].values()),)),)),
     ]
     names = ("files", "documents", "chunks", "tokens", "records", "bytes", "disk_free")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LEVELS, LOSSY, NO_PROFILE
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -13,18 +14,73 @@ if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
 
 
-def recorded_losses(store: Store) -> dict[str, float]:
-    """KL of the answer, in nats a token, that `compress` has measured of each lossy level."""
-    try:
-        losses = store.codec_state().get("losses", {})
-        return {level: float(losses[level]["kl_answer"]) for level in LOSSY if level in losses}
-    except (DamagedError, AttributeError, KeyError, TypeError, ValueError):
-        return {}
+class MeasuredLosses:
+    """What `compress` has measured of the lossy levels: KL of the answer, in nats a token, by what made the records.
+
+    What cannot be read counts as never measured. Nothing is known of records without a profile once a named predictor
+    has made some: they look like those of `auto`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        try:
+            state = store.codec_state()
+            self._rows = {
+                maker: {level: float(rows[level]["kl_answer"]) for level in LOSSY if level in rows}
+                for maker, rows in losses_by_maker(state).items()
+            }
+            if state.get("named_predictor"):
+                self._rows.pop(NO_PROFILE.hex(), None)
+        except (DamagedError, AttributeError, KeyError, TypeError, ValueError):
+            self._rows = {}
+
+    def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
+        """Losses of a chunk's lossy levels, each as measured with the profile that its own records name.
+
+        A level whose records are of a profile that nothing was measured with is not among them.
+        """
+        known = {level for rows in self._rows.values() for level in rows}
+        found = {}
+        for level in known.intersection(levels):
+            loss = self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
+            if loss is not None:
+                found[level] = loss
+        return found
+
+    def at_most(self) -> dict[str, float]:
+        """The most that any stored chunk loses at a level, of levels whose chunks' losses are all known."""
+        lost: dict[str, float] = {}
+        for chunk_id in self._store.chunk_ids() if self._rows else ():
+            stored = [level for level in self._store.levels(chunk_id) if level in LOSSY]
+            own = self.of(chunk_id, stored)
+            for level in stored:
+                lost[level] = max(lost.get(level, 0.0), own.get(level, math.inf))
+        return {level: lost[level] for level in LOSSY if lost.get(level, math.inf) < math.inf}
+
+
+def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a store's codec state says of each level, by the profile that made the records: `NO_PROFILE` for none.
+
+    Older stores kept one row a level: that of the profile in use.
+    """
+    rows = dict(state.get("losses") or {})
+    old = {level: rows.pop(level) for level in LOSSY if level in rows}
+    if old:
+        maker = state.get("profile") or NO_PROFILE.hex()
+        rows[maker] = rows.get(maker, {}) | old
+    return {maker: dict(levels) for maker, levels in rows.items() if levels}
+
+
+def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:
+    """Those of a chunk's levels that lose nothing, or measurably little enough; the finest first."""
+    return [
+        level for level in LEVELS if level in levels and (level not in LOSSY or losses.get(level, math.inf) <= max_loss)
+    ]
 
 
 def smallest_allowed(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> str | None:
-    """The smallest of a chunk's levels whose recorded loss is allowed; where none is, the one that loses least."""
-    allowed = [level for level in reversed(LOSSY) if level in levels and losses.get(level, max_loss + 1) <= max_loss]
+    """The smallest of a chunk's levels whose measured loss is allowed; where none is, the one that loses least."""
+    allowed = [level for level in reversed(allowed_levels(levels, losses, max_loss)) if level in LOSSY]
     kept = [level for level in ("lossless", "raw", *LOSSY) if level in levels]
     return next(iter((*allowed, *kept)), None)
 

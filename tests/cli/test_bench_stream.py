@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.levels import recorded_losses
+from kvtool.core.levels import MeasuredLosses
 from kvtool.core.streaming.generate import generate
 from kvtool.core.streaming.traces import read_trace
 from tests.cli.working import kvtool
@@ -80,7 +80,7 @@ def test_a_store_has_its_own_sizes_and_losses(plain: Path, trace: Path) -> None:
     assert {row["policy"] for row in found["rows"]} == {"adaptive", "cachegen", "4", "2", "raw", "text"}
     losses = {row["policy"]: row["loss"] for row in found["rows"]}
     with Store.open(plain) as store:
-        assert {level: losses[level] for level in ("2", "4")} == pytest.approx(recorded_losses(store))
+        assert {level: losses[level] for level in ("2", "4")} == pytest.approx(MeasuredLosses(store).at_most())
         chunks = {ref.chunk_id for document in store.documents() for ref in document.chunks}
         sizes = [store.level_sizes(chunk) for chunk in chunks]
     assert found["chunks"] == len(chunks)

@@ -20,7 +20,7 @@ from kvtool.core.compress import fitting, loss
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
-from kvtool.core.levels import ProfileShelf
+from kvtool.core.levels import MeasuredLosses, ProfileShelf
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.query.session import store_identity
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
@@ -76,6 +76,12 @@ def coded_in(path: Path, level: str) -> dict[tuple[str, int], Coded]:
 def state_of(path: Path) -> dict[str, Any]:
     with Store.open(path) as store:
         return store.codec_state()
+
+
+def losses_of(path: Path, chunk: str) -> dict[str, float]:
+    """What is known of a chunk's lossy levels."""
+    with Store.open(path) as store:
+        return MeasuredLosses(store).of(bytes.fromhex(chunk), store.levels(bytes.fromhex(chunk)))
 
 
 def decoded(path: Path, chunk: str, level: str) -> ChunkKV:

@@ -16,7 +16,7 @@ from kvtool.core.compress import fitting
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.report import CompressEvents, CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
-from tests.cli.working import files_below
+from tests.cli.working import files_below, kvtool
 from tests.compress.making import (
     LAYERS,
     LOSSES,
@@ -30,6 +30,7 @@ from tests.compress.making import (
     error_of,
     fixed_losses,
     levels_in,
+    losses_of,
     make_plain,
     prefix_of,
     refit,
@@ -123,7 +124,7 @@ def test_the_loss_is_measured_and_remembered(fitted: Path) -> None:
     assert all(level.to_json()["questions"] == 2 for level in report.levels)
     assert all(0 < level.to_json()["top1_agrees"] <= 1 for level in report.levels)
     kept = state_of(fitted)
-    assert kept["losses"] == {level.level: level.loss for level in report.levels}
+    assert kept["losses"] == {kept["profile"]: {level.level: level.loss for level in report.levels}}
 
 
 def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,21 +136,44 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
     assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
 
 
-def test_what_was_measured_of_another_profile_is_forgotten(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new profile, for one chunk only, says nothing of the records that an older one made."""
     asked = fixed_losses(monkeypatch)
     run(fitted, "1", "2", questions=1)
-    refit(fitted, monkeypatch, "2", questions=1)
-    assert asked == [["1", "2"], ["2"]]
-    assert set(state_of(fitted)["losses"]) == {"2"}
+    one, *others = chunks_in(fitted)
+    fixed_losses(monkeypatch, {"2": 1e-6})
+    refit(fitted, monkeypatch, "2", questions=1, chunks=(one,))
+    assert asked == [["1", "2"]]
+    assert {chunk: losses_of(fitted, chunk) for chunk in (one, *others)} == {
+        one: {"2": 1e-6},
+        **{other: {"1": LOSSES["1"], "2": LOSSES["2"]} for other in others},
+    }
+    assert kvtool("inspect", "--store", fitted, "--json").fine().json["losses"] == {"2": LOSSES["2"]}
+
+
+def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As kvtool kept them before."""
+    with Store.open(fitted) as store, store.writer() as writer:
+        writer.set_codec_state(store.codec_state() | {"losses": {"2": {"kl_answer": 0.25}}})
+    one, other, *_ = chunks_in(fitted)
+    assert losses_of(fitted, one) == {"2": 0.25}
+    fixed_losses(monkeypatch)
+    refit(fitted, monkeypatch, "2", questions=1, chunks=(other,))
+    assert (losses_of(fitted, one), losses_of(fitted, other)) == ({"2": 0.25}, {"2": LOSSES["2"]})
 
 
 def test_losses_of_a_named_predictor_are_not_the_levels(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     run(fitted, "2", questions=1)
-    before = state_of(fitted)
+    one, other, *_ = chunks_in(fitted)
     fixed_losses(monkeypatch, {"2": 0.7})
-    assert run(fitted, "2", predictor="anchor", questions=1).levels[0].to_json()["kl_answer"] == 0.7
-    assert state_of(fitted) == before | {"losses": {}}
+    report = run(fitted, "2", predictor="anchor", questions=1, chunks=(one,))
+    assert report.levels[0].to_json()["kl_answer"] == 0.7
+    assert (losses_of(fitted, one), losses_of(fitted, other)) == ({}, {"2": LOSSES["2"]})
 
 
 # ---- profiles ----------------------------------------------------------------------------------------------------
@@ -343,6 +367,10 @@ def test_a_named_predictors_records_are_not_judged_by_what_was_measured_of_other
     """`auto` would read them, as if the profile's loss were theirs."""
     with Store.open(fitted) as store, store.writer() as writer:
         losses = {level: {"kl_answer": 0.001} for level in LOSSY}
-        writer.set_codec_state(store.codec_state() | {"losses": losses})
-    run(fitted, "2", predictor="anchor")
-    assert set(state_of(fitted)["losses"]) == set(LOSSY) - {"2"}
+        rows = dict.fromkeys((store.codec_state()["profile"], NO_PROFILE.hex()), losses)
+        writer.set_codec_state(store.codec_state() | {"losses": rows})
+    one, *others = chunks_in(fitted)
+    assert all(set(losses_of(fitted, chunk)) == set(LOSSY) for chunk in (one, *others))
+    run(fitted, "2", predictor="anchor", chunks=(one,))
+    assert losses_of(fitted, one) == {}
+    assert all(set(losses_of(fitted, chunk)) == set(LOSSY) for chunk in others)

@@ -32,11 +32,13 @@ from tests.compress.making import (
     damage_profile,
     drop,
     drop_profile,
+    fixed_losses,
     flip,
     levels_in,
     make_fitted,
     make_plain,
     prefix_of,
+    refit,
     replace_record,
     rows,
     spoil,
@@ -161,6 +163,20 @@ def payload_bytes(path: Path, *levels: str) -> int:
     wanted = [(chunk, level) for chunk in chunks_of(path, "mill0.md") for level in levels]
     wanted.append((prefix_of(path), "raw"))
     return sum(len(rows(path, level)[chunk, layer]) - 80 for chunk, level in wanted for layer in range(LAYERS))
+
+
+def test_a_chunk_of_an_older_profile_is_not_read_for_what_the_new_one_loses(
+    fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(fitted, l2=0.7)
+    exactly = ask(fitted, "--level", "auto").json["bytes_read"]
+    assert exactly == payload_bytes(fitted, "raw")
+    one = chunks_of(fitted, "mill0.md")[0]
+    fixed_losses(monkeypatch, {"2": 1e-6})
+    refit(fitted, monkeypatch, "2", questions=1, chunks=(one,))
+    sizes = {lv: sum(len(rows(fitted, lv)[one, at]) - 80 for at in range(LAYERS)) for lv in ("raw", *"234")}
+    saved = sizes["raw"] - sum(sizes[level] for level in "234")
+    assert ask(fitted, "--level", "auto").json["bytes_read"] == exactly - saved
 
 
 @pytest.mark.parametrize(("level", "read"), [("raw", "raw"), ("4", "4"), ("3", "34"), ("2", "234"), ("1", "1234")])

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.levels import MeasuredLosses
 from kvtool.core.query import streaming
 from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.tier import local_place
+from kvtool.core.remote.catalogue import Chunk
+from kvtool.core.remote.tier import Tier, local_place
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
+from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
 
@@ -327,3 +330,28 @@ def test_json_of_the_commands(store: Path, url: str, tmp_path: Path) -> None:
     assert json.dumps(kvtool("store", "pull", url, "--store", store, "--json").fine().json["chunks"]).count("1")
     assert kvtool("store", "push", url, "--store", tmp_path / "nothing").code == 10
     assert kvtool("store", "pull", url, "--level", "9", "--store", store).code == 2
+
+
+def test_a_tier_says_which_profile_its_records_are_of(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that `auto` knows what a level loses before anything of it is fetched. A tier of before does not say."""
+    fixed_losses(monkeypatch)
+    run(store, "2", questions=1)
+    url, chunk = f"file://{tmp_path}/tier", bytes.fromhex(chunks_of(store, "mill0.md")[0])
+
+    def known() -> tuple[dict[str, float], list[str]]:
+        kvtool("store", "push", url, "--store", store).fine()
+        said: list[str] = []
+        with Tier.open_url(url, warn=lambda text, hint: said.append(text)) as tier:
+            return MeasuredLosses(tier).of(chunk, ["raw", "2"]), said
+
+    with monkeypatch.context() as before:
+        before.setattr(Chunk, "makers", {})
+        losses, said = known()
+        assert losses == {}
+        assert len(said) == 1
+        assert "which profile" in said[0]
+    assert known() == ({"2": LOSSES["2"]}, [])
+    with Tier.open_url(url) as tier:
+        assert not tier.is_here(chunk, "2")

@@ -10,7 +10,7 @@ from kvtool.core.bench.stream_speeds import Speeds, sizes_of
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.speeds import PassSpeed
-from kvtool.core.levels import recorded_losses
+from kvtool.core.levels import MeasuredLosses
 from kvtool.core.streaming.book import Task
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 
@@ -137,22 +137,21 @@ def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed |
             "how fast this machine computes the store's model is not known",
             "give --prefill-tokens-per-second, or have it measured by `kvtool query … --fusion auto`",
         )
-    losses = {"raw": 0.0, "lossless": 0.0} | recorded_losses(store)
     chunks = list(_store_chunks(store, context))
     if not chunks:
         raise KvtoolError("the store holds no chunk whose KV is whole", "run `kvtool ingest PATH` first")
-    levels = [name for name in (*reversed(LOSSY), "lossless", "raw") if all(name in rungs for _, rungs, _ in chunks)]
-    if unknown := [name for name in levels if name not in losses]:
+    levels = [name for name in (*reversed(LOSSY), "lossless", "raw") if all(name in rungs for _, rungs, *_ in chunks)]
+    if unknown := [name for name in levels if not all(name in losses for *_, losses in chunks)]:
         raise KvtoolError(
             f"what level {', '.join(unknown)} loses was never measured in this store", "run `kvtool compress` again"
         )
     numbered = list(enumerate(chunks))
-    raw = sum(size for *_, size in chunks)
+    raw = sum(size for *_, size, _ in chunks)
     return Subject(
         name=str(store.path),
-        ladders=tuple(Ladder.of(i, n, _named(rungs, losses, levels)) for i, (n, rungs, _) in numbered),
+        ladders=tuple(Ladder.of(i, n, _named(rungs, losses, levels)) for i, (n, rungs, _, losses) in numbered),
         fixed={
-            name: tuple(Ladder.of(i, n, _named(rungs, losses, [name])) for i, (n, rungs, _) in numbered)
+            name: tuple(Ladder.of(i, n, _named(rungs, losses, [name])) for i, (n, rungs, _, losses) in numbered)
             for name in levels
         },
         passes=passes,
@@ -166,9 +165,11 @@ def _named(rungs: Mapping[str, tuple[Part, ...]], losses: Mapping[str, float], l
     return (Rung(name, losses[name], rungs[name]) for name in levels)
 
 
-def _store_chunks(store: Store, context: int) -> Iterator[tuple[int, dict[str, tuple[Part, ...]], int]]:
-    """(tokens, parts by level, bytes of its KV as it is) of chunks until there are `context` tokens."""
-    tokens = 0
+def _store_chunks(
+    store: Store, context: int
+) -> Iterator[tuple[int, dict[str, tuple[Part, ...]], int, dict[str, float]]]:
+    """(tokens, parts by level, bytes of its KV as it is, losses) of chunks until there are `context` tokens."""
+    tokens, measured = 0, MeasuredLosses(store)
     in_order = dict.fromkeys(ref.chunk_id for document in store.documents() for ref in document.chunks)
     for chunk in in_order:
         if tokens >= context:
@@ -179,7 +180,8 @@ def _store_chunks(store: Store, context: int) -> Iterator[tuple[int, dict[str, t
             continue
         tokens += len(info.token_ids)
         parts = {level: _parts(store, chunk, level, sizes) for level in sizes}
-        yield len(info.token_ids), parts, info.layers * found[0].raw_bytes
+        losses = {"raw": 0.0, "lossless": 0.0} | measured.of(chunk, sizes)
+        yield len(info.token_ids), parts, info.layers * found[0].raw_bytes, losses
 
 
 def _parts(store: Store, chunk: bytes, level: str, sizes: Mapping[str, int]) -> tuple[Part, ...]:

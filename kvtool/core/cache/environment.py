@@ -60,6 +60,11 @@ class Snapshot:
         view = self._transaction.get(table + key)
         return None if view is None else self._mapped.copy(view)
 
+    def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
+        """A copy of a value's first bytes, or None; the rest of it is not read."""
+        view = self._transaction.get(table + key)
+        return None if view is None else self._mapped.copy(view[:size])
+
     def will_need(self, table: bytes, keys: list[bytes]) -> None:
         """Let the kernel read these values while we copy others."""
         for key in keys:

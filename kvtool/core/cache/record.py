@@ -153,6 +153,11 @@ def peek_header(data: Bytes) -> KVHeader:
     return _kv_header(_parse_header(_flat(data), Kind.KV), None)
 
 
+def payload_part(data: Bytes, part: slice) -> bytes:
+    """A part of a value's payload, **without** checking the digest, from the value or its beginning."""
+    return bytes(_flat(data)[HEADER_BYTES + part.start : HEADER_BYTES + part.stop])
+
+
 def seal(key: bytes, kind: Kind, payload: Bytes) -> bytes:
     """Any other value in the same envelope."""
     part = _flat(payload)

@@ -20,8 +20,9 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_
 from kvtool.core.cache.environment import Closed, Environment, Snapshot
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import Kind, KVHeader, decode_record, unseal
+from kvtool.core.cache.record import HEADER_BYTES, Kind, KVHeader, decode_record, payload_part, unseal
 from kvtool.core.cache.served import Served, ServedLog
+from kvtool.core.codec.levels import LOSSY, MAKER
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 if TYPE_CHECKING:
@@ -364,6 +365,19 @@ class Store:
         """Bytes of the records of each level of which all layers are stored, by level, sorted."""
         with self._read() as snapshot:
             return _levels_of(snapshot, chunk_id)
+
+    def made_with(self, chunk_id: bytes, level: str) -> str | None:
+        """Digest, in hex, of the profile that the records of a lossy level name; None: there are none, or it cannot be
+        told. Read off the first record's beginning, which is not checked: whoever reads the KV checks it."""
+        if level not in LOSSY:
+            return None
+        try:
+            with self._read() as snapshot:
+                key = keys.record_key(chunk_id, level, 0)
+                data = snapshot.beginning(lmdb_tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
+        except DamagedError:
+            return None
+        return None if data is None else payload_part(data, MAKER).hex()
 
     def last_used(self) -> dict[bytes, int]:
         """Chunk id → seconds of its last use, as far as a writer has folded the access log."""

@@ -42,12 +42,11 @@ from kvtool.core.codec.base import Payload
 from kvtool.core.codec.entropy.columns import address
 from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LOSSY, NO_PROFILE
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
 FORMAT = 2
-NO_PROFILE = bytes(16)
 MOST_NUMBER = 32767
 
 _MAGIC = b"kvg" + bytes([FORMAT])

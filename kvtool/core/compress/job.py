@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, check_level
+from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, NO_PROFILE, check_level
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.identity import StoreIdentity
-from kvtool.core.levels import ProfileShelf
+from kvtool.core.levels import ProfileShelf, losses_by_maker
 
 if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
@@ -178,7 +178,7 @@ class _Job:
     def _keep(self, profile: Profile) -> None:
         state, digest = self.store.codec_state(), profile.digest.hex()
         if state.get("profile") != digest:
-            state = {"profile": digest, "losses": {}}
+            state = state | {"profile": digest, "losses": losses_by_maker(state)}
         elif self._has(profile):
             return
         self.writer.put_profile(profile.digest, profile.data, state)
@@ -195,24 +195,18 @@ class _Job:
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
         """What is known of the lossy levels; measured where nothing is, and kept in the store."""
-        state = self.store.codec_state()
-        digest = profile.digest.hex() if profile is not None else ""
+        maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
         mine = self.options.predictor == AUTO
-        known = dict(state.get("losses", {})) if mine and state.get("profile", "") == digest else {}
+        rows = losses_by_maker(self.store.codec_state())
+        known = dict(rows.get(maker, {})) if mine else {}
         wanted = [level for level in (LOSSY if AUTO in levels else levels) if level in LOSSY and level not in known]
         if wanted and self.options.questions:
             known |= self._measured(wanted, profile, chunks)
             if mine:
-                self.writer.set_codec_state({"profile": digest, "losses": known})
-        if not mine:
-            self._forget(levels, state)
+                self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
+        if not mine and any(level in LOSSY for level in levels):
+            self.writer.set_codec_state(self.store.codec_state() | {"named_predictor": True})
         return known
-
-    def _forget(self, levels: Sequence[str], state: dict[str, Any]) -> None:
-        """What was measured of these levels is not true of a named predictor's records: `auto` must not read them."""
-        losses = {level: loss for level, loss in state.get("losses", {}).items() if level not in levels}
-        if losses != state.get("losses", {}):
-            self.writer.set_codec_state(state | {"losses": losses})
 
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]

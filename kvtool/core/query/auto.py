@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvtool.core.codec.levels import LEVELS, LOSSY
+from kvtool.core.codec.levels import LEVELS
 from kvtool.core.fusion.controller import Decision, Span, decide
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.levels import recorded_losses
+from kvtool.core.levels import MeasuredLosses, allowed_levels
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
@@ -73,13 +73,13 @@ def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[st
     own = used.pop() if len(used) == 1 else "auto"
     if options.level != "auto" or not cached:
         return {own or "auto": asked}
-    losses = recorded_losses(session.store)
-    stored = [set(session.store.levels(segment.source.chunk_id)) for segment in cached]
-    common = [level for level in LEVELS if all(level in levels for levels in stored)]
+    measured = MeasuredLosses(session.store)
+    stored = {segment.source.chunk_id: session.store.levels(segment.source.chunk_id) for segment in cached}
     allowed = [
-        level for level in common if level not in LOSSY or losses.get(level, options.max_loss + 1) <= options.max_loss
+        allowed_levels(levels, measured.of(chunk_id, levels), options.max_loss) for chunk_id, levels in stored.items()
     ]
-    found = {level: session.lay_out_at(asked, options, level) for level in allowed if level != own}
+    common = [level for level in LEVELS if all(level in levels for levels in allowed)]
+    found = {level: session.lay_out_at(asked, options, level) for level in common if level != own}
     names = [level for level in LEVELS if level in found or level == own]
     return {name: found.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
 

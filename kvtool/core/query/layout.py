@@ -14,7 +14,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.identity import Ids, StoreIdentity
-from kvtool.core.levels import recorded_losses, smallest_allowed
+from kvtool.core.levels import MeasuredLosses, smallest_allowed
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.choose import Chooser
 from kvtool.core.query.defer import spans
@@ -52,7 +52,7 @@ class Layout:
     ) -> None:
         self._store, self._identity, self._tokenizer, self._layers = store, identity, tokenizer, layers
         self._chooser = Chooser(store, warn)
-        self._losses = recorded_losses(store)
+        self._losses = MeasuredLosses(store)
 
     @property
     def parts(self) -> PromptParts:
@@ -133,7 +133,9 @@ class Layout:
         if info.layers != self._layers:
             return Candidate(ids, chunk_id, lead_in, reason="stored with another number of layers")
         levels = self._store.levels(chunk_id)
-        found = smallest_allowed(levels, self._losses, max_loss) if level == "auto" else level
+        found: str | None = level
+        if level == "auto":
+            found = smallest_allowed(levels, self._losses.of(chunk_id, levels), max_loss)
         if found is None or found not in levels:
             return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", stored=bool(levels))
         return Candidate(ids, chunk_id, lead_in, found, sensitivity=info.sensitivity)

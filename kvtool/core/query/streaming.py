@@ -17,7 +17,7 @@ from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
-from kvtool.core.levels import recorded_losses
+from kvtool.core.levels import MeasuredLosses
 from kvtool.core.query.ahead import COMPUTED, Ahead, Prefill
 from kvtool.core.query.fetching import Driver
 from kvtool.core.remote.tier import Tier
@@ -131,7 +131,7 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
     """
     numbered = [(number, segment) for number, segment in enumerate(asked.plan.segments[:-1]) if segment.cached]
     numbered.sort(key=lambda one: (one[0] == 0, -one[1].source.relevance))
-    found, losses = [], recorded_losses(store)
+    found, losses = [], MeasuredLosses(store)
     for number, segment in numbered:
         rungs = rungs_of(store, segment, _allowed(store, segment, options, losses, prefix=number == 0))
         ladder = Ladder.of(number, len(segment.ids), rungs)
@@ -141,10 +141,11 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
 
 
 def _allowed(
-    store: Tier, segment: Segment, options: QueryOptions, losses: Mapping[str, float], prefix: bool
+    store: Tier, segment: Segment, options: QueryOptions, measured: MeasuredLosses, prefix: bool
 ) -> dict[str, float]:
     """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
     chunk, own = store.shared(segment.source.chunk_id), segment.source.level or ""
+    losses = measured.of(segment.source.chunk_id, chunk.levels if chunk is not None else (own,))
     if chunk is not None and options.level == "auto" and not prefix:
         lossy = {level: loss for level, loss in losses.items() if level in chunk.levels and loss <= options.max_loss}
         if lossy:

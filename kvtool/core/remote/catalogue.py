@@ -35,11 +35,20 @@ _HEAD_KEY = b"remote head"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A chunk at a level: bytes of its records, the digest of all of them, and the coarser level that it refines."""
+    """A chunk at a level.
+
+    Attributes
+    ----------
+    size : bytes of its records.
+    mark : digest of all of them.
+    base : the coarser level that it refines.
+    maker : digest, in hex, of the profile that lossy records name; None: they are not, or an older kvtool pushed them.
+    """
 
     size: int
     mark: str
     base: str | None = None
+    maker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,11 @@ class Chunk:
     mark: str
     layers: int
     levels: dict[str, Level]
+
+    @property
+    def makers(self) -> dict[str, str]:
+        """By level, of those levels that name one."""
+        return {level: one.maker for level, one in self.levels.items() if one.maker is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,9 @@ class Catalogue:
                 for key, one in self.chunks.items()
             },
         }
+        makers = {key: one.makers for key, one in self.chunks.items() if one.makers}
+        if makers:
+            value["makers"] = makers  # beside the chunks: a kvtool that does not know of it reads the rest
         text = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
         return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
 
@@ -105,8 +122,9 @@ class Catalogue:
             value = json.loads(zstandard.ZstdDecompressor().decompress(data))
             if value["format"] > FORMAT:
                 raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
+            makers = value.get("makers", {})
             chunks = {
-                key: Chunk(mark, int(layers), {n: Level(*fields) for n, fields in levels.items()})
+                key: Chunk(mark, int(layers), _levels(levels, makers.get(key, {})))
                 for key, (mark, layers, levels) in value["chunks"].items()
             }
             files = {key: File(*fields) for key, fields in value["files"].items()}
@@ -128,6 +146,10 @@ class Catalogue:
             for level in chunk.levels:
                 found.update(kv_names(key, chunk, level))
         return found
+
+
+def _levels(rows: dict[str, list[Any]], makers: dict[str, str]) -> dict[str, Level]:
+    return {name: replace(Level(*fields), maker=makers.get(name)) for name, fields in rows.items()}
 
 
 _PUSH_AGAIN = "push again from a store that is whole"

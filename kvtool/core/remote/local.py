@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvtool.core.cache import keys
@@ -154,7 +155,8 @@ def _survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: D
     levels = {}
     for level, size in sizes.items():
         try:
-            levels[level] = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
+            one = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
+            levels[level] = replace(one, maker=store.made_with(chunk_id, level))
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
     mark = digest_of(chunk_value(chunk_id, info))

@@ -243,6 +243,6 @@ def join_chunks(mine: Chunk, there: Chunk) -> Chunk:
     """Levels of both. Lossy ones may refine each other, so they are all of one side where they differ."""
     levels: dict[str, Level] = there.levels | mine.levels
     common = mine.levels.keys() & there.levels.keys() & set(LOSSY)
-    if any(mine.levels[level] != there.levels[level] for level in common):
+    if any(mine.levels[level].mark != there.levels[level].mark for level in common):
         levels = {name: one for name, one in levels.items() if name not in LOSSY or name in mine.levels}
     return replace(mine, levels=levels)

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.mapped import aligned
 from kvtool.core.cache.store import KVRead, Store, read_record
+from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, StoreLockedError
 from kvtool.core.places import cache_dir
 from kvtool.core.remote.arrivals import Arrivals
@@ -110,6 +111,9 @@ class Tier(Store):
             warn(f"{error.message}: only what is here already is used", error.hint)
             return
         self._blobs, self._there = blobs, there
+        if any(level in LOSSY and level not in one.makers for one in there.chunks.values() for level in one.levels):
+            text = f"{blobs.url} does not say which profile its lossy records are of: --level auto leaves them alone"
+            warn(text, "push to it again")
 
     def _adopt(self, blobs: Blobs, there: Catalogue, lock_wait: float) -> None:
         """Take over what the catalogue describes, once for each catalogue."""
@@ -132,6 +136,13 @@ class Tier(Store):
         chunk = self.shared(chunk_id)
         there = {level: one.size for level, one in chunk.levels.items()} if chunk is not None else {}
         return dict(sorted((there | super().level_sizes(chunk_id)).items()))
+
+    def made_with(self, chunk_id: bytes, level: str) -> str | None:
+        """As the record here says, else the catalogue; nothing is fetched to find out."""
+        found, chunk = super().made_with(chunk_id, level), self.shared(chunk_id)
+        if found is None and chunk is not None and level in chunk.levels:
+            return chunk.levels[level].maker
+        return found
 
     def has_chunk(self, chunk_id: bytes) -> bool:
         """Whether it is whole here or there."""
