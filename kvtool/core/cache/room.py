@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache import environment as tables
 from kvtool.core.cache import keys, space
-from kvtool.core.cache.environment import Environment, Transaction
+from kvtool.core.cache.environment import Environment
+from kvtool.core.cache.gate import Transaction
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
