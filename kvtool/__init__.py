@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, KvtoolWarning
 
 if TYPE_CHECKING:
     from kvtool.core.api import open
 
 __version__ = "0.1.0"
-__all__ = ["KvtoolError", "__version__", "open"]
+__all__ = ["KvtoolError", "KvtoolWarning", "__version__", "open"]
 
 
 def __getattr__(name: str) -> Any:

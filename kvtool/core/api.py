@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import KvtoolWarning, UsageError
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.places import data_dir
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
+from kvtool.core.remote.report import Events as TransferEvents
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.tier import open_store
 from kvtool.core.remote.urls import is_url, open_blobs
 
 if TYPE_CHECKING:
     from kvtool.core.query.session import Session
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Warn = Callable[[str, str], None]
 
 
 def open(store: str | Path | None = None, model: str | None = None, **options: Any) -> Cache:
@@ -34,7 +42,8 @@ def open(store: str | Path | None = None, model: str | None = None, **options: A
     ----------
     store : its folder, the user's own by default; or the URL of a shared store, which can only be asked.
     model : a hub name, a local folder, a GGUF file or `smollm2`; by default what the store was built with.
-    options : `device`, `dtype`, `offline`, as in the command line.
+    options : `device`, `dtype`, `offline`, as in the command line; `warn(text, hint)`, told what should be known
+        although all went on. By default that is a `KvtoolWarning`.
     """
     if isinstance(store, str) and is_url(store):
         return Cache(store, model, **options)
@@ -46,8 +55,30 @@ def default_store() -> Path:
     return data_dir() / "store"
 
 
+def warn_user(text: str, hint: str) -> None:
+    """Issue a `KvtoolWarning` at the line outside of kvtool that called it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvtool":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(KvtoolWarning(text, hint), stacklevel=level)
+
+
+def _alone(method: Method) -> Method:
+    """One thread at a time: what hooks into the model is shared, and a store must not be closed under another."""
+
+    @functools.wraps(method)
+    def call(self: Cache, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **options)
+
+    return cast(Method, call)
+
+
 class Cache:
-    """A store of chunk KV caches. Use `kvtool.open`."""
+    """A store of chunk KV caches. Use `kvtool.open`.
+
+    Threads may share it: what they ask for is done one after the other.
+    """
 
     def __init__(
         self,
@@ -57,23 +88,29 @@ class Cache:
         device: str = "auto",
         dtype: str = "auto",
         offline: bool = False,
+        warn: Warn | None = None,
     ) -> None:
         self.path = path
+        self._warn = warn if warn is not None else warn_user
+        self._lock = threading.RLock()
         self._model: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "offline": offline}
         self._session: Session | None = None
 
+    @_alone
     def ingest(self, paths: Iterable[str | Path], *, events: Events | None = None, **options: Any) -> IngestReport:
         """Bring the store up to date with files; `options` are the fields of `IngestOptions`."""
         self.close()
         wanted = IngestOptions(paths=tuple(Path(path) for path in paths), **self._model, **options)
-        return ingest(self._folder(), wanted, events)
+        return ingest(self._folder(), wanted, events or Events(warn=self._warn))
 
+    @_alone
     def compress(self, *levels: str, events: CompressEvents | None = None, **options: Any) -> CompressReport:
         """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
         self.close()
         wanted = CompressOptions(levels=levels, **self._model, **options)
-        return compress(self._folder(), wanted, events)
+        return compress(self._folder(), wanted, events or CompressEvents(warn=self._warn))
 
+    @_alone
     def query(
         self,
         question: str,
@@ -86,18 +123,21 @@ class Cache:
         request = Request(question, tuple(chunks), tuple(documents))
         return self._opened().ask(request, replace(QueryOptions(), **options))
 
-    def push(self, url: str, **options: Any) -> TransferReport:
+    @_alone
+    def push(self, url: str, *, events: TransferEvents | None = None, **options: Any) -> TransferReport:
         """Bring a shared store up to date with this one; `options` are those of `core.remote.push.push`."""
         self.close()
         with closing(open_blobs(url)) as blobs, Store.open(self._folder()) as store:
-            return push(store, blobs, **options)
+            return push(store, blobs, events=events or TransferEvents(warn=self._warn), **options)
 
-    def pull(self, url: str, **options: Any) -> TransferReport:
+    @_alone
+    def pull(self, url: str, *, events: TransferEvents | None = None, **options: Any) -> TransferReport:
         """Bring this store up to date with a shared one; `options` are those of `core.remote.pull.pull`."""
         self.close()
         with closing(open_blobs(url)) as blobs:
-            return pull(self._folder(), blobs, **options)
+            return pull(self._folder(), blobs, events=events or TransferEvents(warn=self._warn), **options)
 
+    @_alone
     def close(self) -> None:
         """Let go of the model and the store."""
         if self._session is not None:
@@ -119,9 +159,9 @@ class Cache:
         from kvtool.core.query.session import Session
 
         if self._session is None:
-            store = open_store(self.path)
+            store = open_store(self.path, warn=self._warn)
             try:
-                self._session = Session.open(store, **self._model)
+                self._session = Session.open(store, **self._model, warn=self._warn)
             except BaseException:
                 store.close()
                 raise

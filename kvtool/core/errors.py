@@ -84,3 +84,12 @@ class NoSpaceError(KvtoolError):
     """The disk, the map or the size budget is full."""
 
     exit_code = EXIT_NO_SPACE
+
+
+class KvtoolWarning(UserWarning):
+    """What a user should know although an answer is given; with the hint behind the text, where there is one."""
+
+    def __init__(self, text: str, hint: str = "") -> None:
+        super().__init__(f"{text} ({hint})" if hint else text)
+        self.text = text
+        self.hint = hint

@@ -73,7 +73,7 @@ def test_importing_kvtool_is_light() -> None:
 
 
 def test_the_public_names() -> None:
-    assert kvtool.__all__ == dir(kvtool) == ["KvtoolError", "__version__", "open"]
+    assert kvtool.__all__ == dir(kvtool) == ["KvtoolError", "KvtoolWarning", "__version__", "open"]
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         _ = kvtool.nope  # type: ignore[attr-defined]
 

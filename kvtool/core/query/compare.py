@@ -27,6 +27,11 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
     """
     if options.defer:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    with session.lock:
+        return _compare(session, request, options, modes)
+
+
+def _compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
     reference = session.answer(session.lay_out(request, options), options, REFERENCE)
     script = [*reference.generated.ids, *([] if reference.generated.end is None else [reference.generated.end])]
     expected = forced_logits(session.decoder, reference.fused, script)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -76,6 +77,8 @@ def store_identity(store: Store) -> StoreIdentity:
 class Session:
     """Answers questions from one store; the model is loaded once.
 
+    Threads may share it: selectors hook into the model, so one question is answered at a time.
+
     Parameters
     ----------
     warn : told what the user should know although an answer is given (text, hint).
@@ -84,12 +87,14 @@ class Session:
     ----------
     trace : where the timeline of what it does goes; None: nowhere.
     speeds : how fast this machine computes and loads; its `say` is told before that is measured.
+    lock : held by the thread whose question is answered; take it around other uses of the model.
     """
 
     def __init__(
         self, store: Store, decoder: Decoder, identity: StoreIdentity, warn: Warn, lock_wait: float = 0
     ) -> None:
         self.trace: Trace | None = None
+        self.lock = threading.RLock()
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
         self._lock_wait = lock_wait
@@ -160,8 +165,9 @@ class Session:
 
     def ask(self, request: Request, options: QueryOptions, on_text: OnText | None = None) -> Reply:
         """Answer one request in the mode of `options`."""
-        asked, mode = self.lay_out(request, options), options.fusion
-        return self.answer(asked, options, mode, on_text)
+        with self.lock:
+            asked, mode = self.lay_out(request, options), options.fusion
+            return self.answer(asked, options, mode, on_text)
 
     def lay_out(self, request: Request, options: QueryOptions) -> Asked:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""

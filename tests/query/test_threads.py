@@ -1,0 +1,75 @@
+"""One `kvtool.open()` in several threads, and what it tells a Python user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.core.api import Cache
+from kvtool.core.query.reply import Reply
+from kvtool.core.settings import FUSIONS
+from tests.cli.working import SEEN, chunks_of, drop_records
+
+ASKED = [(f"Who built the {which} mill?", mode) for which in SEEN[:3] for mode in FUSIONS]
+
+
+@pytest.fixture
+def cache(store: Path) -> Iterator[Cache]:
+    with kvtool.open(store) as opened:
+        opened.query(SEEN[0], fusion="auto", max_tokens=1)  # the machine is measured, the gate has run
+        yield opened
+
+
+def facts(reply: Reply) -> tuple[object, ...]:
+    return (
+        reply.answer,
+        reply.fusion,
+        [chunk.id for chunk in reply.chunks],
+        reply.tokens,
+        reply.fused.logits.tolist(),
+    )
+
+
+def test_a_pool_of_threads_answers_as_one_thread_does(cache: Cache) -> None:
+    def ask(one: tuple[str, str]) -> tuple[object, ...]:
+        return facts(cache.query(one[0], fusion=one[1], max_tokens=4, top_k=3))
+
+    serial = [ask(one) for one in ASKED]
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, ASKED)) == serial
+
+
+def test_threads_ingest_and_close_while_others_ask(cache: Cache, corpus: Path) -> None:
+    def ask(number: int) -> str:
+        if number % 4 == 1:
+            cache.close()
+        if number == 3:
+            cache.ingest([corpus])
+        return cache.query(ASKED[0][0], max_tokens=4).answer
+
+    expected = ask(0)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(8))) == {expected}
+
+
+def test_a_python_user_is_warned(store: Path) -> None:
+    drop_records(store, *chunks_of(store, "mill0.md"))
+    with kvtool.open(store) as opened, pytest.warns(kvtool.KvtoolWarning, match="computed in place") as told:
+        opened.query("first mill", documents=["mill0.md"], max_tokens=1)
+    assert {one.filename for one in told} == {__file__}
+
+
+def test_notices_go_where_they_are_sent(store: Path, corpus: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    drop_records(store, *chunks_of(store, "mill0.md"))
+    with kvtool.open(store, warn=lambda text, hint: told.append((text, hint))) as opened, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opened.query("first mill", documents=["mill0.md"], max_tokens=1)
+    assert told
