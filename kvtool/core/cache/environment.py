@@ -107,11 +107,6 @@ class Snapshot:
                 yield key[len(table) :], len(cursor.value())
                 found = cursor.next()
 
-    def head(self, table: bytes, key: bytes, size: int) -> memoryview | None:
-        """A copy of a value's first bytes, or None; its digest is not checked."""
-        view = self._transaction.get(table + key)
-        return None if view is None else self._mapped.copy(view[:size])
-
     def live_bytes(self) -> int:
         """Bytes of pages in use, free pages inside the file not counted."""
         count = self._transaction.stat()

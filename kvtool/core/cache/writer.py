@@ -171,14 +171,14 @@ class Writer:
 
     def remove_documents(self, sources: Iterable[str]) -> int:
         """Forget documents, and files that have none left, in one transaction; their chunks stay until
-        :meth:`collect`. Returns how many documents were there."""
+        :meth:`collect`. A file that never had one goes by its path. Returns how many documents were there."""
         self._check_open()
         gone = set(sources)
         rows: list[Row] = []
         doomed: list[Doomed] = []
         for entry in self._store.files():
             kept = tuple(source for source in entry.documents if source not in gone)
-            if kept != entry.documents:
+            if kept != entry.documents or (entry.path in gone and not entry.documents):
                 doomed += [(tables.DOCUMENTS, keys.name_key(source)) for source in entry.documents if source in gone]
                 if kept:
                     rows.append(_file_row(replace(entry, documents=kept)))

@@ -1,0 +1,188 @@
+"""What a store holds, as plans see it: documents from the least to the most recently used, chunks, bytes in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvtool.core.cache import environment as tables
+from kvtool.core.cache import keys, space
+from kvtool.core.cache.environment import PAGE_BYTES, Snapshot
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.errors import DamagedError
+from kvtool.core.identity import StoreIdentity
+from kvtool.core.levels import MeasuredLosses
+
+_NODE = 64  # bytes of a row beside its value: node, key, offset
+_PAGE_HEADER = 16
+_OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, which go with them
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A chunk.
+
+    Attributes
+    ----------
+    levels : bytes that give way when a level is dropped.
+    used : seconds of its last use; when it came, where it was never used.
+    pinned : nothing of it may go.
+    measured : its lossy levels of which the loss is known.
+    """
+
+    chunk_id: bytes
+    levels: Mapping[str, int]
+    used: int = 0
+    pinned: bool = False
+    measured: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A document with the chunks that are its own; a shared one belongs to the document that was used last.
+
+    Attributes
+    ----------
+    used, added : seconds, of the chunk that was used or that came last.
+    chunks : its own.
+    refs : all that it refers to.
+    size : bytes that go with it beside KV.
+    """
+
+    source: str
+    used: int
+    added: int
+    pinned: bool
+    chunks: tuple[bytes, ...]
+    refs: tuple[bytes, ...] = ()
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """A store at one moment.
+
+    Attributes
+    ----------
+    documents : the least recently used first.
+    loose : chunks that no document refers to, but for the prompt's own beginning.
+    used : bytes of the folder's files.
+    free : bytes of them that a compaction gives back as things are.
+    """
+
+    documents: tuple[Held, ...]
+    chunks: Mapping[bytes, Holding]
+    loose: tuple[bytes, ...]
+    used: int
+    free: int
+
+
+def take_inventory(store: Store) -> Inventory:
+    """Read what a plan needs to know; no KV is read.
+
+    Raises
+    ------
+    DamagedError : a document cannot be read, so what it refers to is unknown.
+    """
+    sizes, free = _sizes(store)
+    refs = {document.source: [ref.chunk_id for ref in document.chunks] for document in store.documents()}
+    used, added = store.last_used(), _added(store, refs)
+    pins = store.pins()
+    pinned_documents = set(pins["sources"])
+    pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]}
+    pinned |= {chunk for source in pinned_documents for chunk in refs.get(source, ())}
+    losses = MeasuredLosses(store)
+    chunks = {
+        chunk: Holding(
+            chunk,
+            levels,
+            max(used.get(chunk, 0), added.get(chunk, 0)),
+            chunk in pinned,
+            frozenset(losses.of(chunk, [level for level in levels if level in LOSSY])),
+        )
+        for chunk, levels in sizes.items()
+    }
+    texts = _texts(store)
+    documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
+    loose = set(chunks) - {chunk for found in refs.values() for chunk in found} - kept_always(store)
+    return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free)
+
+
+def kept_always(store: Store) -> set[bytes]:
+    """Chunks that stay though no document may have them: the prompt's own beginning, and those that are pinned."""
+    identity = StoreIdentity.from_manifest(store.manifest())
+    pinned = {bytes.fromhex(chunk) for chunk in store.pins()["chunks"]}
+    return pinned | ({identity.prefix_id} if identity is not None else set())
+
+
+def _holding_pins(refs: Mapping[str, list[bytes]], pinned: set[bytes]) -> set[str]:
+    """Documents of which some chunk is pinned: they cannot be forgotten whole."""
+    return {source for source, found in refs.items() if pinned.intersection(found)}
+
+
+def _documents(
+    refs: Mapping[str, list[bytes]],
+    chunks: Mapping[bytes, Holding],
+    added: Mapping[bytes, int],
+    pinned: set[str],
+    texts: Mapping[bytes, int],
+) -> tuple[Held, ...]:
+    last = {s: max((chunks[c].used for c in found if c in chunks), default=0) for s, found in refs.items()}
+    order = sorted(refs, key=lambda source: (last[source], source))
+    owner = {chunk: source for source in order for chunk in refs[source]}
+    return tuple(
+        Held(
+            source,
+            last[source],
+            max((added.get(chunk, 0) for chunk in refs[source]), default=0),
+            source in pinned,
+            tuple(dict.fromkeys(chunk for chunk in refs[source] if owner[chunk] == source)),
+            tuple(dict.fromkeys(refs[source])),
+            texts.get(keys.name_key(source), 0),
+        )
+        for source in order
+    )
+
+
+def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
+    """When each chunk came; of chunks of older stores their file's own time, before which it cannot have been."""
+    found = store.added()
+    times: dict[bytes, int] = {}
+    for entry in store.files():
+        for source in entry.documents:
+            for chunk in refs.get(source, ()):
+                times[chunk] = max(times.get(chunk, 0), entry.mtime_ns // 10**9)
+    return times | found
+
+
+def _texts(store: Store) -> dict[bytes, int]:
+    with store._read() as snapshot:
+        return {key: pages(size) for key, size in snapshot.sizes(tables.DOCUMENTS)}
+
+
+def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
+    """Bytes by chunk and level, of complete levels; and bytes of free pages."""
+    found: dict[bytes, dict[str, int]] = {chunk: {} for chunk in store.chunk_ids()}
+    with store._read() as snapshot:
+        for chunk, level, size in _records(snapshot):
+            levels = found.setdefault(chunk, {})
+            levels[level] = levels.get(level, 0) + size
+        live = snapshot.live_bytes()
+    return found, max(0, store._current().allocated_bytes() - live)
+
+
+def _records(snapshot: Snapshot) -> Iterator[tuple[bytes, str, int]]:
+    for key, size in snapshot.sizes(tables.RECORDS):
+        try:
+            chunk, level, _ = keys.split_record_key(key)
+        except DamagedError:  # found by verify
+            continue
+        yield chunk, level, pages(size)
+
+
+def pages(size: int) -> int:
+    """Bytes that certainly give way with a value: its own pages; of one that shares its page with others, half."""
+    if size >= _OWN_PAGES_FROM:
+        return -(-(size + _PAGE_HEADER) // PAGE_BYTES) * PAGE_BYTES
+    return (size + _NODE) // 2

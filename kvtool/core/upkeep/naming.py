@@ -1,0 +1,90 @@
+"""Which documents of a store somebody means: by path, folder, glob, or a chunk's id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import UsageError
+from kvtool.core.settings import did_you_mean
+
+FEWEST_DIGITS = 6
+_LISTED = "`kvtool store ls` lists documents and chunks"
+Named = Mapping[str, str]  # source of a document -> path of its file; a file without documents names itself
+
+
+def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
+    """Sources of all documents that these words mean, sorted; paths of files that gave no document, too.
+
+    Raises
+    ------
+    UsageError : a word means nothing in the store, or several files' ends.
+    """
+    named = documents_of(store)
+    found: set[str] = set()
+    for target in targets:
+        found |= set(_meant(target, named, lambda digits: _with_chunk(store, digits)))
+    return sorted(found)
+
+
+def named_chunks(store: Store, target: str) -> list[bytes]:
+    """Chunks whose id begins with these hexadecimal digits; none where it is no such text."""
+    digits = target.strip().lower()
+    if len(digits) < FEWEST_DIGITS or digits.strip("0123456789abcdef"):
+        return []
+    return [chunk for chunk in store.chunk_ids() if chunk.hex().startswith(digits)]
+
+
+def documents_of(store: Store) -> dict[str, str]:
+    """Every document's source with its file's path."""
+    found = {}
+    for entry in store.files():
+        for source in entry.documents or (entry.path,):
+            found[source] = entry.path
+    return found
+
+
+def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
+    """Of a path itself, of what lies below it, of a glob, of the one path that ends so, of a chunk's id."""
+    for path in (os.path.abspath(target), target):
+        found = [source for source, file in named.items() if path in (source, file)]
+        if found := found or [source for source, file in named.items() if _is_below(file, path)]:
+            return found
+    if found := [source for source, file in named.items() if matches_glob(target, source, file)]:
+        return found
+    if found := _ending(target, named) or list(with_chunk(target)):
+        return found
+    names = {PurePosixPath(file).name: file for file in named.values()}
+    raise UsageError(
+        f"{target!r} is no document of the store", did_you_mean(PurePosixPath(target).name, names) or _LISTED
+    )
+
+
+def _is_below(file: str, folder: str) -> bool:
+    return file.startswith(folder.rstrip("/") + "/") if folder.rstrip("/") else False
+
+
+def matches_glob(glob: str, source: str, file: str) -> bool:
+    """A glob matches a whole path, or its end from some folder on; of a JSON-lines file's document its file's, too."""
+    if not set("*?[") & set(glob):
+        return False
+    return any(fnmatchcase(name, form) for form in (glob, f"*/{glob}") for name in (source, file))
+
+
+def _ending(target: str, named: Named) -> list[str]:
+    tail = "/" + Path(target).as_posix().lstrip("./")
+    found = [source for source, file in named.items() if source.endswith(tail) or file.endswith(tail)]
+    files = sorted({named[source] for source in found})
+    if len(files) > 1:
+        raise UsageError(f"{target!r} could be {files[0]} or {files[1]}", "give more of the path, or a glob")
+    return found
+
+
+def _with_chunk(store: Store, target: str) -> list[str]:
+    chunks = named_chunks(store, target)
+    if len(chunks) > 1:
+        raise UsageError(f"{len(chunks)} chunks have an id that begins with {target}", "give more digits")
+    return [one.source for one in store.documents() if chunks and any(ref.chunk_id in chunks for ref in one.chunks)]

@@ -1,0 +1,88 @@
+"""What goes, in steps, and what each step gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Drop = tuple[bytes, str]  # chunk, level
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kind of thing that goes.
+
+    Attributes
+    ----------
+    name : `unreferenced`, `cold`, `exact`, `level N`, `kv`, `documents`.
+    drops : levels of chunks.
+    sources : documents that are forgotten whole.
+    loose : chunks that nobody refers to, or nobody then, of which everything goes.
+    size : bytes that the step gives back once the store is compacted.
+    """
+
+    name: str
+    drops: tuple[Drop, ...] = ()
+    sources: tuple[str, ...] = ()
+    loose: tuple[bytes, ...] = ()
+    size: int = 0
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks it touches."""
+        return len({chunk for chunk, _ in self.drops} | set(self.loose))
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and scripts."""
+        return {
+            "step": self.name,
+            "chunks": self.chunks,
+            "levels": len(self.drops),
+            "documents": len(self.sources),
+            "bytes": self.size,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in their order.
+
+    Attributes
+    ----------
+    expected : bytes of the folder afterwards, at most, once it is compacted.
+    goal : bytes that were asked for; None: no size was.
+    """
+
+    steps: tuple[Step, ...]
+    expected: int
+    goal: int | None = None
+
+    @property
+    def reaches(self) -> bool:
+        """Whether the goal is met by it."""
+        return self.goal is None or self.expected <= self.goal
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Documents that are forgotten."""
+        return tuple(source for step in self.steps for source in step.sources)
+
+    @property
+    def size(self) -> int:
+        """Bytes that all steps give back."""
+        return sum(step.size for step in self.steps)
+
+
+@dataclass(slots=True)
+class Growing:
+    """A step as it is put together, a document at a time."""
+
+    name: str
+    drops: list[Drop] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    loose: list[bytes] = field(default_factory=list)
+    size: int = 0
+
+    def done(self) -> Step:
+        """The step."""
+        return Step(self.name, tuple(self.drops), tuple(self.sources), tuple(self.loose), self.size)

@@ -1,0 +1,168 @@
+"""Which levels, chunks and documents go so that a store becomes smaller: a pure function of what it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.upkeep.inventory import Held, Holding, Inventory
+from kvtool.core.upkeep.plan import Growing, Plan, Step
+
+EXACT = ("raw", "lossless")
+Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> what goes
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of a prune; times are seconds since 1970.
+
+    Attributes
+    ----------
+    goal : bytes that the folder is to have; None: no size.
+    cold_before : chunks not used since are kept at their coarsest measured level alone.
+    unused_before, added_before : documents not used, or not changed, since are forgotten whole.
+    as_needed : those are forgotten last, and only until the goal is met; else all of them, first.
+    """
+
+    goal: int | None = None
+    cold_before: float | None = None
+    unused_before: float | None = None
+    added_before: float | None = None
+    as_needed: bool = False
+
+    def forgets(self, document: Held) -> bool:
+        """Whether a document may be forgotten."""
+        unused = self.unused_before is not None and document.used < self.unused_before
+        old = self.added_before is not None and document.added < self.added_before
+        return not document.pinned and (unused or old)
+
+
+def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
+    """Steps in their order, the least recently used document first within each, and no step beyond the goal.
+
+    What nobody refers to goes first, then documents that are to be forgotten whatever the size, then the fine levels of
+    what is cold. Only then, and only as far as the goal asks: exact records where a level with a measured loss stands,
+    finer levels before coarser, all KV of chunks whose text stays, and last the documents that may be forgotten.
+    """
+    return _Planner(inventory, wanted).plan()
+
+
+class _Planner:
+    def __init__(self, inventory: Inventory, wanted: Wanted) -> None:
+        self.inventory, self.wanted = inventory, wanted
+        self.left = {chunk: dict(held.levels) for chunk, held in inventory.chunks.items()}
+        self.expected = inventory.used - inventory.free
+        self.gone: set[str] = set()
+        self.referring = Counter(chunk for document in inventory.documents for chunk in document.refs)
+
+    def plan(self) -> Plan:
+        steps = [step for step in self._steps() if step.drops or step.sources or step.loose]
+        return Plan(tuple(steps), self.expected, self.wanted.goal)
+
+    def _steps(self) -> Iterator[Step]:
+        yield self._unreferenced()
+        if not self.wanted.as_needed:
+            yield self._documents()
+        if self.wanted.cold_before is not None:
+            yield self._cold(self.wanted.cold_before)
+        if self.wanted.goal is not None:
+            yield self._levels("exact", _exact)
+            for level in LOSSY[:-1]:
+                yield self._levels(f"level {level}", _finer(level))
+            yield self._levels("kv", lambda levels, measured: list(levels))
+            if self.wanted.as_needed:
+                yield self._documents()
+
+    @property
+    def _enough(self) -> bool:
+        return self.wanted.goal is None or self.expected <= self.wanted.goal
+
+    # ---- steps ----
+
+    def _unreferenced(self) -> Step:
+        step = Growing("unreferenced", loose=list(self.inventory.loose))
+        for chunk in self.inventory.loose:
+            self._take(step, chunk, list(self.left[chunk]))
+        return step.done()
+
+    def _cold(self, before: float) -> Step:
+        step = Growing("cold")
+        for chunk, held in self._of_documents():
+            if held.used < before and held.measured:
+                self._take(step, chunk, _finer_than_coarsest(self.left[chunk], held.measured))
+        return step.done()
+
+    def _levels(self, name: str, ladder: Ladder) -> Step:
+        step = Growing(name)
+        for document in self.inventory.documents:
+            if self._enough:
+                break
+            if document.source not in self.gone:
+                for chunk in document.chunks:
+                    held = self.inventory.chunks.get(chunk)
+                    if held is not None and not held.pinned:
+                        self._take(step, chunk, ladder(self.left[chunk], held.measured))
+        return step.done()
+
+    def _documents(self) -> Step:
+        step = Growing("documents")
+        for document in self.inventory.documents:
+            if self.wanted.as_needed and self._enough:
+                break
+            if self.wanted.forgets(document):
+                step.sources.append(document.source)
+                self.gone.add(document.source)
+                self._free(step, document.size)
+                self.referring.subtract(document.refs)
+                loose = [chunk for chunk in document.refs if not self.referring[chunk]]
+                step.loose += loose
+                for chunk in loose:
+                    self._take(step, chunk, list(self.left.get(chunk, ())))
+        return step.done()
+
+    # ---- helpers ----
+
+    def _of_documents(self) -> Iterator[tuple[bytes, Holding]]:
+        """Chunks that may be touched, in the order of their documents."""
+        for document in self.inventory.documents:
+            for chunk in document.chunks if document.source not in self.gone else ():
+                held = self.inventory.chunks.get(chunk)
+                if held is not None and not held.pinned:
+                    yield chunk, held
+
+    def _take(self, step: Growing, chunk: bytes, levels: list[str]) -> None:
+        for level in levels:
+            self._free(step, self.left[chunk].pop(level))
+            step.drops.append((chunk, level))
+
+    def _free(self, step: Growing, size: int) -> None:
+        step.size += size
+        self.expected -= size
+
+
+def _exact(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
+    """Exact records where a level with a measured loss stands; of two that lose nothing the larger."""
+    if measured.intersection(levels):
+        return [level for level in EXACT if level in levels]
+    return ["raw"] if all(level in levels for level in EXACT) else []
+
+
+def _finer(level: str) -> Ladder:
+    """This level, where a coarser one with a measured loss stands. A coarser one never refines a finer."""
+
+    def ladder(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
+        coarser = [one for one in LOSSY[LOSSY.index(level) + 1 :] if one in levels and one in measured]
+        return [level] if level in levels and coarser else []
+
+    return ladder
+
+
+def _finer_than_coarsest(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
+    """All but the coarsest measured level, and what is coarser still: that one may refine it."""
+    standing = [level for level in LOSSY if level in levels and level in measured]
+    if not standing:
+        return []
+    finer = (*EXACT, *LOSSY[: LOSSY.index(standing[-1])])
+    return [level for level in finer if level in levels]

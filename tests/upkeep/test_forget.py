@@ -1,0 +1,114 @@
+"""`store forget`: the documents that were named, what only they refer to, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.entries import DocumentEntry, FileEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import UsageError
+from kvtool.core.retrieval.index import Index, index_of
+from kvtool.core.upkeep.forget import forget
+from tests.cache.making import add_file, check_file, id_of, make_store, put
+from tests.cli.working import damages, kvtool, listing
+
+
+def sources(path: Path) -> list[str]:
+    with Store.open(path) as store:
+        return store.sources()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Documents in folders; `/a/x.md` and `/b/y.md` share a chunk; a JSON-lines file has two documents."""
+    with Store.create_or_open(tmp_path / "tree") as store, store.writer() as pen:
+        pen.set_manifest({"model": "tiny"})
+        add_file(pen, "/a/x.md", ["x", "shared"])
+        add_file(pen, "/b/y.md", ["y", "shared"])
+        add_file(pen, "/b/c/z.md", ["z"])
+        rows = [DocumentEntry(f"/b/rows.jsonl#{n}", "text", "row", (put(pen, f"row{n}"),)) for n in range(2)]
+        pen.commit_file(FileEntry("/b/rows.jsonl", 1, 2, "d", "s", tuple(row.source for row in rows)), rows)
+        pen.commit_file(FileEntry("/b/empty.md", 0, 2, "d", "s", ()), [])
+    return tmp_path / "tree"
+
+
+@pytest.mark.parametrize(
+    ("target", "gone"),
+    [
+        ("/a/x.md", ["/a/x.md"]),
+        ("x.md", ["/a/x.md"]),
+        ("*.md", ["/a/x.md", "/b/c/z.md", "/b/empty.md", "/b/y.md"]),
+        ("b/*.md", ["/b/c/z.md", "/b/empty.md", "/b/y.md"]),
+        ("/b/c", ["/b/c/z.md"]),
+        ("/b/", ["/b/c/z.md", "/b/empty.md", "/b/rows.jsonl#0", "/b/rows.jsonl#1", "/b/y.md"]),
+        ("rows.jsonl", ["/b/rows.jsonl#0", "/b/rows.jsonl#1"]),
+        ("/b/rows.jsonl#1", ["/b/rows.jsonl#1"]),
+        (id_of("shared").hex()[:12], ["/a/x.md", "/b/y.md"]),
+        ("/b/empty.md", ["/b/empty.md"]),
+    ],
+)
+def test_what_a_word_means(tree: Path, target: str, gone: list[str]) -> None:
+    before = set(sources(tree))
+    said = forget(tree, [target], dry_run=True)
+    assert sorted(said.sources) == gone
+    assert set(sources(tree)) == before
+    done = forget(tree, [target], yes=True)
+    assert done.steps == said.steps
+    assert set(sources(tree)) == before - set(gone)
+    with Store.open(tree) as store:
+        assert store.verify() == []
+        assert {entry.path for entry in store.files()}.isdisjoint(gone)
+        assert store.has_chunk(id_of("shared")) == bool({"/a/x.md", "/b/y.md"} & set(store.sources()))
+        kept = {ref.chunk_id for document in store.documents() for ref in document.chunks}
+        assert set(store.chunk_ids()) == kept
+
+
+def test_nothing_is_forgotten_by_a_word_that_means_nothing(tree: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        forget(tree, ["/a/x.md", "empy.md"])
+    assert refused.value.hint == "did you mean 'empty.md'?"
+    assert len(sources(tree)) == 5
+    with pytest.raises(UsageError, match=r"more than|5 of 5 documents"):
+        forget(tree, ["*"])
+    assert len(sources(tree)) == 5
+
+
+def test_a_document_of_a_file_goes_and_the_file_stays(tree: Path) -> None:
+    forget(tree, ["/b/rows.jsonl#0"])
+    with Store.open(tree) as store:
+        entry = store.file("/b/rows.jsonl")
+        assert entry is not None
+        assert entry.documents == ("/b/rows.jsonl#1",)
+
+
+def test_a_pinned_document_is_not_forgotten(tree: Path) -> None:
+    with Store.open(tree) as store, store.writer() as pen:
+        pen.set_pins(["/a/x.md"], [])
+    with pytest.raises(UsageError, match="pinned"):
+        forget(tree, ["/a"])
+    assert "/a/x.md" in sources(tree)
+
+
+def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = listing(store)[2]["source"]
+    value = kvtool("store", "forget", Path(source).name, "--store", store, "--json").fine().json
+    assert value["documents"] == [source]
+    assert value["chunks"] > 0
+    assert damages(store) == []
+    with Store.open(store) as opened, monkeypatch.context() as patch:
+        patch.setattr(Index, "update", lambda *_: pytest.fail("the index was left behind"))
+        assert len(index_of(opened)) == sum(len(document["chunks"]) for document in listing(store))
+    human = kvtool("store", "forget", "mill4.md", "--store", store, "--dry-run").fine()
+    assert "would be forgotten: 1 documents" in human.out
+    kvtool("store", "forget", "mill44.md", "--store", store).failed(2, "did you mean 'mill4.md'")
+    assert kvtool("store", "forget", "mill4.md", "--store", store, "-q").fine().out == ""
+
+
+def test_other_documents_stay_byte_for_byte(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=4)
+    forget(path, ["f1", "f3"])
+    with Store.open(path) as store:
+        check_file(store, "f0")
+        check_file(store, "f2")
