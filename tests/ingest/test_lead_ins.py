@@ -64,11 +64,10 @@ def test_a_neighbour_recomputes_one_chunk_more(tiny: Path, tmp_path: Path) -> No
     assert report["chunks"]["reused"] == count - 2
 
 
-def test_another_lead_in_says_how_much_misses(store: Path, corpus: Path) -> None:
+def test_another_lead_in_says_how_much_is_made_anew(store: Path, corpus: Path) -> None:
     count = sum(len(document["chunks"]) for document in listing(store))
     done = kvtool("ingest", corpus, "--store", store, "--lead-in", "bos", "--json").fine()
-    assert f"{count} chunks" in done.err
-    assert "'warm'" in done.err
+    assert f"from 'warm' to 'bos': {count} chunks are made anew\n" in done.err
     report = done.json
     assert report["chunks"] == {"computed": count, "reused": 0, "removed": count}
     assert report["documents"]["changed"] == 6
@@ -80,7 +79,10 @@ def test_another_lead_in_says_how_much_misses(store: Path, corpus: Path) -> None
 def test_another_lead_in_for_one_more_document(store: Path, tmp_path: Path) -> None:
     """The others keep their records, and both kinds answer together."""
     (tmp_path / "new.txt").write_text("The seventh mill was built by a miller.")
-    kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lead-in", "bos").fine()
+    count = sum(len(document["chunks"]) for document in listing(store))
+    done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lead-in", "bos").fine()
+    assert f"{count} chunks of other documents stay behind theirs, and are found as before" in done.err
+    assert "miss" not in done.err
     found = kvtool("query", "seventh mill built", "--store", store, *SHORT, "--json").fine().json["chunks"]
     assert len(found) == 5
     assert {chunk["status"] for chunk in found} == {"hit"}

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import LOSSY, check_level
@@ -181,8 +182,8 @@ class _Job:
         """Survey, compute, commit."""
         assert self.store is not None
         found = self.found
-        self._say_lead_in_change()
         prepared = self._prepare(found)
+        self._say_lead_in_change(prepared, found.gone)
         missing = self._missing(prepared)
         self._count_plan(prepared, missing)
         decoder = self._decoder_for(missing)
@@ -339,13 +340,28 @@ class _Job:
             if not verdict.passed:
                 self.events.warn("the gate failed: fused answers of this model will be refused", "kvtool inspect gate")
 
-    def _say_lead_in_change(self) -> None:
+    def _say_lead_in_change(self, prepared: Iterable[PreparedFile], gone: Iterable[FileEntry]) -> None:
+        """What is read now is made anew behind it; every other chunk stays as it is, and is found as before."""
         if self.store is None or self.known is None or self.known.lead_in == self.identity.lead_in:
             return
-        count = len(set(self.store.chunk_ids()) - {self.known.prefix_id})
-        text = f"another lead-in: {count} chunks of this store were made behind {self.known.lead_in.mode!r} and miss"
+        kept, anew = self._others({file.entry.path for file in prepared}, {entry.path for entry in gone})
+        text = f"the lead-in changes from {self.known.lead_in.mode!r} to {self.identity.lead_in.mode!r}: "
+        text += f"{anew} chunks are made anew"
+        text += f"; {kept} chunks of other documents stay behind theirs, and are found as before" if kept else ""
         self.report.warnings.append(text)
-        self.events.warn(text, "ingest all of the corpus again to make them anew")
+        self.events.warn(text, "ingest the other documents again to have them behind the new one, too" if kept else "")
+
+    def _others(self, read: set[str], gone: set[str]) -> tuple[int, int]:
+        """How many stored chunks only documents of files have that are neither read nor forgotten now; and how many
+        documents of files that are read have."""
+        assert self.store is not None
+        chunks: dict[bool, set[bytes]] = {False: set(), True: set()}
+        for entry in self.store.files():
+            for source in entry.documents if entry.path not in gone else ():
+                with suppress(DamagedError):  # what it has is unknown; nothing but this count hangs on it
+                    document = self.store.document(source)
+                    chunks[entry.path in read] |= {ref.chunk_id for ref in document.chunks} if document else set()
+        return len(chunks[False] - chunks[True]), len(chunks[True])
 
 
 def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:
