@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvtool.core.errors import EXIT_DONE, KvtoolError
+from kvtool.core.json_text import escaped
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -72,10 +73,11 @@ def degrade(text: str, encoding: str) -> str:
 
 
 def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:
-    """JSON that any parser takes: no NaN, and escapes where the stream's encoding needs them."""
+    """JSON that any parser takes and no terminal obeys: no NaN, and escapes also where the stream's encoding needs
+    them."""
     plain = _plain(value)
-    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent)
-    return text if degrade(text, encoding) == text else json.dumps(plain, allow_nan=False, indent=indent)
+    text = escaped(json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent))
+    return text if degrade(text, encoding) == text else escaped(json.dumps(plain, allow_nan=False, indent=indent))
 
 
 def _plain(value: Any) -> Any:

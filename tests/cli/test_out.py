@@ -128,6 +128,20 @@ def test_json_stays_exact_on_a_narrow_encoding() -> None:
     assert to_json({"text": "é"}) == '{"text": "é"}'
 
 
+def test_json_cannot_steer_the_terminal_that_shows_it(make: Make) -> None:
+    """What a person's output leaves out is there, as an escape that every parser undoes."""
+    steering = [*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F)]
+    steering += [*range(0x2066, 0x206A), 0xFEFF, 0xD800, 0xDFFF]
+    value = {"a" + chr(code): f"관측소 {chr(code)}é🙂" for code in steering}
+    for encoding in ("utf-8", "ascii", "cp1252"):
+        out, stdout, _ = make("json", encoding=encoding)
+        out.result(value, human=lambda: None)
+        line = stdout.text.removesuffix("\n")
+        assert not {chr(code) for code in steering} & set(line)
+        assert json.loads(line) == value | {"schema": 1}
+        assert ("관측소" in line) == (encoding == "utf-8")
+
+
 def test_text_degrades_and_never_fails(make: Make) -> None:
     out, stdout, stderr = make(encoding="ascii")
     out.print("관측소 → 1 ≥ 0 …")

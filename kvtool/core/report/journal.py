@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.json_text import escaped
 from kvtool.core.report.trial import Row
 
 _KIND = "kvtool inspect quality"
@@ -74,7 +75,7 @@ class Journal:
     # ---- the file ----
 
     def _append(self, path: Path, value: Mapping[str, Any]) -> None:
-        line = json.dumps(value, ensure_ascii=False).encode() + b"\n"
+        line = escaped(json.dumps(value, ensure_ascii=False)).encode() + b"\n"
         with path.open("ab") as file:
             file.write(line)
         self._sound += len(line)

@@ -1,0 +1,14 @@
+"""JSON that may be shown on a terminal: escaped where a character would steer it or deceive who reads."""
+
+from __future__ import annotations
+
+import re
+
+# What a person does not see and a terminal obeys, and what no encoding takes: DEL and C1 (C0 is escaped by any JSON),
+# marks of direction, line and paragraph separators, the byte order mark, lone surrogates.
+_STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    r"""JSON text in which every such character stands as ``\uXXXX``, which any parser reads as itself."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
