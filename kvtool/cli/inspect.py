@@ -115,6 +115,7 @@ def _report(what: str) -> Report:
 def _glance(run: Run, store: Any, about: Subject) -> None:
     from kvtool.core.levels import MeasuredLosses
     from kvtool.core.query.session import store_identity
+    from kvtool.core.report.beginning import beginning_of
     from kvtool.core.verdicts import stored_verdict
 
     identity = store_identity(store)
@@ -128,6 +129,7 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
         "lead_in": {"mode": identity.lead_in.mode, "tokens": len(identity.lead_in.ids)},
         "gate": None if verdict is None else verdict.passed,
         "losses": losses,
+        "beginning": beginning_of(store, identity),
         "served": asdict(served) | {"hit_rate": served.hit_rate},
         "store": store.stats(),
     }
@@ -136,15 +138,21 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
         _glance_page(run, about, value)
 
     def show() -> None:
-        sizes = value["store"]
+        sizes, beginning = value["store"], value["beginning"]
         gate = {None: "not run yet", True: "passed", False: "FAILED"}[value["gate"]]
         run.out.print(f"store    {value['path']}")
         run.out.print(f"model    {identity.model} in {identity.dtype}; gate {gate}")
         run.out.print(f"lead-in  {identity.lead_in.mode}, {len(identity.lead_in.ids)} tokens")
-        run.out.print(f"content  {sizes['documents']} documents, {sizes['chunks']} chunks, {sizes['tokens']:,} tokens")
+        apart = {name: beginning[name] if beginning else 0 for name in ("chunks", "tokens")}
+        chunks, tokens = (sizes[name] - apart[name] for name in apart)
+        run.out.print(f"content  {sizes['documents']} documents, {chunks} chunks, {tokens:,} tokens")
+        if beginning:
+            run.out.print(f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more")
         for level, row in sizes["levels"].items():
             lost = f", {losses[level]:.4f} nats a token lost at most" if level in losses else ""
-            run.out.print(f"level    {level}: {row['chunks']} chunks, {row['bytes'] / 1e6:,.1f} MB{lost}")
+            first = bool(beginning) and level in beginning["levels"]
+            what = f"{row['chunks'] - first} chunks{' and the beginning' if first else ''}"
+            run.out.print(f"level    {level}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}")
         if served.hit_rate is not None:
             run.out.print(
                 f"served   {served.questions} questions; {served.hit_rate:.1%} of {served.hits + served.misses} chunks "

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import environment, layout, writer
+from kvtool.core.cache import access, environment, layout, writer
+from kvtool.core.cache import store as module
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.record import encode_record
 from kvtool.core.cache.space import folder_bytes
@@ -287,14 +288,36 @@ def test_access_notes(tmp_path: Path) -> None:
     with (path / "access.log").open("ab") as log:
         log.write(bogus)
     with Store.open(path) as store:
-        assert store.last_used() == {}
+        assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])  # noted, and not in the store yet
+        assert store.folded_uses() == {}
         with store.writer() as pen:
             pen.collect()
+        assert sorted(store.folded_uses()) == sorted([used, id_of("f1.0")])
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
         assert not list(path.glob("access.log*"))
         with store.writer() as pen:
             pen.drop_chunks([used])
         assert list(store.last_used()) == [id_of("f1.0")]
+
+
+def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, in the log, in a log set aside by a writer that died, and by another process's open store."""
+    path, used = make_store(tmp_path / "store"), id_of("f0.0")
+    with Store.open(path) as store, Store.open(path) as other:
+        store.note_access([used])
+        assert list(store.last_used()) == [used]
+        other.note_access([id_of("f1.0")])
+        monkeypatch.setattr(module, "_NOTES_SECONDS", -1.0)
+        assert id_of("f1.0") not in store.last_used()
+        other.note_access([used])
+        assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
+        (path / "access.log").rename(path / "access.log.folding")
+        assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
+        monkeypatch.setattr(access, "_LONG_LOG_BYTES", 10)
+        with store.writer() as pen:
+            pen.fold_access()
+            store.note_access([id_of("f0.1")])
+        assert sorted(store.folded_uses()) == sorted([used, id_of("f1.0"), id_of("f0.1")])
 
 
 def test_compact_gives_bytes_back_and_others_follow(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from kvtool.core.cache.served import ServedLog
 from kvtool.core.cache.store import Store
-from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, prefix_chunk
+from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, listing, prefix_chunk
 from tests.report.test_page import Outline
 
 
@@ -29,15 +30,30 @@ def test_one_chunk(store: Path, tmp_path: Path) -> None:
     assert chunk in told
 
 
-def test_when_it_was_used(store: Path) -> None:
-    with Store.open(store) as opened, opened.writer() as writer:
-        writer.collect(keep=[bytes.fromhex(prefix_chunk(store))])
-        chunk = next(one.hex() for one in opened.chunk_ids() if one not in opened.last_used())
-    assert "not yet" in kvtool("inspect", "chunk", chunk, "--store", store).fine().out
-    kvtool("query", QUESTION, "--store", store, "--chunks", chunk, *SHORT).fine()
-    with Store.open(store) as opened, opened.writer() as writer:
-        writer.collect(keep=[bytes.fromhex(prefix_chunk(store))])
-    assert "20" in kvtool("inspect", "chunk", chunk, "--store", store).fine().out.split("used")[1]
+def test_when_it_was_used(store: Path, tmp_path: Path) -> None:
+    """Every question counts at once, whether it found the chunk or had to make it; nothing has to be ingested first."""
+    with Store.open(store) as opened:
+        used = opened.last_used()
+    one, two, lost, *_ = [chunk for chunk in chunks_of(store, "mill5.md") if bytes.fromhex(chunk) not in used]
+
+    def said(chunk: str, place: object = store) -> str:
+        return kvtool("inspect", "chunk", chunk, "--store", place).fine().out.split("used")[1].split("\n")[0].strip()
+
+    assert said(one) == said(two) == said(lost) == "not yet"
+    kvtool("query", QUESTION, "--store", store, "--chunks", one, *SHORT).fine()
+    assert said(one).startswith("20")
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(json.dumps({"id": "1", "question": QUESTION, "chunks": [two]}))
+    kvtool("query", "--batch", batch, "--store", store, *SHORT).fine()
+    assert said(two).startswith("20")
+    drop_records(store, lost)
+    kvtool("query", QUESTION, "--store", store, "--chunks", lost, *SHORT).fine()
+    assert said(lost).startswith("20")
+    url = f"file://{tmp_path}/tier"
+    kvtool("store", "push", url, "--store", store).fine()
+    assert said(one, url) == "not yet"  # by nobody here
+    kvtool("query", QUESTION, "--store", url, "--chunks", one, *SHORT).fine()
+    assert said(one, url).startswith("20")
 
 
 @pytest.mark.parametrize("text", ["", "12345", "no id at all", "0" * 40, "zz" * 20])
@@ -79,3 +95,15 @@ def test_counts_that_cannot_be_read_count_nothing(tmp_path: Path) -> None:
     assert closed.total().hit_rate is None
     ServedLog(tmp_path, enabled=False).note(1, 1)
     assert log.total() == total
+
+
+def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:
+    """The prompt's own beginning is a chunk of the store that no document has; it is counted apart."""
+    listed = {chunk["id"]: chunk["tokens"] for document in listing(store) for chunk in document["chunks"]}
+    row = kvtool("inspect", "--store", store, "--json").fine().json
+    assert row["beginning"]["id"] == prefix_chunk(store)
+    assert row["store"]["chunks"] - row["beginning"]["chunks"] == len(listed)
+    assert row["store"]["tokens"] - row["beginning"]["tokens"] == sum(listed.values())
+    told = kvtool("inspect", "--store", store).fine().out
+    assert f"{len(listed)} chunks, {sum(listed.values()):,} tokens\n" in told
+    assert f"beginning: {row['beginning']['tokens']} tokens, one chunk more\n" in told

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvtool.core.cache import layout
 
 _MAX_LOG_BYTES = 64 * 2**20  # then readers stop noting until a writer folds it
+_LONG_LOG_BYTES = 2**20
 _MAX_BUFFER = 4096
 _LINE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12}) ([0-9a-f]{8})")
 
@@ -27,6 +28,14 @@ class AccessLog:
         self._enabled = enabled
         self._seen: dict[bytes, int] = {}
         self._mutex = threading.Lock()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a writer should fold the log now: readers stop noting in one that is full."""
+        try:
+            return self._path.stat().st_size > _LONG_LOG_BYTES
+        except OSError:
+            return False
 
     def note(self, chunk_ids: Iterable[bytes]) -> None:
         """Remember that these chunks were used now."""
@@ -66,24 +75,42 @@ def _line(chunk_id: bytes, when: int) -> bytes:
     return body + f" {zlib.crc32(body):08x}\n".encode()
 
 
+def read_log(root: Path) -> dict[bytes, int]:
+    """What no writer has folded yet: chunk id → last use (seconds).
+
+    Notes move from the log to the log set aside, and from there into the store: who reads in this order misses none.
+    """
+    found = [_read(root / layout.ACCESS_FILE), _read(_aside(root))]
+    return {chunk_id: max(one.get(chunk_id, 0) for one in found) for chunk_id in found[0] | found[1]}
+
+
 def take_log(root: Path) -> tuple[dict[bytes, int], Path]:
     """Set the log aside and read it: chunk id → last use (seconds). Unlink the path once that is committed.
 
     A log set aside by a writer that died is read again, together with the newer one only after it is gone.
     """
-    log, aside = root / layout.ACCESS_FILE, root / f"{layout.ACCESS_FILE}.folding"
+    aside = _aside(root)
     if not aside.exists():
         with contextlib.suppress(FileNotFoundError):
-            log.rename(aside)
+            (root / layout.ACCESS_FILE).rename(aside)
+    return _read(aside), aside
+
+
+def _aside(root: Path) -> Path:
+    return root / f"{layout.ACCESS_FILE}.folding"
+
+
+def _read(path: Path) -> dict[bytes, int]:
+    """The sound lines of a log; the newest of each chunk."""
     try:
-        regular = stat.S_ISREG(aside.lstat().st_mode)  # reading a FIFO would hang
-        lines = aside.read_bytes().splitlines() if regular else []
+        regular = stat.S_ISREG(path.lstat().st_mode)  # reading a FIFO would hang
+        lines = path.read_bytes().splitlines() if regular else []
     except OSError:
-        return {}, aside
+        return {}
     last: dict[bytes, int] = {}
     for line in lines:
         found = _LINE.fullmatch(line)
         if found and zlib.crc32(line[:-9]) == int(found[3], 16):
             chunk_id = bytes.fromhex(found[1].decode())
             last[chunk_id] = max(last.get(chunk_id, 0), int(found[2]))
-    return last, aside
+    return last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,7 @@ import lmdb
 
 from kvtool.core.cache import environment as lmdb_tables
 from kvtool.core.cache import keys, layout, space
-from kvtool.core.cache.access import AccessLog
+from kvtool.core.cache.access import AccessLog, read_log
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.environment import Closed, Environment, Snapshot
 from kvtool.core.cache.gate import Visit
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT = layout.FORMAT
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
+_NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
 KVRead = tuple[KVHeader, memoryview]
 
 
@@ -51,6 +53,7 @@ class Store:
         self._mutex = threading.Lock()
         self._environment: Environment | None = None
         self._attach()
+        self._flushed_at = time.monotonic()
         self._access = AccessLog(path, enabled=not self.read_only)
         self._served = ServedLog(path, enabled=not self.read_only)
 
@@ -380,7 +383,16 @@ class Store:
         return None if data is None else payload_part(data, MAKER).hex()
 
     def last_used(self) -> dict[bytes, int]:
-        """Chunk id → seconds of its last use, as far as a writer has folded the access log."""
+        """Chunk id → when it was last used (seconds since 1970): what is stored, and what is only noted so far, by
+        this process or by others. Chunks that were never used are not in it."""
+        self._access.flush()
+        times = read_log(self.path)  # before the store: a writer may be folding it
+        for chunk_id, when in self.folded_uses().items():
+            times[chunk_id] = max(times.get(chunk_id, 0), when)
+        return times
+
+    def folded_uses(self) -> dict[bytes, int]:
+        """The same as far as a writer has folded the notes."""
         return self._times(lmdb_tables.USED)
 
     def added(self) -> dict[bytes, int]:
@@ -435,11 +447,18 @@ class Store:
     def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0) -> None:
         """Remember that a question used these chunks now, and how many it missed; takes no lock, and does nothing on a
         read-only store."""
-        self._access.note(chunk_ids)
+        self.note_use(chunk_ids)
         self._served.note(len(chunk_ids), missed)
+        if time.monotonic() - self._flushed_at > _NOTES_SECONDS:
+            self.flush()
+
+    def note_use(self, chunk_ids: Sequence[bytes]) -> None:
+        """The same of chunks that were not found: computed for a question, and stored now."""
+        self._access.note(chunk_ids)
 
     def flush(self) -> None:
-        """Write the access notes now instead of at close."""
+        """Write the access notes now instead of within seconds, or at close."""
+        self._flushed_at = time.monotonic()
         self._access.flush()
         self._served.flush()
 
@@ -484,6 +503,8 @@ class Store:
             try:
                 yield writer
                 writer.flush()
+                if self._access.is_long:
+                    writer.fold_access()
             finally:
                 writer.end()
 

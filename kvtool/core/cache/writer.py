@@ -300,7 +300,7 @@ class Writer:
         """Take the readers' notes of what they used into the store."""
         self._store.flush()
         seen, aside = take_log(self._store.path)
-        before = self._store.last_used()
+        before = self._store.folded_uses()
         newer = {chunk_id: when for chunk_id, when in seen.items() if when > before.get(chunk_id, -1)}
         if newer:
             self._commit([(tables.USED, key, keys.seal_number(key, when)) for key, when in newer.items()])

@@ -52,6 +52,7 @@ def fill_holes(
     except KvtoolError as error:
         warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
         return 0
+    store.note_use([chunk.chunk_id for chunk in wanted])
     return len(wanted)
 
 
