@@ -27,6 +27,10 @@ def push(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read back what is there, and send again what is damaged.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; count what would be sent and deleted.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Let --delete take more than half of what is there.")] = False,
 ) -> int | None:
     """Send what a shared store lacks; incremental, and resumed by running it again."""
     from kvtool.core.cache.store import Store
@@ -39,7 +43,7 @@ def push(
         Store.open(store_path(settings.store)) as store,
         _events(run) as events,
     ):
-        report = run_push(store, blobs, delete=delete, verify=verify, events=events)
+        report = run_push(store, blobs, delete=delete, verify=verify, dry_run=dry_run, yes=yes, events=events)
     return _told(run, [report], report.to_json())
 
 
@@ -116,11 +120,18 @@ def _told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int
 
     def show() -> None:
         for one in reports:
-            run.out.print(
-                f"{one.direction} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level moved "
-                f"({one.bytes / 1e6:,.1f} MB), {one.files.there} and {one.chunks.there} there already, "
-                f"{one.removed} removed, {one.seconds:.1f} s"
-            )
+            run.out.print(_in_words(one))
 
     run.out.result(value, human=show)
     return EXIT_DAMAGED if any(report.damaged for report in reports) else None
+
+
+def _in_words(one: TransferReport) -> str:
+    what = f"{one.direction} --dry-run" if one.dry_run else one.direction
+    removed = f"{one.removed} removed" + (f" ({one.removed_bytes / 1e6:,.1f} MB)" if one.removed_bytes else "")
+    forgotten = f", {one.forgotten} documents forgotten" if one.forgotten else ""
+    return (
+        f"{what} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level moved "
+        f"({one.bytes / 1e6:,.1f} MB), {one.files.there} and {one.chunks.there} there already, "
+        f"{removed}{forgotten}, {one.seconds:.1f} s"
+    )

@@ -25,7 +25,7 @@ def test_values_by_name(url: str) -> None:
         blobs.put({"a/b": b"1", "a/c/d-1": BIG, "other": b"2"})
         blobs.settle()
         assert blobs.get(["a/c/d-1", "nothing", "a/b", "other"]) == [BIG, None, b"1", b"2"]
-        assert blobs.has(["a/b", "a", "a/c/d-1"]) == [True, False, True]
+        assert blobs.sizes(["a/b", "a", "a/c/d-1", "other"]) == [1, 0, len(BIG), 1]
         assert sorted(blobs.names()) == ["a/b", "a/c/d-1", "other"]
         assert sorted(blobs.names("a/c")) == ["a/c/d-1"]
         blobs.delete(["a/b", "nothing"])

@@ -242,12 +242,12 @@ def test_what_does_not_come_is_computed_while_the_others_do(mode: str, store: Pa
     import redis
 
     used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
-    with redis.Redis.from_url(behind.url) as client:
-        (key,) = client.keys(f"kvtool/kv/{used[-1]}/*/1")
-        client.set(key, b"damaged")
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level([bytes.fromhex(used[1])], "raw")
     kvtool("store", "push", behind.url, "--store", store, "--delete").fine()
+    with redis.Redis.from_url(behind.url) as client:
+        (key,) = client.keys(f"kvtool/kv/{used[-1]}/*/1")
+        client.set(key, b"damaged")
     kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()  # which makes it again, here
     ask(behind.url, mode="full").fine()
     behind.rate = 2e5  # about a second for all the others

@@ -16,7 +16,8 @@ from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, Stor
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue
 from kvtool.core.remote.pull import pull, sync
-from kvtool.core.remote.push import join, push, read_catalogue
+from kvtool.core.remote.push import join, push
+from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
+LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held stands, by what it begins with
 
 
 class Reader(Protocol):
@@ -33,7 +34,7 @@ class Blobs(Protocol):
 
     Attributes
     ----------
-    url : without a password, for people.
+    url : as people are shown it.
     """
 
     url: str
@@ -42,8 +43,8 @@ class Blobs(Protocol):
         """Values, None where there is none; empty where one is larger than its name allows, or no value at all."""
         ...
 
-    def has(self, names: Sequence[str]) -> list[bool]:
-        """Whether there are such values."""
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """Bytes of values; 0 where there is none, or an empty one, which no value of ours is."""
         ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
@@ -66,6 +67,19 @@ class Blobs(Protocol):
         """Forget values; those that are not there are no error."""
         ...
 
+    def hold(self, name: str) -> None:
+        """Let everybody see that `name` (a key of `LEASES`, `-`, an id) is at work, until its time is over; again to
+        renew it. It is no value: `names` does not list it."""
+        ...
+
+    def held(self) -> set[str]:
+        """What is held and not over, by the tier's own clock; whoever asks has just renewed its own."""
+        ...
+
+    def release(self, name: str) -> None:
+        """Hold it no longer."""
+        ...
+
     def reader(self) -> Reader:
         """A stream of values of its own."""
         ...
@@ -73,3 +87,8 @@ class Blobs(Protocol):
     def close(self) -> None:
         """Let go of it."""
         ...
+
+
+def seconds_held(name: str) -> float:
+    """For how long a name that is held stands. Raises KeyError for another name."""
+    return LEASES[name.partition("-")[0]]

@@ -3,7 +3,7 @@
 ======================================  ================================================================
 blob                                    holds
 ======================================  ================================================================
-``head``                                the name of the catalogue, in the store's envelope
+``head``                                the name of the catalogue and of those before, in the store's envelope
 ``catalogue/DIGEST``                    this, packed
 ``meta/NAME-MARK``                      the manifest, the state of the codec and of the lead-in
 ``profile/DIGEST``                      a codec profile or a learned lead-in
@@ -13,17 +13,20 @@ blob                                    holds
 ======================================  ================================================================
 
 A mark is a digest of the value, so no name ever means two values: readers of the catalogue before keep theirs.
+A name of any other shape is not ours, nor is what stands below another `head`: nothing of it is ever deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zstandard
 
+from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, seal, unseal
 from kvtool.core.errors import DamagedError, StoreFormatError
 
@@ -175,17 +178,55 @@ def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
-def seal_head(catalogue: str) -> bytes:
+_MARK = "[0-9a-f]{32}"
+_ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
+_LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
+_FOLDERS = f"catalogue|meta|profile|file|chunk|kv/{_ID}/[a-z0-9]+-{_MARK}"
+_OWN = re.compile(
+    f"{HEAD}|catalogue/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/{_MARK}|(?:file|chunk)/{_ID}-{_MARK}"
+    f"|kv/{_ID}/[a-z0-9]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
+)
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is of one of the shapes above, or a temporary file's beside such."""
+    return bool(_OWN.fullmatch(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What `head` says: digests of the catalogue in force and of those before it that still stand, latest first."""
+
+    catalogue: str
+    before: tuple[str, ...] = ()
+
+
+def catalogue_name(digest: str) -> str:
+    """Of a catalogue's blob."""
+    return f"catalogue/{digest}"
+
+
+def seal_head(head: Head) -> bytes:
     """The value of `head`."""
-    return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps({"format": FORMAT, "catalogue": catalogue}).encode())
+    value = {"format": FORMAT, "catalogue": head.catalogue, "before": head.before}
+    return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps(value).encode())
 
 
-def unseal_head(data: bytes) -> str:
-    """The catalogue's digest; raises DamagedError, StoreFormatError."""
+def unseal_head(data: bytes) -> Head:
+    """Inverse of :func:`seal_head`; one that knows of none before is of an older kvtool.
+
+    Raises
+    ------
+    DamagedError : it cannot be read.
+    StoreFormatError : a newer kvtool wrote it.
+    """
     try:
         value = json.loads(bytes(unseal(_HEAD_KEY, Kind.MANIFEST, data)))
         if value["format"] > FORMAT:
             raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
-        return str(value["catalogue"])
+        digests = [value["catalogue"], *value.get("before", ())]
+        if not all(isinstance(one, str) and re.fullmatch(_MARK, one) for one in digests):
+            raise ValueError("it names no catalogue")
+        return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:
         raise DamagedError("the shared store's head cannot be read", _PUSH_AGAIN) from error

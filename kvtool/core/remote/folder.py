@@ -5,19 +5,26 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.errors import NoSpaceError, RemoteError
+from kvtool.core.remote.blobs import seconds_held
+from kvtool.core.remote.catalogue import HEAD
+from kvtool.core.remote.descend import Writing, is_left_behind, opened
 from kvtool.core.remote.limits import MOST_BYTES, most_bytes
 
 _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a swap takes milliseconds
+_LEASES = "push"  # the folder of what is held
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FolderBlobs:
@@ -26,32 +33,27 @@ class FolderBlobs:
     def __init__(self, root: Path) -> None:
         self.url = f"file://{root}"
         self._root = root
+        self._writing: Writing | None = None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
         return [self._read(name) for name in names]
 
-    def has(self, names: Sequence[str]) -> list[bool]:
+    def sizes(self, names: Sequence[str]) -> list[int]:
         """See Blobs."""
-        return [self._path(name).is_file() for name in names]
+        with self._explained("read"):
+            return [_size_of(self._path(name)) for name in names]
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs. Not durable before :meth:`settle`: one sync for all files instead of one for each."""
+        """See Blobs. The bytes are durable; their names are with :meth:`settle`, in one sync for all."""
         with self._explained("written"):
-            for name, value in values.items():
-                path = self._path(name)
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-                try:
-                    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-                    with open(handle, "wb") as file:
-                        file.write(value)
-                    temporary.replace(path)
-                finally:
-                    temporary.unlink(missing_ok=True)
+            make_folder(self._root)
+            self._writing = self._writing or Writing(self._root)
+            for parts, names in groupby(sorted(values), lambda name: tuple(name.split("/")[:-1])):
+                self._writing.write(parts, {name.rpartition("/")[2]: values[name] for name in names})
 
     def settle(self) -> None:
-        """See Blobs."""
+        """See Blobs. Covers what a push before this one has put, too."""
         os.sync()
 
     def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
@@ -68,30 +70,72 @@ class FolderBlobs:
                 raise RemoteError(f"{self.url} is locked by another push", "try again") from error
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs."""
-        top = self._path(below) if below else self._root
-        start = top if top.is_dir() else top.parent
-        for folder, _, files in os.walk(start):
-            for file in files:
-                name = (Path(folder) / file).relative_to(self._root).as_posix()
-                if name.startswith(below) and not file.startswith(TEMPORARY) and file != _LOCK:
-                    yield name
+        """See Blobs. What killed pushes have left is listed, too; of a tier further below its `head` only."""
+        start = self._path(below) if below else self._root
+        start = start if start.is_dir() else start.parent if below else self._root
+        with self._explained("read"):
+            for folder, folders, files in os.walk(start, onerror=self._refuse_root):
+                at = Path(folder)
+                if at != self._root and HEAD in files:
+                    folders[:], files = [], [HEAD]
+                links = [name for name in folders if (at / name).is_symlink()]
+                if at == self._root:
+                    folders[:] = [name for name in folders if name != _LEASES]
+                for name in (_name_of(self._root, at / file) for file in (*files, *links)):
+                    if name.startswith(below) and name != _LOCK and not self._is_unfinished(name):
+                        yield name
 
     def delete(self, names: Sequence[str]) -> None:
         """See Blobs; folders that are left empty go, too."""
         with self._explained("written"):
-            for name in names:
-                path = self._path(name)
-                path.unlink(missing_ok=True)
-                with suppress(OSError):
-                    path.parent.rmdir()
+            for parts, group in groupby(sorted(names), lambda name: tuple(name.split("/")[:-1])):
+                with suppress(FileNotFoundError), opened(self._root, parts) as folder:
+                    for name in group:
+                        with suppress(FileNotFoundError):
+                            os.unlink(name.rpartition("/")[2], dir_fd=folder)
+                self._remove_if_empty(parts)
 
     def reader(self) -> FolderReader:
         """See Blobs."""
         return FolderReader(self)
 
+    def hold(self, name: str) -> None:
+        """See Blobs. The file's time counts, which the file system sets."""
+        with self._explained("written"):
+            make_folder(self._root)
+            with opened(self._root, (_LEASES,), make=True) as folder:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+                handle = os.open(name, flags, 0o600, dir_fd=folder)
+                try:
+                    os.utime(handle)
+                finally:
+                    os.close(handle)
+
+    def held(self) -> set[str]:
+        """See Blobs."""
+        times: dict[str, float] = {}
+        with self._explained("read"), suppress(FileNotFoundError), os.scandir(self._root / _LEASES) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError, KeyError):
+                    seconds_held(entry.name)  # one of ours
+                    times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+        now = max(times.values(), default=0.0)  # when the latest was renewed, which is that of whoever asks
+        over = {name for name, at in times.items() if now - at >= seconds_held(name)}
+        for name in over:
+            self.release(name)
+        return times.keys() - over
+
+    def release(self, name: str) -> None:
+        """See Blobs."""
+        with self._explained("written"), suppress(FileNotFoundError):
+            with opened(self._root, (_LEASES,)) as folder:
+                os.unlink(name, dir_fd=folder)
+            self._remove_if_empty((_LEASES,))
+
     def close(self) -> None:
-        """Nothing is held."""
+        """See Blobs."""
+        if self._writing is not None:
+            self._writing.close()
 
     def _path(self, name: str) -> Path:
         return self._root / name
@@ -100,6 +144,24 @@ class FolderBlobs:
         with self._explained("read"):
             return read_bounded(self._path(name), min(most_bytes(name), MOST_BYTES if most is None else most))
 
+    def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
+        for depth in range(len(parts), 0, -1):
+            with suppress(OSError), opened(self._root, parts[: depth - 1]) as folder:
+                os.rmdir(parts[depth - 1], dir_fd=folder)
+
+    def _is_unfinished(self, name: str) -> bool:
+        file = name.rpartition("/")[2]
+        if not file.startswith(TEMPORARY):
+            return False
+        with suppress(OSError):
+            return not is_left_behind(file, self._path(name).lstat().st_mtime, time.time())
+        return True
+
+    def _refuse_root(self, error: OSError) -> None:
+        """A folder that may not be read is left out, but not the tier's own."""
+        if error.filename == str(self._root) and not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         try:
@@ -107,6 +169,8 @@ class FolderBlobs:
         except NoSpaceError:
             raise
         except OSError as error:
+            if error.errno in _FULL:
+                raise NoSpaceError(f"{self.url} is full", "free some space there, or push elsewhere") from error
             hint = "check that the folder is mounted and yours"
             raise RemoteError(f"{self.url} cannot be {what}: {error.strerror or error}", hint) from error
 
@@ -131,6 +195,18 @@ def read_bounded(path: Path, most: int) -> bytes | None:
     with open(handle, "rb") as file:
         value = file.read(state.st_size + 1)  # it may be growing
     return value if len(value) <= most else b""
+
+
+def _size_of(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+
+def _name_of(root: Path, path: Path) -> str:
+    return path.relative_to(root).as_posix()
 
 
 class FolderReader:

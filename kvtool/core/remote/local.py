@@ -131,7 +131,7 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue
     for chunk_id in store.chunk_ids():
         try:
             there = known.chunks.get(chunk_id.hex()) if known is not None else None
-            found = _survey_chunk(store, chunk_id, there, damaged)
+            found = survey_chunk(store, chunk_id, there, damaged)
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()}", error.message)
         else:
@@ -142,7 +142,8 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue
     return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
 
 
-def _survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Damaged) -> Chunk | None:
+def survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Damaged) -> Chunk | None:
+    """One chunk of it; None: it is described nowhere. `there` is what `known` says of it. Raises DamagedError."""
     info = store.chunk_info(chunk_id)
     if info is None:
         return None

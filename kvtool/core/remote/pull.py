@@ -15,7 +15,8 @@ from kvtool.core.remote import local
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, chunk_name, digest_of, file_name, kv_names
-from kvtool.core.remote.push import check_same_identity, push, read_catalogue
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.report import Events, TransferReport
 from kvtool.core.remote.state import join_codec
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
-from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import (
@@ -17,55 +15,21 @@ from kvtool.core.remote.catalogue import (
     Catalogue,
     Chunk,
     File,
+    Head,
     Level,
-    chunk_name,
+    catalogue_name,
     digest_of,
-    file_name,
-    kv_names,
     seal_head,
     unseal_head,
 )
+from kvtool.core.remote.lease import Lease
+from kvtool.core.remote.reading import check_same_identity, read_head
+from kvtool.core.remote.rehearsal import Rehearsal
 from kvtool.core.remote.report import Events, TransferReport
+from kvtool.core.remote.send import Sender
+from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
 
 _TRIES = 8  # pushes of others that come in between
-_SMALL_AT_ONCE = 256
-
-
-def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
-    """The tier's head as it stands and its catalogue; (None, None) where nothing was ever pushed.
-
-    Raises
-    ------
-    RemoteError : the tier does not answer.
-    DamagedError : what is there cannot be read.
-    StoreFormatError : a newer kvtool pushed.
-    """
-    (head,) = blobs.get([HEAD])
-    if head is None:
-        return None, None
-    digest = unseal_head(head)
-    (packed,) = blobs.get([f"catalogue/{digest}"])
-    if packed is None or digest_of(packed) != digest:
-        raise DamagedError(f"the catalogue of {blobs.url} is lost or damaged", "push again from a store that is whole")
-    return head, Catalogue.unpack(packed)
-
-
-def read_catalogue(blobs: Blobs) -> Catalogue:
-    """The catalogue of a tier that was pushed to; raises StoreNotFoundError where nothing was, and as read_head."""
-    _, found = read_head(blobs)
-    if found is None:
-        raise StoreNotFoundError(f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`")
-    return found
-
-
-def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:
-    """Raises StoreFormatError where two stores were made with another model, lead-in, split or instruction."""
-    differs = sorted(key for key in {*mine, *other} - {"model"} if mine.get(key) != other.get(key))
-    if differs:
-        raise StoreFormatError(
-            f"the store at {url} was made with another {', '.join(differs)}",
-            "push to another place (another database, ?prefix= or folder), or ingest with the same settings",
-        )
 
 
 def push(
@@ -75,6 +39,8 @@ def push(
     delete: bool = False,
     newer: bool = False,
     verify: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
     events: Events | None = None,
 ) -> TransferReport:
     """Bring a tier up to date with a store. Run again to resume; what is there already is not sent again.
@@ -83,144 +49,90 @@ def push(
     ----------
     delete : forget what the store does not have; else the tier keeps it.
     newer : of a file that both have in two versions take the one changed last; else the store's.
-    verify : read back what is there already, and send again what is damaged or missing.
+    verify : read back what is there already, and send again what is damaged.
+    dry_run : change nothing; the report counts what would be done.
+    yes : `delete` may take more than half of the tier.
 
     Raises
     ------
     RemoteError, NoSpaceError : the tier does not answer, or is full. What was sent stays.
-    StoreFormatError : it holds a store of another model.
+    StoreFormatError : it holds a store of another model, or other things than a store.
+    UsageError : it would lose more than half, and nobody said `yes`.
     """
     started = time.perf_counter()
-    job = _Push(store, blobs, TransferReport("push", blobs.url), events or Events())
-    job.run(delete, newer, verify)
-    job.report.seconds = time.perf_counter() - started
-    return job.report
+    report = TransferReport("push", blobs.url, dry_run=dry_run)
+    job = _Push(store, Rehearsal(blobs) if dry_run else blobs, report, events or Events(), newer, verify)
+    job.run(delete, yes or dry_run)
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 class _Push:
-    def __init__(self, store: Store, blobs: Blobs, report: TransferReport, events: Events) -> None:
-        self.store, self.blobs, self.report, self.events = store, blobs, report, events
+    def __init__(
+        self, store: Store, blobs: Blobs, report: TransferReport, events: Events, newer: bool, verify: bool
+    ) -> None:
+        self.store, self.blobs, self.report = store, blobs, report
+        self.newer, self.verify = newer, verify
+        self.lease = Lease(blobs)
+        self.sender = Sender(store, blobs, self.lease, report, events, verify)
+        self.sweep = Sweep(blobs, self.lease, report, events)
 
-    def run(self, delete: bool, newer: bool, verify: bool) -> None:
+    def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
-        head, there = self._there(verify)
+        head, there = self._there()
+        listed = own_names(self.blobs) if delete else set()
         mine = local.survey(self.store, there, self.report.note_damage)
-        self._send(mine, None if verify else there, verify)
-        for _ in range(_TRIES):
-            if there is not None:
-                check_same_identity(mine.identity, there.identity, self.blobs.url)
-            joined = mine if there is None or delete else join(mine, there, newer)
-            if there is not None and joined == there:
-                break
-            if self._publish(head, joined):
-                break
-            head, there = read_head(self.blobs)
-        else:
-            raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
-        if delete:
-            self._sweep(joined)
+        if delete and not yes:
+            check_share(listed, mine, there, self.blobs.url)
+        with self.lease.running():
+            mine = self.sender.send(mine, there)
+            self._publish(head, there, mine, delete)
+            if delete and not self.sweep.run(listed):
+                self.sender.send(mine, None)  # what somebody who knows of no leases counts on was deleted
 
-    def _there(self, verify: bool) -> tuple[bytes | None, Catalogue | None]:
+    def _there(self) -> tuple[bytes | None, Catalogue | None]:
         """What is there; a push that verifies replaces a catalogue that is damaged."""
         try:
             head, there = read_head(self.blobs)
         except DamagedError:
-            if not verify:
+            if not self.verify:
                 raise
-            return self.blobs.get([HEAD])[0], None
-        if there is not None:
+            head, there = self.blobs.get([HEAD])[0], None
+        if there is None:
+            check_ours(self.blobs)
+        else:
             check_same_identity(self.store.manifest().get("identity", {}), there.identity, self.blobs.url)
         return head, there
 
-    def _publish(self, head: bytes | None, joined: Catalogue) -> bool:
+    def _publish(self, head: bytes | None, there: Catalogue | None, mine: Catalogue, delete: bool) -> None:
+        for _ in range(_TRIES):
+            if there is not None:
+                check_same_identity(mine.identity, there.identity, self.blobs.url)
+            joined = mine if there is None or delete else self._joined(mine, there)
+            if there is not None and joined == there:
+                return
+            if self._swap(head, there, joined):
+                if delete and there is not None:
+                    self.report.forgotten = len(there.files.keys() - mine.files.keys())
+                return
+            head, there = read_head(self.blobs)
+        raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
+
+    def _joined(self, mine: Catalogue, there: Catalogue) -> Catalogue:
+        joined = join(mine, there, self.newer)
+        # What is damaged here may be whole there: then nothing is known to be of no more use.
+        return joined if self.report.damaged else without_superseded(joined, mine)
+
+    def _swap(self, head: bytes | None, there: Catalogue | None, joined: Catalogue) -> bool:
         packed = joined.pack()
-        self.blobs.put({f"catalogue/{digest_of(packed)}": packed})
+        digest = digest_of(packed)
+        self.blobs.put({catalogue_name(digest): packed})
         self.blobs.settle()
-        return self.blobs.swap(HEAD, head, seal_head(digest_of(packed)))
-
-    # ---- sending ----
-
-    def _send(self, mine: Catalogue, there: Catalogue | None, verify: bool) -> None:
-        self._send_small(mine, there, verify)
-        places = [(key, level) for key, chunk in mine.chunks.items() for level in chunk.levels]
-        self.events.total(len(places))
-        for key, level in places:
-            known = there.chunks.get(key) if there is not None else None
-            if known is not None and known.levels.get(level) == mine.chunks[key].levels[level]:
-                self.report.chunks.there += 1
-            else:
-                self._send_level(key, mine.chunks[key], level, verify)
-            self.events.advance(1)
-
-    def _send_level(self, key: str, chunk: Chunk, level: str, verify: bool) -> None:
-        names = kv_names(key, chunk, level)
-        missing = self._missing(names, verify)
-        if not missing:
-            self.report.chunks.there += 1
-            return
-        records = dict(zip(names, local.records_of(self.store, bytes.fromhex(key), level, chunk.layers), strict=True))
-        self._put({name: records[name] for name in missing})
-        self.report.chunks.moved += 1
-
-    def _send_small(self, mine: Catalogue, there: Catalogue | None, verify: bool) -> None:
-        known = _small_names(there) if there is not None else set()
-        self.report.files.there = sum(file_name(key, one) in known for key, one in mine.files.items())
-        batch: dict[str, bytes] = {}
-        for name, value in self._small_values(mine, known):
-            batch[name] = value
-            if len(batch) == _SMALL_AT_ONCE:
-                self._put_small(batch, verify)
-                batch = {}
-        self._put_small(batch, verify)
-        self.report.files.moved = len(mine.files) - self.report.files.there
-
-    def _put_small(self, batch: dict[str, bytes], verify: bool) -> None:
-        self._put({name: batch[name] for name in self._missing(list(batch), verify)})
-
-    def _small_values(self, mine: Catalogue, known: set[str]) -> Iterator[tuple[str, bytes]]:
-        for name, mark in mine.meta.items():
-            yield f"meta/{name}-{mark}", local.meta_value(self.store, name)
-        for digest in mine.profiles:
-            if f"profile/{digest}" not in known:
-                yield f"profile/{digest}", local.profile_value(self.store, digest)
-        for entry in self.store.files():
-            key = keys.name_key(entry.path).hex()
-            if key in mine.files and file_name(key, mine.files[key]) not in known:
-                yield file_name(key, mine.files[key]), local.file_value(self.store, entry)
-        for key, chunk in mine.chunks.items():
-            if chunk_name(key, chunk) not in known:
-                info = self.store.chunk_info(bytes.fromhex(key))
-                if info is None:
-                    raise KvtoolError("the store was changed meanwhile", "push again")
-                yield chunk_name(key, chunk), local.chunk_value(bytes.fromhex(key), info)
-
-    def _missing(self, names: list[str], verify: bool) -> list[str]:
-        if not verify:
-            return [name for name, there in zip(names, self.blobs.has(names), strict=True) if not there]
-        return [name for name, value in zip(names, self.blobs.get(names), strict=True) if not _is_whole(name, value)]
-
-    def _put(self, values: dict[str, bytes]) -> None:
-        if values:
-            self.blobs.put(values)
-            self.report.bytes += sum(map(len, values.values()))
-
-    def _sweep(self, kept: Catalogue) -> None:
-        wanted = {HEAD, f"catalogue/{digest_of(kept.pack())}", *kept.blobs()}
-        doomed = [name for name in self.blobs.names() if name not in wanted]
-        self.blobs.delete(doomed)
-        self.report.removed = len(doomed)
-
-
-def _is_whole(name: str, value: bytes | None) -> bool:
-    """Whether a value that stands there is what its name says."""
-    return value is not None and local.is_sound(name, value)
-
-
-def _small_names(there: Catalogue) -> set[str]:
-    found = {file_name(key, one) for key, one in there.files.items()}
-    found |= {chunk_name(key, one) for key, one in there.chunks.items()}
-    return found | {f"profile/{digest}" for digest in there.profiles}
+        before: tuple[str, ...] = ()
+        if head is not None and there is not None:
+            before = self.sweep.reclaim(unseal_head(head), joined, there)
+        return self.blobs.swap(HEAD, head, seal_head(Head(digest, before)))
 
 
 # ---- two catalogues ----
@@ -237,6 +149,18 @@ def join(mine: Catalogue, there: Catalogue, newer: bool) -> Catalogue:
     }
     profiles = tuple(sorted({*mine.profiles, *there.profiles}))
     return replace(mine, profiles=profiles, files=files, chunks=chunks)
+
+
+def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
+    """Where every document is the store's: only its chunks, since others are of versions before; so with profiles.
+
+    With documents of others this cannot be told without reading them: all is kept then.
+    """
+    if joined.files != mine.files:
+        return joined
+    chunks = {key: joined.chunks[key] for key in mine.chunks}
+    own = all(chunk.levels == mine.chunks[key].levels for key, chunk in chunks.items())
+    return replace(joined, chunks=chunks, profiles=mine.profiles if own else joined.profiles)
 
 
 def join_chunks(mine: Chunk, there: Chunk) -> Chunk:

@@ -9,11 +9,13 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import TIMEOUT
+from kvtool.core.remote.blobs import TIMEOUT, seconds_held
 from kvtool.core.remote.limits import most_bytes
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
-_AT_ONCE = 128  # commands in one round trip
+_LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
+_AT_ONCE = {"getrange": 128}  # commands in one round trip
+_SMALL_AT_ONCE = 1024  # of those that carry no values
 _BYTES_AT_ONCE = 16 * 2**20
 
 
@@ -47,9 +49,9 @@ class RedisBlobs:
         found = self._all("getrange", names, [(0, most) for most in limits])
         return [_bounded(value, most) for value, most in zip(found, limits, strict=True)]
 
-    def has(self, names: Sequence[str]) -> list[bool]:
+    def sizes(self, names: Sequence[str]) -> list[int]:
         """See Blobs."""
-        return [bool(there) for there in self._all("exists", names)]
+        return [int(size) for size in self._all("strlen", names)]
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """See Blobs."""
@@ -88,11 +90,32 @@ class RedisBlobs:
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self._key(below)) + "*"
         with self._explained():
             for key in self._client.scan_iter(match=pattern, count=1000):
-                yield key.decode()[len(self._prefix) + 1 :]
+                name = key.decode(errors="backslashreplace")[len(self._prefix) + 1 :]
+                if name != _LEASES:
+                    yield name
 
     def delete(self, names: Sequence[str]) -> None:
         """See Blobs."""
         self._all("unlink", names)
+
+    def hold(self, name: str) -> None:
+        """See Blobs."""
+        with self._explained():
+            now, waiting = self._now(), self._client.pipeline()
+            waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
+            waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
+            waiting.execute()
+
+    def held(self) -> set[str]:
+        """See Blobs."""
+        with self._explained():
+            found = self._client.zrangebyscore(self._key(_LEASES), self._now(), "+inf")
+            return {name.decode(errors="backslashreplace") for name in found}
+
+    def release(self, name: str) -> None:
+        """See Blobs."""
+        with self._explained():
+            self._client.zrem(self._key(_LEASES), name)
 
     def reader(self) -> RedisReader:
         """See Blobs."""
@@ -108,12 +131,17 @@ class RedisBlobs:
         found: list[Any] = []
         arguments = more or [()] * len(names)
         with self._explained():
-            for at in range(0, len(names), _AT_ONCE):
+            step = _AT_ONCE.get(command, _SMALL_AT_ONCE)
+            for at in range(0, len(names), step):
                 waiting = self._client.pipeline(transaction=False)
-                for name, own in zip(names[at : at + _AT_ONCE], arguments[at:], strict=False):
+                for name, own in zip(names[at : at + step], arguments[at:], strict=False):
                     getattr(waiting, command)(self._key(name), *own)
                 found += waiting.execute()
         return found
+
+    def _now(self) -> float:
+        seconds, micros = self._client.time()
+        return float(seconds) + float(micros) / 1e6
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -31,6 +31,9 @@ class TransferReport:
     Attributes
     ----------
     chunks : at a level each. `bytes` : of all that was moved.
+    removed : files of a store, or values of a tier (`removed_bytes`), `forgotten` : documents of a tier.
+    spared : values of a tier that were to go and did not, because another push was running.
+    dry_run : nothing was changed; these are the counts of what would have been.
     damaged : what could not be moved, and why; it was left out.
     """
 
@@ -39,7 +42,11 @@ class TransferReport:
     files: Counts = field(default_factory=Counts)
     chunks: Counts = field(default_factory=Counts)
     removed: int = 0
+    removed_bytes: int = 0
+    forgotten: int = 0
+    spared: int = 0
     bytes: int = 0
+    dry_run: bool = False
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
 
@@ -55,6 +62,10 @@ class TransferReport:
             "files": {"moved": self.files.moved, "there": self.files.there},
             "chunks": {"moved": self.chunks.moved, "there": self.chunks.there},
             "removed": self.removed,
+            "removed_bytes": self.removed_bytes,
+            "forgotten": self.forgotten,
+            "spared": self.spared,
+            "dry_run": self.dry_run,
             "bytes": self.bytes,
             "seconds": self.seconds,
             "damaged": self.damaged,

@@ -19,7 +19,7 @@ from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, kv_names
 from kvtool.core.remote.pull import adopt
-from kvtool.core.remote.push import check_same_identity, read_catalogue
+from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.urls import open_blobs
 
 Warn = Callable[[str, str], None]

@@ -1,0 +1,64 @@
+"""A tier as a push sees it that changes nothing: what is read is the tier's, what is written goes nowhere.
+
+But the head, and the catalogues: what they say decides on what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtool.core.remote.blobs import Blobs, Reader
+
+
+class Rehearsal:
+    """See Blobs."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self.url = blobs.url
+        self._blobs = blobs
+        self._written: dict[str, bytes] = {}
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See Blobs."""
+        found = self._blobs.get(names)
+        return [self._written.get(name, value) for name, value in zip(names, found, strict=True)]
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """See Blobs."""
+        return self._blobs.sizes(names)
+
+    def names(self, below: str = "") -> Iterator[str]:
+        """See Blobs."""
+        return self._blobs.names(below)
+
+    def reader(self) -> Reader:
+        """See Blobs."""
+        return self._blobs.reader()
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """Not done."""
+        self._written |= {name: value for name, value in values.items() if name.startswith("catalogue/")}
+
+    def settle(self) -> None:
+        """Not done."""
+
+    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """Not done, as if it had been."""
+        self._written[name] = after
+        return True
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Not done."""
+
+    def hold(self, name: str) -> None:
+        """Not done."""
+
+    def held(self) -> set[str]:
+        """Nothing: who changes nothing is in nobody's way."""
+        return set()
+
+    def release(self, name: str) -> None:
+        """Not done."""
+
+    def close(self) -> None:
+        """Left to whoever opened the tier."""

@@ -1,0 +1,159 @@
+"""What a push deletes of a tier: only what is ours, what no catalogue in force counts on, and nobody is about to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue, Head, catalogue_name, digest_of, is_own, unseal_head
+from kvtool.core.remote.lease import Lease
+from kvtool.core.remote.reading import catalogue_of, read_head
+from kvtool.core.remote.report import Events, TransferReport
+
+KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
+_AT_ONCE = 1000
+
+
+def own_names(blobs: Blobs) -> set[str]:
+    """Names of ours in a tier, those of another tier further below left out."""
+    return _own(set(blobs.names()))
+
+
+def _own(names: set[str]) -> set[str]:
+    nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
+    return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
+
+
+def _is_below(name: str, nested: set[str]) -> bool:
+    parts = name.split("/")
+    return any("/".join(parts[:depth]) + "/" in nested for depth in range(1, len(parts)))
+
+
+def check_ours(blobs: Blobs) -> None:
+    """Refuse to push where other things are, and no `head` of ours says that they may be there.
+
+    A push that was cut off before its first head leaves values of ours, and nothing else.
+
+    Raises
+    ------
+    StoreFormatError
+    """
+    names = set(blobs.names())
+    foreign = sorted(names - _own(names))
+    if HEAD in names and not _is_head(blobs):
+        catalogues = [name for name in names if name.startswith("catalogue/")]
+        foreign = foreign or ([] if any(_is_catalogue(blobs, name) for name in catalogues) else [HEAD])
+    if foreign:
+        more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
+        raise StoreFormatError(
+            f"{blobs.url} is not empty and holds no store of kvtool's: {foreign[0]}{more}",
+            "name an empty or a new folder; in Redis another database or ?prefix=",
+        )
+
+
+def _is_head(blobs: Blobs) -> bool:
+    (head,) = blobs.get([HEAD])
+    try:
+        return head is not None and bool(unseal_head(head))
+    except DamagedError:
+        return False
+
+
+def _is_catalogue(blobs: Blobs, name: str) -> bool:
+    (packed,) = blobs.get([name])
+    return packed is not None and catalogue_name(digest_of(packed)) == name
+
+
+def check_share(listed: set[str], mine: Catalogue, there: Catalogue | None, url: str) -> None:
+    """Refuse to delete more than half of a tier unasked.
+
+    Raises
+    ------
+    UsageError : with the counts.
+    """
+    blobs = {name for name in listed if name != HEAD and not name.startswith("catalogue/")}
+    gone = blobs - mine.blobs()
+    documents = there.files if there is not None else {}
+    forgotten = documents.keys() - mine.files.keys()
+    if 2 * len(gone) > len(blobs) or 2 * len(forgotten) > len(documents):
+        raise UsageError(
+            f"--delete would forget {len(forgotten):,} of {len(documents):,} documents of {url} and delete "
+            f"{len(gone):,} of {len(blobs):,} values",
+            "look at it with --dry-run; if that is what you want, add --yes",
+        )
+
+
+class Sweep:
+    """Deletes, under a lease; what is spared is told.
+
+    Parameters
+    ----------
+    listed : what was there when the push began: what came since is none of its business.
+    """
+
+    def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
+        self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
+
+    def run(self, listed: set[str]) -> bool:
+        """Delete all that the catalogue in force does not count on. False: another one came into force meanwhile."""
+        gone: set[str] = set()
+        head, wanted = self._in_force()
+        with self._lease.sweeping() as alone:
+            while doomed := sorted(listed - wanted - gone)[:_AT_ONCE]:
+                if not alone():
+                    self._spare(len(listed - wanted - gone))
+                    break
+                if self.blobs.get([HEAD])[0] != head:
+                    head, wanted = self._in_force()
+                    continue
+                self._delete(doomed)
+                gone.update(doomed)
+        _, wanted = self._in_force()
+        return not gone & wanted
+
+    def reclaim(self, head: Head, joined: Catalogue, there: Catalogue) -> tuple[str, ...]:
+        """Delete what only catalogues long out of force count on; which ones still stand, for the next head."""
+        before = tuple(dict.fromkeys((head.catalogue, *head.before)))
+        kept, old = before[:KEPT], before[KEPT:]
+        if not old:
+            return before
+        with self._lease.sweeping() as alone:
+            wanted = joined.blobs() | there.blobs() | self._counted_on(kept[1:])
+            doomed = self._counted_on(old) - wanted
+            names = {catalogue_name(one) for one in old} - {catalogue_name(digest_of(joined.pack()))}
+            for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
+                if not alone():
+                    return before
+                self._delete(some)
+        return kept
+
+    def _counted_on(self, digests: Iterable[str]) -> set[str]:
+        found: set[str] = set()
+        for digest in digests:
+            try:
+                found |= set(filter(is_own, catalogue_of(self.blobs, digest).blobs()))
+            except DamagedError:  # another push has reclaimed it
+                continue
+        return found
+
+    def _in_force(self) -> tuple[bytes | None, set[str]]:
+        head, found = read_head(self.blobs)
+        if head is None or found is None:
+            raise RemoteError(f"the head of {self.blobs.url} has vanished", "push again")
+        return head, {HEAD, catalogue_name(unseal_head(head).catalogue), *found.blobs()}
+
+    def _delete(self, names: list[str]) -> None:
+        self._report.removed_bytes += sum(self.blobs.sizes(names))
+        self._report.removed += len(names)
+        self.blobs.delete(names)
+
+    def _spare(self, count: int) -> None:
+        self._report.spared += count
+        self._events.warn(
+            f"{count:,} values of {self.blobs.url} were left there: another push is running", "delete later"
+        )
+
+
+def _parts(names: list[str]) -> list[list[str]]:
+    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]

@@ -1,0 +1,445 @@
+"""A tier that several use: nothing of another's is deleted, whatever runs at the same time, and nothing piles up."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.record import Kind, seal
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.remote import blobs as blobs_module
+from kvtool.core.remote import sweep
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.urls import open_blobs
+from tests.cache import making
+from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of
+from tests.cli.working import files_below
+
+MANIFEST = {"identity": {"fingerprint": "f", "model": "tiny"}}
+WORDS = ("kv", "file", "head2", "profile/notes.txt", "catalogue/2024.csv", "kv/me/raw-1/0", "chunk/holiday.jpg")
+
+
+@pytest.fixture
+def blobs(url: str) -> Iterator[Blobs]:
+    with closing(open_blobs(url)) as opened:
+        yield opened
+
+
+def new_store(path: Path, files: int = 3) -> Path:
+    make_store(path, files)
+    with Store.open(path) as store, store.writer() as writer:
+        writer.set_manifest(MANIFEST)
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(new_store(tmp_path / "store")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Store]:
+    """Another store of the same model, with one document in common and one of its own."""
+    with Store.open(new_store(tmp_path / "other", files=1)) as opened:
+        with opened.writer() as writer:
+            add_file(writer, "g", ["g.0"])
+        yield opened
+
+
+def forget(store: Store, *paths: str) -> None:
+    with store.writer() as writer:
+        for path in paths:
+            writer.remove_file(path)
+        writer.collect()
+
+
+def below(url: str, name: str) -> str:
+    """The URL of a tier inside another's."""
+    return f"{url}/{name}" if url.startswith("file:") else f"{url}?prefix=kvtool/{name}"
+
+
+def put_foreign(blobs: Blobs, names: tuple[str, ...] = WORDS) -> dict[str, bytes]:
+    """Values that are none of ours, straight into the folder or the database."""
+    values = {name: f"my {name}".encode() for name in names if "/" in name or name not in ("kv", "file")}
+    blobs.put(values)
+    return values
+
+
+def is_whole(blobs: Blobs) -> bool:
+    """Whether everything is there that the catalogue counts on."""
+    return all(blobs.sizes(sorted(read_catalogue(blobs).blobs())))
+
+
+def after_first(monkeypatch: pytest.MonkeyPatch, blobs: Blobs, method: str, then: Callable[[], object]) -> None:
+    """Once the first call of a method of this tier has returned, do something else."""
+    real, called = getattr(blobs, method), []
+
+    def wrapped(*args: Any) -> Any:
+        result = real(*args)
+        if not called:
+            called.append(1)
+            then()
+        return result
+
+    monkeypatch.setattr(blobs, method, wrapped)
+
+
+def pushed_by(store: Store, url: str, **options: bool) -> Callable[[], None]:
+    """Another process's push."""
+
+    def run() -> None:
+        with closing(open_blobs(url)) as own:
+            push(store, own, **options)
+
+    return run
+
+
+# ---- what is whose ----------------------------------------------------------------------------------------------
+
+
+def test_a_push_into_a_place_with_other_things_is_refused(store: Store, blobs: Blobs) -> None:
+    values = put_foreign(blobs)
+    for options in ({}, {"delete": True, "yes": True}, {"verify": True}):
+        with pytest.raises(StoreFormatError, match=f"not empty.*and {len(values) - 1} more"):
+            push(store, blobs, **options)
+    assert set(blobs.names()) == set(values)
+    assert blobs.get(list(values)) == list(values.values())
+
+
+def test_somebody_elses_head_is_not_replaced(store: Store, blobs: Blobs) -> None:
+    blobs.put({HEAD: b"ref: refs/heads/main"})
+    with pytest.raises(StoreFormatError, match="holds no store of kvtool's: head"):
+        push(store, blobs, verify=True)
+    assert blobs.get([HEAD]) == [b"ref: refs/heads/main"]
+
+
+def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
+    push(store, blobs)
+    values = put_foreign(blobs)
+    forget(store, "f2")
+    report = push(store, blobs, delete=True)
+    assert report.removed == 2 * (LAYERS + 1) + 1 + 1  # two chunks, a file, a catalogue
+    assert report.removed_bytes > 0
+    assert blobs.get(list(values)) == list(values.values())
+    assert is_whole(blobs)
+
+
+@pytest.mark.parametrize("name", ["inner", "deep/er/kv"])
+def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
+    push(store, blobs)
+    inner = below(url, name)
+    pushed_by(store, inner)()
+    forget(store, "f1", "f2")
+    push(store, blobs, delete=True, yes=True)
+    with closing(open_blobs(inner)) as opened:
+        assert is_whole(opened)
+        assert len(pull(tmp_path / "pulled", opened).damaged) == 0
+    assert is_whole(blobs)
+
+
+def test_no_tier_is_made_around_another_nor_inside_its_values(store: Store, url: str) -> None:
+    inner = below(url, "inner")
+    pushed_by(store, inner)()
+    for place in (url, below(url, "inner/kv"), below(url, f"inner/kv/{id_of('f0.0').hex()}")):
+        with pytest.raises(StoreFormatError, match="not empty"):
+            pushed_by(store, place)()
+
+
+def test_what_looks_like_ours_below_another_head_is_not_ours(store: Store, blobs: Blobs) -> None:
+    push(store, blobs)
+    forget(store, "f2")
+    inner = f"kv/{id_of('f2.0').hex()}"
+    blobs.put({f"{inner}/head": b"of somebody"})
+    spared = set(blobs.names(inner)) | set(blobs.names(f"{inner}/"))
+    assert push(store, blobs, delete=True).removed > 0
+    assert set(blobs.names(inner)) == spared
+
+
+def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None:
+    """Links lead elsewhere: nothing is deleted there, and nothing is written."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    root = tmp_path / "shared"
+    with closing(open_blobs(f"file://{root}")) as blobs:
+        push(store, blobs)
+        moved = root.joinpath("kv").rename(precious / "kv")
+        (root / "kv").symlink_to(moved)
+        before = files_below(precious)
+        forget(store, "f2")
+        push(store, blobs, delete=True, yes=True)
+        assert files_below(precious) == before
+        with store.writer() as writer:
+            add_file(writer, "f3", ["f3.0"])
+        with pytest.raises(RemoteError, match="kv is a symbolic link"):
+            push(store, blobs)
+        assert files_below(precious) == before
+
+
+def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
+    with store.writer() as writer:
+        writer.put_profile(b"p" * 16, b"a profile", {"profile": (b"p" * 16).hex()})
+    push(store, blobs)
+    names = set(blobs.names())
+    assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "meta", "profile", "file", "chunk", "kv"}
+    assert [name for name in names if not is_own(name) and name != "head.lock"] == []
+    for name in WORDS:
+        assert not is_own(name)
+
+
+# ---- asked first ------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> None:
+    expected = push(store, blobs, dry_run=True)
+    assert set(blobs.names()) == set()
+    done = push(store, blobs)
+    assert (expected.files, expected.chunks, expected.bytes) == (done.files, done.chunks, done.bytes)
+    forget(store, "f1", "f2")
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0"])
+    before = {name: blobs.get([name]) for name in blobs.names()}
+    expected = push(store, blobs, delete=True, dry_run=True)
+    assert {name: blobs.get([name]) for name in blobs.names()} == before
+    done = push(store, blobs, delete=True, yes=True)
+    for field in ("files", "chunks", "bytes", "removed", "removed_bytes", "forgotten"):
+        assert getattr(expected, field) == getattr(done, field), field
+    assert done.forgotten == 2
+    assert expected.dry_run
+
+
+def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs) -> None:
+    push(store, blobs)
+    forget(store, "f1", "f2")
+    before = set(blobs.names())
+    with pytest.raises(UsageError, match=r"forget 2 of 3 documents .* 14 of 24 values") as caught:
+        push(store, blobs, delete=True)
+    assert "--yes" in caught.value.hint
+    assert set(blobs.names()) == before
+    assert len(read_catalogue(blobs).files) == 3
+    assert push(store, blobs, delete=True, yes=True).removed == 15
+
+
+# ---- two at once ------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_spares_what_a_running_push_counts_on(
+    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between sending and publishing: f1 and f2 are there, and by the other's catalogue nobody needs them."""
+    push(store, blobs)
+    pushed_by(other, url)()
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0"])
+    after_first(monkeypatch, blobs, "put", pushed_by(other, url, delete=True, yes=True))
+    push(store, blobs)
+    assert is_whole(blobs)
+    assert len(read_catalogue(blobs).files) == 5
+
+
+def test_a_sweep_follows_the_catalogue_in_force(
+    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Between publishing and sweeping the other one brings its document back."""
+    push(other, blobs)
+    push(store, blobs)
+    after_first(monkeypatch, blobs, "swap", pushed_by(other, url))
+    push(store, blobs, delete=True, yes=True)
+    assert is_whole(blobs)
+    assert pull(tmp_path / "pulled", blobs).damaged == []
+    with Store.open(tmp_path / "pulled") as pulled:
+        assert {entry.source for entry in pulled.documents()} == {"f0", "f1", "f2", "g"}
+
+
+def test_a_head_that_changes_while_a_sweep_deletes(
+    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By somebody who knows of no leases: what the head counts on by then stays, and what is gone comes back."""
+    monkeypatch.setattr(sweep, "_AT_ONCE", 1)
+    push(store, blobs)
+    (first,) = blobs.get([HEAD])
+    assert first is not None
+    (packed,) = blobs.get([f"catalogue/{unseal_head(first).catalogue}"])
+    assert packed is not None
+    forget(store, "f2")
+
+    def bring_back() -> None:
+        blobs.put({f"catalogue/{digest_of(packed)}": packed})
+        assert blobs.swap(HEAD, blobs.get([HEAD])[0], first)
+
+    after_first(monkeypatch, blobs, "delete", bring_back)
+    assert push(store, blobs, delete=True).removed == 1
+    with Store.open(new_store(tmp_path / "again")) as again:
+        push(again, blobs)
+    assert is_whole(blobs)
+
+
+def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
+    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)
+    blobs.hold("sweep-dead")
+    started = time.monotonic()
+    push(store, blobs)
+    assert 0.3 < time.monotonic() - started < 5
+    assert blobs.held() == set()
+
+
+def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
+    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(store, blobs)
+    forget(store, "f2")
+    blobs.hold("push-killed")
+    report = push(store, blobs, delete=True)
+    assert (report.removed, report.spared) == (0, 8)
+    assert len(read_catalogue(blobs).files) == 2
+    monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
+    blobs.hold("push-killed")
+    time.sleep(0.3)
+    assert push(store, blobs, delete=True).removed == 8
+
+
+@pytest.mark.parametrize("harm", ["gone", "empty", "cut off"])
+def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs) -> None:
+    """Also in a push that was resumed after a power loss: what has a name is not trusted to be whole."""
+    push(store, blobs)
+    before = {name: blobs.get([name])[0] for name in read_catalogue(blobs).blobs()}
+    for name, value in before.items():
+        assert value is not None
+        blobs.delete([name]) if harm == "gone" else blobs.put({name: b"" if harm == "empty" else value[:-7]})
+    report = push(store, blobs)
+    assert {name: blobs.get([name])[0] for name in before} == before
+    assert report.bytes == sum(len(value) for value in before.values() if value is not None)
+    assert (report.files.moved, report.chunks.moved) == (3, 6)
+    assert push(store, blobs).bytes == 0
+
+
+def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of two machines have one size and other bits: a level is all of one of them."""
+    push(store, blobs)
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "payload_of", lambda *args, real=payload_of: [part[::-1] for part in real(*args)])
+        machine = new_store(tmp_path / "machine")
+    names = sorted(blobs.names(f"kv/{id_of('f0.0').hex()}/"))
+    blobs.delete(names[1:])
+    with Store.open(machine) as own:
+        assert push(own, blobs).damaged == []
+        assert is_whole(blobs)
+        wanted = [bytes(own.read_kv(id_of("f0.0"), "raw", layer)[1]) for layer in range(LAYERS)]  # type: ignore[index]
+    pull(tmp_path / "pulled", blobs)
+    with Store.open(tmp_path / "pulled") as pulled:
+        assert [bytes(pulled.read_kv(id_of("f0.0"), "raw", n)[1]) for n in range(LAYERS)] == wanted  # type: ignore[index]
+        check_file(pulled, "f1")
+
+
+# ---- what is left behind ----------------------------------------------------------------------------------------
+
+
+def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    counts = []
+    for number in range(7):
+        with store.writer() as writer:
+            add_file(writer, "f1", [f"version {number}"])
+        forget(store)
+        push(store, blobs)
+        counts.append(len(list(blobs.names())))
+    assert counts[4:] == counts[3:-1]
+    assert len(list(blobs.names("catalogue/"))) == 3
+    assert is_whole(blobs)
+    assert pull(tmp_path / "pulled", blobs).damaged == []
+
+
+def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None:
+    push(other, blobs)
+    push(store, blobs)
+    assert {id_of("g.0").hex(), id_of("f2.0").hex()} <= read_catalogue(blobs).chunks.keys()
+
+
+def test_a_head_of_the_version_before_is_read(store: Store, blobs: Blobs) -> None:
+    push(store, blobs)
+    (head,) = blobs.get([HEAD])
+    assert head is not None
+    name = unseal_head(head).catalogue
+    old = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": name}).encode())
+    assert blobs.swap(HEAD, head, old)
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0"])
+    push(store, blobs)
+    (head,) = blobs.get([HEAD])
+    assert head is not None
+    assert unseal_head(head).before == (name,)
+
+
+# ---- files in a shared folder -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def in_folder(folder: Path) -> Iterator[Blobs]:
+    with closing(open_blobs(f"file://{folder}")) as opened:
+        yield opened
+
+
+def test_a_link_in_a_temporary_names_place_is_not_followed(
+    in_folder: Blobs, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (folder / "a").mkdir(parents=True)
+    (folder / f"a/.tmp-{os.getpid()}-b").symlink_to(precious)  # the name that used to be taken
+    in_folder.put({"a/b": b"value"})
+    assert precious.read_text() == "mine"
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)  # and if somebody could foresee it
+    (folder / f"a/.tmp-{os.getpid()}-{'0' * 16}").symlink_to(precious)
+    with pytest.raises(RemoteError, match="cannot be written"):
+        in_folder.put({"a/b": b"other"})
+    assert precious.read_text() == "mine"
+    assert in_folder.get(["a/b"]) == [b"value"]
+
+
+def test_a_full_disk_leaves_no_temporary_file(in_folder: Blobs, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NoSpaceError):
+        in_folder.put({"a/b": b"1", "a/c": b"2"})
+    assert files_below(folder) == {}
+
+
+def test_files_of_killed_pushes_are_reclaimed_when_they_are_old(store: Store, in_folder: Blobs, folder: Path) -> None:
+    push(store, in_folder)
+    level = next((folder / "kv").glob("*/*"))
+    left = [level / ".tmp-12-0123456789abcdef", folder / "chunk/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
+    for path in left:
+        path.write_bytes(b"half of a value")
+    push(store, in_folder, delete=True)
+    assert all(path.exists() for path in left)  # somebody may be writing them
+    for path in left:
+        os.utime(path, (1, 1))
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0"])
+    pushed_by(store, in_folder.url)()
+    assert [path.exists() for path in left] == [True, False, False]  # where it wrote
+    push(store, in_folder, delete=True)
+    assert not left[0].exists()
