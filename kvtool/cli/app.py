@@ -151,7 +151,7 @@ def _guarded(args: list[str], out: Out) -> int:
         out.flush()
         return code
     except BaseException as raised:
-        shown = _explain(raised)
+        shown = explain(raised)
         if shown is None:
             raise
         error, code = shown
@@ -175,7 +175,7 @@ def _invoke(args: list[str]) -> int:
     return result if isinstance(result, int) else EXIT_DONE
 
 
-def _explain(raised: BaseException) -> tuple[KvtoolError, int] | None:
+def explain(raised: BaseException) -> tuple[KvtoolError, int] | None:
     """What to say of an exception, and the exit code; None where nothing is to be said."""
     if isinstance(raised, KvtoolError):
         return raised, raised.exit_code

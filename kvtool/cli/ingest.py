@@ -10,7 +10,8 @@ import typer
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import size_in_bytes, store_path, system_text
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import EXIT_PARTIAL
+from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
+from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 
 app = new_app()
@@ -24,8 +25,9 @@ def ingest(
     sync: Annotated[bool, typer.Option("--sync", help="Forget documents below PATH that are gone.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
     continue_on_error: Annotated[
-        bool, typer.Option("--continue-on-error", help="Go on after a document that fails (exit code 3).")
-    ] = False,
+        bool,
+        typer.Option("--continue-on-error/--fail-fast", help="After a file that fails: go on (exit code 3), or stop."),
+    ] = True,
     max_size: Annotated[
         str | None, typer.Option("--max-size", metavar="20GB", help="Size budget of the store.", show_default=False)
     ] = None,
@@ -35,10 +37,14 @@ def ingest(
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave these files out.", show_default=False)
     ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            "--log", metavar="FILE.jsonl", help="Append what happens, one JSON event a line.", show_default=False
+        ),
+    ] = None,
 ) -> int | None:
     """Read, split, prefill and store documents; only what changed is computed."""
-    from kvtool.core.ingest.job import ingest as run_ingest
-
     settings, resolved = run.settings, run.resolved
     split_given = any(resolved.given(key) for key in ("split", "chunk_tokens", "min_tokens", "max_chunk_tokens"))
     options = IngestOptions(
@@ -57,15 +63,47 @@ def ingest(
         sync=sync,
         dry_run=dry_run,
         max_size=size_in_bytes(max_size) if max_size else None,
-        continue_on_error=continue_on_error,
+        fail_fast=not continue_on_error,
         embedder=settings.embedder,
     )
-    with _Watch(run) as watch:
-        report = run_ingest(store_path(settings.store), options, watch.events)
-    for failure in report.failures:
-        run.out.warning(f"skipped {failure['path']}: {failure['error']}")
+    report = _ingest(run, options, log)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
-    return EXIT_PARTIAL if report.failures else None
+    return _code(report)
+
+
+def _code(report: IngestReport) -> int:
+    return EXIT_PARTIAL if report.failures else EXIT_DONE
+
+
+def _ingest(run: Run, options: IngestOptions, log: Path | None) -> IngestReport:
+    """Do it, shown on the terminal and written to the log."""
+    from kvtool.core.ingest.job import ingest as run_ingest
+
+    book = EventLog(log.expanduser()) if log is not None else None
+    try:
+        with _Watch(run) as watch:
+            events = book.listening(watch.events) if book else watch.events
+            report = run_ingest(store_path(run.settings.store), options, events)
+        if book:
+            book.event("summary", **report.to_json(), exit_code=_code(report))
+        return report
+    except BaseException as raised:
+        if book:
+            _log_end(book, raised)
+        raise
+    finally:
+        if book:
+            book.close()
+            if book.error:
+                run.out.warning(f"the log {log} is not complete: {book.error}")
+
+
+def _log_end(book: EventLog, raised: BaseException) -> None:
+    """The last event of a run that ends in an error: what the terminal is told of it."""
+    from kvtool.cli.app import explain
+
+    error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
+    book.event("error", message=error.message, hint=error.hint, exit_code=code)
 
 
 def _split(run: Run) -> SplitSettings:
@@ -81,7 +119,14 @@ class _Watch:
         self._out = run.out
         self._progress: Any = None
         self._bar: Any = None
-        self.events = Events(warn=self._out.warning, total=self._total, advance=self._advance, status=self._out.detail)
+        self.events = Events(
+            warn=self._out.warning,
+            failed=self._out.failed,
+            skipped=lambda path, reason: self._out.detail(f"skipped {path}: {reason}"),
+            total=self._total,
+            advance=self._advance,
+            status=self._out.detail,
+        )
 
     def __enter__(self) -> _Watch:
         return self
@@ -108,6 +153,9 @@ def _show(run: Run, report: IngestReport) -> None:
         f"documents: {documents.added} {would}added, {documents.changed} changed, {documents.unchanged} unchanged, "
         f"{documents.removed} removed, {documents.failed} failed"
     )
+    if any(report.skipped.values()):
+        kinds = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items() if count)
+        run.out.print(f"files skipped: {kinds} (-v names them)")
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")

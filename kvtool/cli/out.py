@@ -303,6 +303,11 @@ class Out:
             if hint:
                 self._say(hint, label="hint", colour=36)
 
+    def failed(self, what: str, reason: str) -> None:
+        """Say which part of the work failed while the rest goes on; with --quiet too."""
+        self.event("warning", message=f"failed: {what}: {reason}", path=what, error=reason)
+        self._say(one_line(f"{what}: {reason}"), label="failed", colour=31)
+
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
         """Say why the command ends; in the machine modes also on stdout."""
         code = error.exit_code if exit_code is None else exit_code

@@ -12,12 +12,14 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS
+from kvtool.core.durations import seconds
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.names import AUTO, MODES
 from kvtool.core.remote.blobs import TIMEOUT
@@ -57,6 +59,7 @@ def _key(
     highest: float | None = None,
     number_too: bool = False,
     is_path: bool = False,
+    is_duration: bool = False,
 ) -> T:
     """Declare one key: its default, its one-line help and what else is known of it (the fields of `Key`)."""
     known = {
@@ -72,6 +75,7 @@ def _key(
         "highest": highest,
         "number_too": number_too,
         "is_path": is_path,
+        "is_duration": is_duration,
     }
     return field(default=default, metadata=known)
 
@@ -119,7 +123,9 @@ class Settings:
     )
     dtype: str = _key("auto", "Number format of the model.", choices=("auto", "float32", "bfloat16", "float16"))
     offline: bool = _key(False, "Never touch the network.")
-    lock_wait: float = _key(10.0, "How long to wait for another kvtool's lock.", metavar="SECONDS", lowest=0)
+    lock_wait: float = _key(
+        10.0, "How long to wait for another kvtool's lock.", metavar="SECONDS|10m", lowest=0, is_duration=True
+    )
 
     split: str = _key(
         "semantic", "How documents are cut.", "ingest", choices=("semantic", "markdown", "paragraph", "fixed")
@@ -262,6 +268,7 @@ class Key:
     suggest : values for completion and for "did you mean".
     number_too : TOML may write a number where text is meant (`level = 2`).
     is_path : a path in a TOML file is relative to that file; `~` is expanded.
+    is_duration : seconds, or a number with a unit (`10m`), in a TOML file too.
     """
 
     name: str
@@ -280,6 +287,7 @@ class Key:
     highest: float | None
     number_too: bool
     is_path: bool
+    is_duration: bool
 
     @property
     def env(self) -> str:
@@ -291,10 +299,15 @@ class Key:
         if self.kind is str:
             return self.accept(text, where)
         try:
-            value = _boolean(text) if self.kind is bool else self.kind(text.strip())
+            value = self._read(text)
         except ValueError:
             raise self._wrong(where, text, f"is not {_KIND_NAMES[self.kind]}") from None
         return self.accept(value, where)
+
+    def _read(self, text: str) -> Any:
+        if self.is_duration:
+            return seconds(text)
+        return _boolean(text) if self.kind is bool else self.kind(text.strip())
 
     def accept(self, value: Any, where: str) -> Any:
         """Check a typed value and return it in the key's own type."""
@@ -313,6 +326,9 @@ class Key:
             return str(value)
         if self.kind is float and type(value) is int:
             return float(value)
+        if self.is_duration and isinstance(value, str):
+            with suppress(ValueError):
+                return seconds(value)
         if type(value) is not self.kind:
             raise self._wrong(where, value, f"is not {_KIND_NAMES[self.kind]}")
         return value

@@ -77,7 +77,7 @@ def test_2_usage(args: tuple[str, ...], store: Path, form: Any) -> None:
 
 def test_3_done_in_part(fresh: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The mill stands on the river.")
-    (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "b.txt").write_bytes(b"\0\1\2\3")
     done = fresh(tmp_path / "a.txt", tmp_path / "b.txt").fine(3)
     assert done.json["documents"]["added"] == 1
     assert "b.txt" in done.err

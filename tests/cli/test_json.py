@@ -312,7 +312,7 @@ def test_quiet_ingest(tiny: Path, tmp_path: Path) -> None:
 
 def test_jsonl(store: Path, tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_text("A new mill.")
-    (tmp_path / "odd.txt").write_bytes(b"")
+    (tmp_path / "odd.txt").write_bytes(b"\0\1\2\3")
     args = (tmp_path / "new.txt", tmp_path / "odd.txt", "--store", store, "--jsonl")
     events = kvtool("ingest", *args).fine(3).lines
     assert {event["type"] for event in events} <= {"status", "warning", "error", "summary"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.corpus.walk import Failure, find_files
+from kvtool.core.corpus.walk import Skip, Skipped, Walked, find_files
 from kvtool.core.errors import UsageError
 
 
@@ -20,46 +20,67 @@ def corpus(tmp_path: Path) -> Path:
     return root.resolve()
 
 
-def names(root: Path, found: list[object] | list) -> list[str]:  # type: ignore[type-arg]
-    return [file.path.relative_to(root).as_posix() for file in found]
+def names(root: Path, walked: Walked) -> list[str]:
+    return [file.path.relative_to(root).as_posix() for file in walked.files]
+
+
+def kinds(walked: Walked) -> dict[str, Skip]:
+    return {Path(skipped.path).name: skipped.kind for skipped in walked.skipped}
 
 
 def test_walk_is_sorted_and_takes_known_names(corpus: Path) -> None:
-    found, failures = find_files([corpus])
+    found = find_files([corpus])
     assert names(corpus, found) == ["README", "a.txt", "b.md", "sub/c.py"]
-    assert failures == []
-    assert found[1].size == 5
-    assert found[1].mtime_ns == (corpus / "a.txt").stat().st_mtime_ns
-    assert find_files([corpus]) == (found, [])
+    assert found.failures == []
+    assert found.files[1].size == 5
+    assert found.files[1].mtime_ns == (corpus / "a.txt").stat().st_mtime_ns
+    assert find_files([corpus]) == found
 
 
 def test_named_files_are_always_tried(corpus: Path) -> None:
-    found, _ = find_files([corpus / "picture.png", corpus / ".hidden.txt"])
-    assert names(corpus, found) == [".hidden.txt", "picture.png"]
+    (corpus / "notes.xyz").write_text("text")
+    assert names(corpus, find_files([corpus / "notes.xyz", corpus / ".hidden.txt"])) == [".hidden.txt", "notes.xyz"]
+
+
+def test_a_named_file_that_its_name_calls_no_text_is_not_read(corpus: Path) -> None:
+    (corpus / "paper.PDF").write_text("looks like text")
+    for path in (corpus / "paper.PDF", corpus / "picture.png"):
+        found = find_files([path])
+        assert found.files == []
+        assert kinds(found) == {path.name: Skip.UNSUPPORTED}
+    assert kinds(find_files([corpus], include=["*.PDF"])) == {"paper.PDF": Skip.UNSUPPORTED}
 
 
 def test_include_and_exclude(corpus: Path) -> None:
-    assert names(corpus, find_files([corpus], include=["*.md", "sub/*"])[0]) == ["b.md", "sub/c.py"]
-    assert names(corpus, find_files([corpus], include=["*.png"])[0]) == ["picture.png"]
-    assert names(corpus, find_files([corpus], exclude=["sub/", "*.txt"])[0]) == ["README", "b.md"]
+    (corpus / "notes.xyz").write_text("text")
+    assert names(corpus, find_files([corpus], include=["*.md", "sub/*"])) == ["b.md", "sub/c.py"]
+    assert names(corpus, find_files([corpus], include=["*.xyz"])) == ["notes.xyz"]
+    assert names(corpus, find_files([corpus], exclude=["sub/", "*.txt"])) == ["README", "b.md"]
+
+
+def test_what_no_reader_takes_is_named(corpus: Path) -> None:
+    """Hidden names and what `--exclude` or `--include` leaves out are meant to be passed over."""
+    assert kinds(find_files([corpus])) == {"picture.png": Skip.UNSUPPORTED}
+    assert kinds(find_files([corpus], exclude=["*.png"])) == {}
+    assert kinds(find_files([corpus], include=["*.txt"])) == {}
 
 
 def test_relative_paths_become_absolute(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(corpus / "sub")
-    assert names(corpus, find_files([Path("../a.txt"), Path()])[0]) == ["a.txt", "sub/c.py"]
-    assert len(find_files([Path("..")])[0]) == 4
+    assert names(corpus, find_files([Path("../a.txt"), Path()])) == ["a.txt", "sub/c.py"]
+    assert len(find_files([Path("..")]).files) == 4
 
 
 def test_the_same_file_twice_is_found_once(corpus: Path) -> None:
     (corpus / "link.txt").symlink_to("a.txt")
-    found, failures = find_files([corpus, corpus / "sub", corpus / "link.txt", corpus / "sub" / ".." / "a.txt"])
+    found = find_files([corpus, corpus / "sub", corpus / "link.txt", corpus / "sub" / ".." / "a.txt"])
     assert names(corpus, found) == ["README", "a.txt", "b.md", "sub/c.py"]
-    assert failures == []
+    assert found.failures == []
 
 
 def test_a_named_link_keeps_its_name(corpus: Path) -> None:
     (corpus / "link.txt").symlink_to("a.txt")
-    assert names(corpus, find_files([corpus / "link.txt"])[0]) == ["link.txt"]
+    assert names(corpus, find_files([corpus / "link.txt"])) == ["link.txt"]
 
 
 def test_loops_and_links_that_lead_out(corpus: Path, tmp_path: Path) -> None:
@@ -70,21 +91,19 @@ def test_loops_and_links_that_lead_out(corpus: Path, tmp_path: Path) -> None:
     (corpus / "gone.txt").symlink_to("nowhere")
     (corpus / "outer").symlink_to(tmp_path / "out")
     (corpus / "secret.txt").symlink_to(tmp_path / "out" / "secret.txt")
-    found, failures = find_files([corpus])
+    found = find_files([corpus], exclude=["*.png"])
     assert names(corpus, found) == ["README", "a.txt", "b.md", "sub/c.py"]
-    reasons = {Path(failure.path).name: failure.error for failure in failures}
-    assert set(reasons) == {"self.txt", "gone.txt", "outer", "secret.txt"}
+    assert kinds(found) == dict.fromkeys(("self.txt", "gone.txt", "outer", "secret.txt"), Skip.LINK)
+    reasons = {Path(skipped.path).name: skipped.reason for skipped in found.skipped}
     assert "itself" in reasons["self.txt"]
     assert "leads out" in reasons["outer"]
 
 
-def test_a_fifo_is_a_failure(corpus: Path) -> None:
+def test_a_fifo_is_passed_over(corpus: Path) -> None:
     os.mkfifo(corpus / "pipe.txt")
-    found, failures = find_files([corpus])
-    assert len(found) == 4
-    assert failures == [Failure(str(corpus / "pipe.txt"), "a FIFO, not a file")]
-    with pytest.raises(UsageError, match="FIFO"):
-        find_files([corpus / "pipe.txt"])
+    found = find_files([corpus], exclude=["*.png"])
+    assert len(found.files) == 4
+    assert found.skipped == [Skipped(str(corpus / "pipe.txt"), Skip.SPECIAL, "a FIFO, not a file")]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +111,7 @@ def test_a_fifo_is_a_failure(corpus: Path) -> None:
 )
 def test_strange_names(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("text")
-    found, failures = find_files([tmp_path])
-    assert [file.path.name for file in found] == [name]
-    assert failures == []
+    assert [file.path.name for file in find_files([tmp_path]).files] == [name]
 
 
 def test_missing_and_empty(tmp_path: Path, corpus: Path) -> None:
@@ -104,19 +121,24 @@ def test_missing_and_empty(tmp_path: Path, corpus: Path) -> None:
         with pytest.raises(UsageError) as caught:
             find_files([path])
         assert caught.value.hint
-    with pytest.raises(UsageError, match="no readable file"):
-        find_files([empty])
     with pytest.raises(UsageError):
         find_files([])
-    found, failures = find_files([empty, corpus])
-    assert len(found) == 4
-    assert [failure.path for failure in failures] == [str(empty.resolve())]
+    found = find_files([empty, corpus])
+    assert len(found.files) == 4
+    assert found.bare == [empty.resolve()]
+
+
+def test_a_path_that_was_there_once_may_be_missing(tmp_path: Path, corpus: Path) -> None:
+    found = find_files([corpus, tmp_path / "none"], remembered=lambda path: path.name == "none")
+    assert found.missing == [tmp_path / "none"]
+    with pytest.raises(UsageError, match="no such file"):
+        find_files([tmp_path / "never"], remembered=lambda path: path.name == "none")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
 def test_an_unreadable_folder_is_a_failure(corpus: Path) -> None:
     (corpus / "sub").chmod(0)
-    found, failures = find_files([corpus])
+    found = find_files([corpus])
     (corpus / "sub").chmod(0o700)
-    assert len(found) == 3
-    assert "permission" in failures[0].error
+    assert len(found.files) == 3
+    assert "permission" in found.failures[0].error

@@ -87,20 +87,42 @@ def test_alone_into_a_store_with_content(make: Any, store: Path, tmp_path: Path)
         kvtool("ingest", path, "--store", store).failed(2)
 
 
-@pytest.mark.parametrize("make", [empty_file, blank_file, binary_file, loop, dangling, fifo])
-def test_among_good_ones(make: Any, fresh: Any, tmp_path: Path) -> None:
-    path = alone(tmp_path / "in", "bad.txt")
-    make(path)
+def broken_lines(path: Path) -> None:
+    path.with_suffix(".jsonl").write_text("no JSON\n")
+
+
+@pytest.mark.parametrize("make", [binary_file, broken_lines])
+def test_a_file_that_fails_among_good_ones(make: Any, fresh: Any, tmp_path: Path) -> None:
+    make(alone(tmp_path / "in", "bad.txt"))
     (tmp_path / "in" / "good.txt").write_text(TEXT)
     done = fresh(tmp_path / "in").fine(3)
     assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 1}
     (failure,) = done.json["failures"]
-    assert failure["path"].endswith("bad.txt")
+    assert Path(failure["path"]).stem == "bad"
     assert failure["error"]
-    assert f"warning: skipped {failure['path']}: {failure['error']}\n" in done.err
+    assert f"failed: {failure['path']}: {failure['error']}\n" in done.err
     again = fresh(tmp_path / "in").fine(3).json
     assert again["documents"]["unchanged"] == 1
     assert again["chunks"]["computed"] == 0
+    quiet = fresh(tmp_path / "in", "--quiet")
+    assert quiet.code == 3
+    assert quiet.err == f"failed: {failure['path']}: {failure['error']}\n"
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(empty_file, "empty"), (blank_file, "empty"), (loop, "link"), (dangling, "link"), (fifo, "special")],
+)
+def test_what_is_passed_over_is_no_failure(make: Any, kind: str, fresh: Any, tmp_path: Path) -> None:
+    make(alone(tmp_path / "in", "bad.txt"))
+    (tmp_path / "in" / "good.txt").write_text(TEXT)
+    (tmp_path / "in" / "photo.jpg").write_bytes(b"\xff\xd8\xff")
+    done = fresh(tmp_path / "in", "-v").fine(0)
+    assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
+    none = {"empty": 0, "link": 0, "unsupported": 0, "special": 0, "gone": 0}
+    assert done.json["skipped"] == none | {kind: 1, "unsupported": 1}
+    for name in ("bad.txt", "photo.jpg"):
+        assert f"skipped {tmp_path / 'in' / name}: " in done.err
 
 
 @pytest.mark.parametrize("make", [empty_file, binary_file])
@@ -110,7 +132,9 @@ def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_
     fresh(folder).fine()
     before = chunks_of(tmp_path / "fresh", "mill0.md")
     make(folder / "mill0.md")
-    assert fresh(folder, "--sync").fine(3).json["documents"]["failed"] == 1
+    done = fresh(folder, "--sync").fine(3)
+    assert done.json["documents"]["failed"] == 1
+    assert "stays in the store" in done.err
     assert chunks_of(tmp_path / "fresh", "mill0.md") == before
 
 

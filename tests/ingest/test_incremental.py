@@ -138,17 +138,6 @@ def test_sync_forgets_what_is_gone(fresh: Any, tmp_path: Path) -> None:
     assert excluded["documents"]["removed"] == 0
 
 
-def test_sync_of_an_emptied_folder(fresh: Any, tmp_path: Path) -> None:
-    """All documents gone: that may be a mount that failed, so nothing is forgotten, and it is an error."""
-    folder = write_corpus(tmp_path / "in", 2)
-    fresh(folder).fine()
-    shutil.rmtree(folder)
-    fresh(folder, "--sync").failed(2)
-    folder.mkdir()
-    fresh(folder, "--sync").failed(2)
-    assert len(listing(tmp_path / "fresh")) == 2
-
-
 def test_dry_run_writes_nothing(store: Path, corpus: Path, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "new.txt").write_text("A new mill on another river.")
     copy = Path(shutil.copytree(corpus, tmp_path / "corpus"))
@@ -224,7 +213,7 @@ def test_a_split_of_the_store_is_remembered(fresh: Any, tmp_path: Path) -> None:
     assert report["documents"]["changed"] == 3
 
 
-def test_continue_on_error(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_fails_stops_no_other(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtool.core.errors import KvtoolError
 
     folder = write_corpus(tmp_path / "in", 3)
@@ -236,8 +225,9 @@ def test_continue_on_error(fresh: Any, tmp_path: Path, monkeypatch: pytest.Monke
         return real(file, *rest)
 
     monkeypatch.setattr(job, "prepare", refuse)
-    fresh(folder).failed(1, "too odd")
-    done = fresh(folder, "--continue-on-error").fine(3).json
+    fresh(folder, "--fail-fast").failed(1, "mill1.md: too odd")
+    done = fresh(folder).fine(3).json
     assert done["documents"]["added"] == 2
     assert done["documents"]["failed"] == 1
+    assert fresh(folder, "--continue-on-error").fine(3).json["documents"]["unchanged"] == 2
     assert PREFIX == ("--lead-in", "prefix")

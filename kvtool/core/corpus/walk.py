@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from kvtool.core.corpus.readers import is_known
+from kvtool.core.corpus.readers import is_foreign, is_known
 from kvtool.core.errors import UsageError
 
 
@@ -38,46 +39,102 @@ class Failure:
     error: str
 
 
+class Skip(StrEnum):
+    """Kinds of files that are passed over, with which nothing is wrong."""
+
+    EMPTY = "empty"  # nothing in it
+    LINK = "link"  # broken, a loop, or out of the folder
+    UNSUPPORTED = "unsupported"  # no reader for what it is
+    SPECIAL = "special"  # a FIFO, a socket, a device
+    GONE = "gone"  # there when the folder was listed, and not any more
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A file that is passed over."""
+
+    path: str
+    kind: Skip
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """What lies below the given paths.
+
+    Parameters
+    ----------
+    files : what is to be read, sorted by path.
+    failures, skipped : what is not, sorted by path.
+    missing : given paths that are not there any more, but were once (`find_files`).
+    bare : given folders without any file to read.
+    """
+
+    files: list[FoundFile]
+    failures: list[Failure] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    missing: list[Path] = field(default_factory=list)
+    bare: list[Path] = field(default_factory=list)
+
+
 def find_files(
-    paths: Sequence[Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> tuple[list[FoundFile], list[Failure]]:
+    paths: Sequence[Path],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    remembered: Callable[[Path], bool] = lambda path: False,
+) -> Walked:
     """Find the files below `paths`, sorted, each real file once.
 
-    A file named in `paths` is always taken. In a folder only names with a registered reader are,
-    or those whose ending an `include` pattern spells out (`*.dat`); hidden names are passed over,
-    folder links are not followed, and a file link only where it stays inside the folder.
+    A file named in `paths` is always taken, unless its ending says that it is no text (`.pdf`). In a folder only names
+    with a registered reader are, or those whose ending an `include` pattern spells out (`*.dat`); hidden names are
+    passed over, folder links are not followed, and a file link only where it stays inside the folder.
 
     Parameters
     ----------
     paths : files and folders.
     include, exclude : shell patterns, matched against the name and the path below the folder;
         `exclude` also prunes whole folders.
+    remembered : whether a path that does not exist may be missing, because it was there once.
 
     Raises
     ------
     UsageError
-        If a path does not exist, or nothing at all can be read.
+        If a path does not exist and is not remembered.
     """
     if not paths:
         raise UsageError("no files or folders given", "name at least one file or folder to read")
-    search = _Search(tuple(include), tuple(exclude))
+    search = _Search(tuple(include), tuple(exclude), remembered)
     for path in paths:
         search.take(path)
     return search.result()
+
+
+def places(path: Path) -> tuple[Path, ...]:
+    """Where the files of a given path are, or were, by the names `find_files` gives them."""
+    return _absolute(path), Path(os.path.realpath(path))
 
 
 @dataclass(slots=True)
 class _Search:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    remembered: Callable[[Path], bool]
     # real path → the way it was reached; a file that is no link wins over a link to it
     found: dict[str, FoundFile] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+    missing: list[Path] = field(default_factory=list)
+    bare: list[Path] = field(default_factory=list)
 
     def take(self, given: Path) -> None:
         path = _absolute(given)
         try:
             status = path.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if not self.remembered(given):
+                raise _missing(given, error) from error
+            self.missing.append(given)
+            return
         except OSError as error:
             raise _missing(given, error) from error
         except ValueError as error:
@@ -87,15 +144,14 @@ class _Search:
         else:
             self._take_file(path, status)
 
-    def result(self) -> tuple[list[FoundFile], list[Failure]]:
-        failures = sorted(self.failures.values(), key=lambda failure: failure.path)
-        if not self.found:
-            first = failures[0]
-            raise UsageError(
-                f"nothing to read: {first.path}: {first.error}",
-                "name a folder with text, Markdown, HTML, code or JSON-lines files, or name the files themselves",
-            )
-        return sorted(self.found.values(), key=lambda file: str(file.path)), failures
+    def result(self) -> Walked:
+        return Walked(
+            sorted(self.found.values(), key=lambda file: str(file.path)),
+            sorted(self.failures.values(), key=lambda failure: failure.path),
+            sorted(self.skipped.values(), key=lambda skipped: skipped.path),
+            self.missing,
+            self.bare,
+        )
 
     def _take_folder(self, folder: Path) -> None:
         root = folder.resolve()
@@ -103,14 +159,19 @@ class _Search:
         for path in self._walk(root):
             try:
                 taken += self._take_file(path, path.stat())
+            except FileNotFoundError:
+                self._skip(path, Skip.GONE, "gone since the folder was listed")
             except OSError as error:
                 self._fail(path, _reason(error))
-        if not taken:
-            self._fail(root, "no readable file in this folder")
+        if not taken and str(root) not in self.failures:
+            self.bare.append(root)
 
     def _take_file(self, path: Path, status: os.stat_result) -> bool:
         if not stat.S_ISREG(status.st_mode):
-            self._fail(path, f"{_type_name(status.st_mode)}, not a file")
+            self._skip(path, Skip.SPECIAL, f"{_type_name(status.st_mode)}, not a file")
+            return False
+        if is_foreign(path):
+            self._skip(path, Skip.UNSUPPORTED, f"{path.suffix} files are not read: convert it to text first")
             return False
         file = FoundFile(path, status.st_size, status.st_mtime_ns)
         real = os.path.realpath(path)
@@ -145,31 +206,35 @@ class _Search:
             return self._link_wanted(path, below, root)
         if not entry.is_file(follow_symlinks=False):
             return not self.include or _matches(below, self.include)
-        return self._name_wanted(below)
+        return self._name_wanted(path, below)
 
     def _link_wanted(self, path: Path, below: str, root: Path) -> bool:
         try:
             is_folder = stat.S_ISDIR(path.stat().st_mode)
         except OSError as error:
-            if self._name_wanted(below):
-                self._fail(path, _reason(error))
+            if not self.include or _matches(below, self.include):
+                self._skip(path, Skip.LINK, _reason(error))
             return False
-        if not is_folder and not self._name_wanted(below):
+        if not is_folder and not self._name_wanted(path, below):
             return False
         if not Path(os.path.realpath(path)).is_relative_to(root):
-            self._fail(path, "a link that leads out of the folder is not followed")
+            self._skip(path, Skip.LINK, "a link that leads out of the folder is not followed")
             return False
         return not is_folder  # a folder inside is walked under its own name
 
-    def _name_wanted(self, below: str) -> bool:
-        path = PurePosixPath(below)
-        if not self.include:
-            return is_known(path)
-        spelled_out = any(PurePosixPath(glob).suffix == path.suffix for glob in self.include)
-        return _matches(below, self.include) and (is_known(path) or spelled_out)
+    def _name_wanted(self, path: Path, below: str) -> bool:
+        if self.include and not _matches(below, self.include):
+            return False
+        if is_known(path) or any(PurePosixPath(glob).suffix == path.suffix for glob in self.include):
+            return True
+        self._skip(path, Skip.UNSUPPORTED, f"no reader for {path.suffix or 'names without an ending'}")
+        return False
 
     def _fail(self, path: Path, error: str) -> None:
         self.failures.setdefault(str(path), Failure(str(path), error))
+
+    def _skip(self, path: Path, kind: Skip, reason: str) -> None:
+        self.skipped.setdefault(str(path), Skipped(str(path), kind, reason))
 
 
 def _absolute(path: Path) -> Path:

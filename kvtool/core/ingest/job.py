@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,12 +16,12 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import LOSSY, check_level
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.corpus.walk import find_files
+from kvtool.core.corpus.walk import Walked, find_files, places
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.identity import LeadInIds, StoreIdentity
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
-from kvtool.core.ingest.survey import Survey, survey
+from kvtool.core.ingest.survey import Survey, is_below, reason_of, survey
 from kvtool.core.lead_ins import LEARNED, learned_lead_in, open_lead_in
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.files import ModelFiles, resolve
@@ -221,42 +222,83 @@ class _Job:
         except ModelError as error:
             if self.options.embedder is not None:
                 raise
-            self.report.warnings.append(f"no vectors: {error.message}")
-            self.events.warn(self.report.warnings[-1], error.hint)
+            self._warn(f"no vectors: {error.message}", error.hint)
 
     @cached_property
     def found(self) -> Survey:
         """What there is to do. Paths are looked at first: a model may have to be downloaded for the rest."""
-        walked = find_files(self.options.paths, self.options.include, self.options.exclude)
+        walked = find_files(self.options.paths, self.options.include, self.options.exclude, self._remembers)
         found = survey(walked, self.options, self.store, self.identity.settings_digest())
+        if not found and not (self.options.sync and self.store is not None):
+            raise _nothing(walked, found)
         self.report.documents.unchanged = sum(len(entry.documents) for entry in found.unchanged)
-        self.report.documents.failed = len(found.failures)
-        self.report.failures = [{"path": f.path, "error": f.error} for f in found.failures]
-        if found.failures and not (found.changed or found.unchanged or found.gone):
-            first = found.failures[0]
-            raise UsageError(
-                f"nothing to ingest: {len(found.failures)} file(s) cannot be read; {first.path}: {first.error}",
-                "give text, Markdown, HTML, source code or JSON-lines files",
-            )
+        self._tell(walked, found)
         return found
 
+    def _remembers(self, path: Path) -> bool:
+        """Whether the store has documents of a path that is not there any more, so that they can be forgotten.
+
+        Raises
+        ------
+        UsageError : it has, and nobody said that they are to be forgotten.
+        """
+        roots = set(places(path))
+        count = sum(len(entry.documents) for entry in self.store.files() if is_below(entry, roots)) if self.store else 0
+        if count and not self.options.sync:
+            raise UsageError(
+                f"{path} is not there any more; the store holds {count} document(s) of it",
+                f"--sync forgets them, and so does `kvtool store forget {shlex.quote(str(path))}`",
+            )
+        return count > 0
+
+    def _tell(self, walked: Walked, found: Survey) -> None:
+        """Whatever was not read, by name; folders that are bare and paths that are gone."""
+        named = {str(place) for path in self.options.paths for place in places(path)}
+        for skipped in found.skipped:
+            self.report.skipped[skipped.kind.value] += 1
+            self.report.skipped_files.append(skipped)
+            if skipped.path in named:  # in a folder there may be thousands; this one was asked for
+                self._warn(f"skipped {skipped.path}: {skipped.reason}")
+            else:
+                self.events.skipped(skipped.path, skipped.reason)
+        for failure in found.failures:
+            self._fail(failure.path, failure.error)
+        for path in walked.missing:
+            self._warn(f"{path} is not there any more: what the store holds of it is forgotten")
+        for path in walked.bare:
+            self._warn(f"{path}: no readable file in this folder")
+
+    def _warn(self, text: str, hint: str = "") -> None:
+        self.report.warnings.append(text)
+        self.events.warn(text, hint)
+
     def _prepare(self, found: Survey) -> list[PreparedFile]:
+        """Changed files cut into chunks. Whatever one file does, it fails alone."""
+        if not found.changed:
+            return []
+        identity, tokenizer = self.identity, self.tokenizer  # what is wrong with these is no file's fault
         prepared = []
         for file in found.changed:
             try:
-                prepared.append(prepare(file, self.identity, self.tokenizer))
-            except KvtoolError as error:
-                self._fail(str(file.found.path), error)
+                prepared.append(prepare(file, identity, tokenizer))
+            except Exception as error:
+                self._fail(str(file.found.path), reason_of(error))
             for note in file.notes:
-                self.report.warnings.append(f"{file.found.path}: {note}")
-                self.events.warn(self.report.warnings[-1], "")
+                self._warn(f"{file.found.path}: {note}")
         return prepared
 
-    def _fail(self, path: str, error: KvtoolError) -> None:
-        if not self.options.continue_on_error:
-            raise error
+    def _fail(self, path: str, reason: str) -> None:
+        """Count a file that failed, and go on with the others.
+
+        Raises
+        ------
+        KvtoolError : the first failure is to end the run.
+        """
+        if self.options.fail_fast:
+            raise KvtoolError(f"{path}: {reason}", "without --fail-fast the other files are ingested all the same")
         self.report.documents.failed += 1
-        self.report.failures.append({"path": path, "error": error.message})
+        self.report.failures.append({"path": path, "error": reason})
+        self.events.failed(path, reason)
 
     def _missing(self, prepared: Iterable[PreparedFile]) -> dict[bytes, WantedChunk]:
         wanted = {chunk.chunk_id: chunk for file in prepared for chunk in file.chunks}
@@ -362,6 +404,18 @@ class _Job:
                     document = self.store.document(source)
                     chunks[entry.path in read] |= {ref.chunk_id for ref in document.chunks} if document else set()
         return len(chunks[False] - chunks[True]), len(chunks[True])
+
+
+def _nothing(walked: Walked, found: Survey) -> UsageError:
+    """What is said where nothing could be taken at all."""
+    reasons = [f"{failure.path}: {failure.error}" for failure in found.failures]
+    reasons += [f"{skipped.path}: {skipped.reason}" for skipped in found.skipped]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    reasons += [f"{path}: no readable file in this folder" for path in walked.bare]
+    return UsageError(
+        f"nothing to ingest: {reasons[0]}{more}",
+        "name a folder with text, Markdown, HTML, code or JSON-lines files, or name the files themselves",
+    )
 
 
 def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:

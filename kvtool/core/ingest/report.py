@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.corpus.split import SplitSettings
+from kvtool.core.corpus.walk import Skip, Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class IngestOptions:
     sync: bool = False
     dry_run: bool = False
     max_size: int | None = None
-    continue_on_error: bool = False
+    continue_on_error: bool = True  # always so, unless `fail_fast`
+    fail_fast: bool = False
     embedder: str | None = None
 
 
@@ -55,7 +57,13 @@ class Chunks:
 
 @dataclass(slots=True)
 class IngestReport:
-    """The result of an ingest (CLI.md); `tokens` and `kv_bytes` count what was computed in this run."""
+    """The result of an ingest (CLI.md); `tokens` and `kv_bytes` count what was computed in this run.
+
+    Attributes
+    ----------
+    skipped : how many files were passed over, by kind; nothing is wrong with them.
+    failures : what should have been read and was not.
+    """
 
     documents: Documents = field(default_factory=Documents)
     chunks: Chunks = field(default_factory=Chunks)
@@ -63,6 +71,8 @@ class IngestReport:
     kv_bytes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
+    skipped_files: list[Skipped] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -78,14 +88,21 @@ class IngestReport:
         """The JSON object of `ingest --json`."""
         from dataclasses import asdict
 
-        return asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
+        facts = asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
+        del facts["skipped_files"]  # there may be more of them than of all else
+        return facts
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Where an ingest tells how far it is: a warning, the number of tokens to compute, tokens just computed."""
+    """Where an ingest tells how far it is: a warning, the number of tokens to compute, tokens just computed.
+
+    `failed` and `skipped` are told of a file as soon as it is known.
+    """
 
     warn: Callable[[str, str], None] = lambda text, hint: None
+    failed: Callable[[str, str], None] = lambda path, reason: None
+    skipped: Callable[[str, str], None] = lambda path, reason: None
     total: Callable[[int], None] = lambda tokens: None
     advance: Callable[[int], None] = lambda tokens: None
     status: Callable[[str], None] = lambda text: None

@@ -11,10 +11,20 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 
 from kvtool.core.corpus.readers import code, html, jsonl, markdown, text
-from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile
 from kvtool.core.corpus.readers.encoding import decode
+from kvtool.core.corpus.readers.foreign import is_foreign
 
-__all__ = ["READERS", "Document", "UnreadableFile", "is_known", "read_documents"]
+__all__ = [
+    "READERS",
+    "BinaryFile",
+    "Document",
+    "EmptyFile",
+    "UnreadableFile",
+    "is_foreign",
+    "is_known",
+    "read_documents",
+]
 
 Reader = Callable[[str, str], list[Document]]
 
@@ -46,7 +56,7 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     declared = html.declared_encoding(data) if reader is html.read else ""
     content, notes = decode(data, declared)
     if not content.strip():
-        raise UnreadableFile("empty")
+        raise EmptyFile("empty")
     documents = reader(_source(path), content)
     documents[0] = replace(documents[0], notes=notes + documents[0].notes)
     return documents

@@ -27,3 +27,11 @@ class Document:
 
 class UnreadableFile(KvtoolError):
     """A file holds no text that can be read; the message is the reason, without the path."""
+
+
+class EmptyFile(UnreadableFile):
+    """There is nothing to read in it, and nothing wrong with it."""
+
+
+class BinaryFile(UnreadableFile):
+    """It is no text."""

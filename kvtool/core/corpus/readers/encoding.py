@@ -10,7 +10,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterable
 
-from kvtool.core.corpus.readers.document import UnreadableFile
+from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile
 
 Decoded = tuple[str, tuple[str, ...]]
 
@@ -74,17 +74,17 @@ def decode(data: bytes, declared: str = "") -> Decoded:
 
     Raises
     ------
-    UnreadableFile
+    EmptyFile, BinaryFile
         If the bytes are empty or not text.
     """
     if not data or data.isspace():
-        raise UnreadableFile("empty")
+        raise EmptyFile("empty")
     for magic, name in _BINARY:
         if data.startswith(magic):
-            raise UnreadableFile(f"binary: {name}", "convert it to text first")
+            raise BinaryFile(f"binary: {name}", "convert it to text first")
     text, notes = _with_bom(data) or _without_bom(data, declared)
     if "\0" in text:
-        raise UnreadableFile("binary: contains NUL")
+        raise BinaryFile("binary: contains NUL")
     return text, notes
 
 
@@ -141,7 +141,7 @@ def _repaired(data: bytes, codec: str) -> Decoded:
 def _refuse_controls(data: bytes, most: float) -> None:
     sample = data[:_SAMPLE]
     if len(sample.translate(None, _CONTROLS)) < len(sample) * (1 - most):
-        raise UnreadableFile("binary: full of control characters")
+        raise BinaryFile("binary: full of control characters")
 
 
 def _is_damaged_utf8(data: bytes) -> bool:
@@ -158,7 +158,7 @@ def _utf16(data: bytes) -> str:
     texts = (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))
     written = [text for text in texts if text and "\0" not in text and _is_written(text)]
     if not written:
-        raise UnreadableFile("binary: contains NUL")
+        raise BinaryFile("binary: contains NUL")
     return max(written, key=_ascii_count)
 
 
@@ -219,7 +219,7 @@ def _normalizer_guess(sample: bytes) -> str:
 
     best = from_bytes(sample).best()
     if best is None:
-        raise UnreadableFile("binary, or in an encoding that cannot be told", "save it as UTF-8")
+        raise BinaryFile("binary, or in an encoding that cannot be told", "save it as UTF-8")
     return str(best.encoding)
 
 

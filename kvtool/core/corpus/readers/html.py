@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile
 
 ENDINGS = (".html", ".htm", ".xhtml", ".shtml")
 
@@ -73,7 +73,7 @@ def read(source: str, text: str) -> list[Document]:
     # an unclosed <nav> would hide the whole page: then it is better kept
     rendered = render(text, _UNSEEN | {"nav"}) or render(text, _UNSEEN)
     if not rendered:
-        raise UnreadableFile("empty: the page has no visible text")
+        raise EmptyFile("empty: the page has no visible text")
     return [Document(source, rendered, "html")]
 
 

@@ -1,0 +1,120 @@
+"""`ingest --sync`: what is gone is forgotten, wherever it was; nothing else is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.working import damages, kvtool, listing, write_corpus
+
+
+@pytest.fixture
+def folder(fresh: Any, tmp_path: Path) -> Path:
+    """Two ingested documents."""
+    made = write_corpus(tmp_path / "in", 2, 1)
+    fresh(made).fine()
+    return made
+
+
+def names(tmp_path: Path) -> set[str]:
+    return {Path(document["source"]).name for document in listing(tmp_path / "fresh")}
+
+
+def test_a_file_that_is_gone_is_forgotten_by_its_name(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    (folder / "mill0.md").unlink()
+    done = fresh(folder / "mill0.md", "--sync").fine()
+    assert done.json["documents"]["removed"] == 1
+    assert "mill0.md is not there any more" in done.err
+    assert names(tmp_path) == {"mill1.md"}
+    assert damages(tmp_path / "fresh") == []
+
+
+def test_a_folder_that_is_gone_is_forgotten(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder)
+    dry = fresh(folder, "--sync", "--dry-run").fine().json
+    assert dry["documents"]["removed"] == 2
+    assert len(names(tmp_path)) == 2
+    assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2
+    assert names(tmp_path) == set()
+    fresh(folder, "--sync").failed(2, "no such file or folder")  # now a spelling mistake like any other
+
+
+def test_an_emptied_folder_is_forgotten(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    fresh(folder).failed(2, "no readable file in this folder")
+    assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2
+    assert fresh(folder, "--sync", "--quiet").fine().err == ""
+
+
+def test_what_is_gone_is_not_forgotten_unasked(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder)
+    done = fresh(folder).failed(2, "the store holds 2 document(s) of it")
+    assert "--sync" in done.err
+    assert "kvtool store forget" in done.err
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_name_with_the_same_beginning_is_another_folder(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    fresh(tmp_path / "i", "--sync").failed(2, "no such file or folder")
+    other = write_corpus(tmp_path / "in2", 1, 1)
+    fresh(other).fine()
+    shutil.rmtree(folder)
+    assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_folder_reached_by_a_link(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder.parent)
+    (folder / "mill0.md").unlink()
+    assert fresh(tmp_path / "link" / "in", "--sync").fine().json["documents"]["removed"] == 1
+
+
+def test_a_disk_that_fails_is_no_reason_to_forget(
+    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "mill0.md").unlink()
+    (folder / "new.txt").write_text("A new mill.")
+    real = Path.exists
+
+    def failing(path: Path) -> bool:
+        if path.name == "mill0.md":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", failing)
+    report = fresh(folder, "--sync").fine().json["documents"]
+    assert (report["added"], report["removed"]) == (1, 0)
+
+
+def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    fresh(tmp_path / "empty", "--sync").failed(2, "nothing to ingest")
+    assert not (tmp_path / "fresh").exists()
+
+
+@pytest.mark.parametrize("name", ["paper.pdf", "photo.JPG", "data.xyz"])
+def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.pdf" else b"\0\1\2\3" * 99)
+    fresh(tmp_path / name).failed(2, name)
+    (folder / "new.txt").write_text("A new mill.")
+    done = fresh(tmp_path / name, folder).fine()
+    assert done.json["documents"]["added"] == 1
+    assert done.json["skipped"]["unsupported"] == 1
+    assert f"warning: skipped {tmp_path / name}: " in done.err
+
+
+def test_a_named_file_of_an_unknown_kind_is_read_where_it_is_text(fresh: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.xyz").write_text("The mill stands on the river.")
+    assert fresh(tmp_path / "notes.xyz").fine().json["documents"]["added"] == 1
+
+
+def test_the_summary_counts_what_was_passed_over(folder: Path, tmp_path: Path) -> None:
+    (folder / "empty.txt").touch()
+    (folder / "photo.png").write_bytes(b"\x89PNG")
+    done = kvtool("ingest", folder, "--store", tmp_path / "fresh").fine()
+    assert "files skipped: 1 empty, 1 unsupported (-v names them)\n" in done.out
+    assert "photo.png" not in done.err

@@ -1,0 +1,83 @@
+"""`ingest --log`: one JSON event a line, whatever becomes of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.ingest import job
+from tests.cli.working import kvtool, write_corpus
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in found:
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", event["time"])
+        assert event["pid"] == os.getpid()
+    return found
+
+
+def test_the_log_of_two_runs(fresh: Any, tmp_path: Path) -> None:
+    folder, log = write_corpus(tmp_path / "in", 2, 1), tmp_path / "log.jsonl"
+    (folder / "odd.txt").write_bytes(b"The mill \xff stands on the river. " * 9)
+    (folder / "bad.jsonl").write_text("no JSON")
+    (folder / "empty.txt").touch()
+    fresh(folder, "--log", log, "--quiet").fine(3)
+    first = events(log)
+    assert {event["type"] for event in first} == {"status", "warning", "error", "summary"}
+    (error,) = [event for event in first if event["type"] == "error"]
+    assert error["path"] == str(folder / "bad.jsonl")
+    assert "line 1" in error["message"]
+    assert "odd.txt" in next(event["message"] for event in first if event["type"] == "warning")
+    summary = first[-1]
+    assert summary["type"] == "summary"
+    assert (summary["exit_code"], summary["documents"]["added"], summary["skipped"]["empty"]) == (3, 3, 1)
+    (folder / "bad.jsonl").unlink()
+    done = kvtool("ingest", folder, "--store", tmp_path / "fresh", "--log", log, "--quiet")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert events(log)[-1]["exit_code"] == 0
+    assert len(events(log)) > len(first)
+
+
+@pytest.mark.parametrize("place", ["no/such/log.jsonl", "."])
+def test_a_log_that_cannot_be_written_is_said_at_the_start(place: str, fresh: Any, tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "in", 1, 1)
+    fresh(folder, "--log", tmp_path / place).failed(2, "cannot be written")
+    assert not (tmp_path / "fresh").exists()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), MemoryError(), ValueError("odd")])
+def test_a_run_that_breaks_off_says_so_last(
+    raised: BaseException, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, log = write_corpus(tmp_path / "in", 1, 1), tmp_path / "log.jsonl"
+
+    def breaking(*args: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(job, "survey", breaking)
+    done = fresh(folder, "--log", log)
+    last = events(log)[-1]
+    assert (last["type"], last["exit_code"]) == ("error", done.code)
+    assert last["message"] in done.err
+
+
+def test_a_full_disk_under_the_log_ends_no_ingest(fresh: Any, tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "in", 1, 1)
+    done = fresh(folder, "--log", "/dev/full").fine()
+    assert done.json["documents"]["added"] == 1
+    assert "the log /dev/full is not complete" in done.err
+
+
+@pytest.mark.parametrize("wait", ["0", "0s", "0.001m", "1ms"])
+def test_lock_wait_takes_a_duration(wait: str, fresh: Any, tmp_path: Path) -> None:
+    fresh(write_corpus(tmp_path / "in", 1, 1), "--lock-wait", wait).fine()
+
+
+def test_a_lock_wait_that_is_no_duration(fresh: Any, tmp_path: Path) -> None:
+    fresh(write_corpus(tmp_path / "in", 1, 1), "--lock-wait", "10x").failed(2, "lock-wait")
