@@ -133,7 +133,7 @@ def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatc
     kvtool("store", "push", url, "--store", store).fine()
     asked: list[str] = []
     real = Arrivals.ask
-    monkeypatch.setattr(Arrivals, "ask", lambda self, names: (asked.extend(names), real(self, names))[1])
+    monkeypatch.setattr(Arrivals, "ask", lambda self, names, most: (asked.extend(names), real(self, names, most))[1])
     for level in ("2", "1", "raw"):
         asked.clear()
         assert said(ask(url, "--level", level)) == said(ask(store, "--level", level))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ from tests.cache import making
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of
 from tests.cli.working import files_below
 
-MANIFEST = {"identity": {"fingerprint": "f", "model": "tiny"}}
+MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
 WORDS = ("kv", "file", "head2", "profile/notes.txt", "catalogue/2024.csv", "kv/me/raw-1/0", "chunk/holiday.jpg")
 
 
@@ -191,7 +192,8 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
 
 def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
     with store.writer() as writer:
-        writer.put_profile(b"p" * 16, b"a profile", {"profile": (b"p" * 16).hex()})
+        writer.put_profile(bytes.fromhex(digest_of(b"a profile")), b"a profile", {"profile": digest_of(b"a profile")})
+        writer.add_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # a learned lead-in
     push(store, blobs)
     names = set(blobs.names())
     assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "meta", "profile", "file", "chunk", "kv"}

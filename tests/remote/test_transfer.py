@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +22,8 @@ from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
 
-MANIFEST = {"identity": {"fingerprint": "f", "model": "tiny"}}
+PROFILE = hashlib.blake2b(b"a profile", digest_size=16).digest()
+MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     with Store.open(make_store(tmp_path / "store")) as opened:
         with opened.writer() as writer:
             writer.set_manifest(MANIFEST)
-            writer.put_profile(b"p" * 16, b"a profile", {"profile": (b"p" * 16).hex()})
+            writer.put_profile(PROFILE, b"a profile", {"profile": PROFILE.hex()})
             writer.set_lead_in_state({"fingerprint": "f"})
         yield opened
 
@@ -70,7 +72,7 @@ def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
             check_file(other, name)
         assert other.manifest() == MANIFEST
         assert other.codec_state() == store.codec_state()
-        profile = other.profile(b"p" * 16)
+        profile = other.profile(PROFILE)
         assert profile is not None
         assert bytes(profile) == b"a profile"
         assert list(find_damage(other, 1)) == []  # type: ignore[arg-type]

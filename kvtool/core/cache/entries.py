@@ -128,6 +128,18 @@ class ChunkInfo:
             return cls(ids, bytes(data[lead_at:side_at]), layers, bytes(data[side_at:]))
 
 
+_TROUBLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+    zstandard.ZstdError,
+)
+
+
 class _Reading:
     """Any trouble with an entry's bytes is damage, and says of what."""
 
@@ -138,7 +150,7 @@ class _Reading:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (ValueError, KeyError, TypeError, struct.error, zstandard.ZstdError, RecursionError)):
+        if isinstance(error, _TROUBLE):
             raise DamagedError(f"a stored {self._what} cannot be read: {type(error).__name__}") from error
 
 

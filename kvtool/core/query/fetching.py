@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
@@ -69,7 +70,9 @@ class Driver:
 
     def _send(self, flight: _Flight) -> None:
         assert self._arrivals is not None
-        self._arrivals.ask([name for name, _, _ in flight.waiting])
+        chunk_id = self._segments[flight.fetch.chunk].source.chunk_id
+        for level, rows in groupby(flight.waiting, key=lambda row: row[1]):
+            self._arrivals.ask([name for name, _, _ in rows], self._store.stated(chunk_id, level))
 
     def _wait(self) -> None:
         """Take one value of the oldest fetch, or give it up."""

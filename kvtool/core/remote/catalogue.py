@@ -27,12 +27,18 @@ from typing import Any
 import zstandard
 
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import Kind, seal, unseal
+from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
+from kvtool.core.codec.levels import LEVELS, LOSSY, coarser
 from kvtool.core.errors import DamagedError, StoreFormatError
+from kvtool.core.remote import checks
+from kvtool.core.remote.limits import MOST_LAYERS, MOST_LEVEL_BYTES
 
 FORMAT = 1
 HEAD = "head"
-_MOST_BYTES = 2**31
+_MOST_BYTES = 2**29
+_MOST_PACKED = 32  # to one
+_MARK_BYTES = 16
+_PROFILE_BYTES = (16, 20)  # of a codec profile, of a learned lead-in
 _HEAD_KEY = b"remote head"
 
 
@@ -83,13 +89,19 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """All of it. Keys and ids are in hex; two stores may be joined if they have the same `identity`."""
+    """All of it. Keys and ids are in hex; two stores may be joined if they have the same `identity`.
+
+    Attributes
+    ----------
+    left_out : of one that was read: what cannot be used, and why.
+    """
 
     identity: dict[str, Any]
     meta: dict[str, str] = field(default_factory=dict)
     profiles: tuple[str, ...] = ()
     files: dict[str, File] = field(default_factory=dict)
     chunks: dict[str, Chunk] = field(default_factory=dict)
+    left_out: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def pack(self) -> bytes:
         """Canonical, packed."""
@@ -112,7 +124,7 @@ class Catalogue:
 
     @classmethod
     def unpack(cls, data: bytes) -> Catalogue:
-        """Inverse of :meth:`pack`.
+        """Inverse of :meth:`pack`; every part is checked for what it can be before anything is made of it.
 
         Raises
         ------
@@ -120,20 +132,9 @@ class Catalogue:
         StoreFormatError : a newer kvtool wrote it.
         """
         try:
-            if not 0 <= zstandard.frame_content_size(data) <= _MOST_BYTES:
-                raise ValueError("its size is out of bounds")
-            value = json.loads(zstandard.ZstdDecompressor().decompress(data))
-            if value["format"] > FORMAT:
-                raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
-            makers = value.get("makers", {})
-            chunks = {
-                key: Chunk(mark, int(layers), _levels(levels, makers.get(key, {})))
-                for key, (mark, layers, levels) in value["chunks"].items()
-            }
-            files = {key: File(*fields) for key, fields in value["files"].items()}
-            return cls(dict(value["identity"]), dict(value["meta"]), tuple(value["profiles"]), files, chunks)
-        except (ValueError, KeyError, TypeError, AttributeError, zstandard.ZstdError) as error:
-            raise DamagedError("the shared store's catalogue cannot be read", _PUSH_AGAIN) from error
+            return _parsed(checks.object_of(checks.strict_json(_unpacked(data))))
+        except (ValueError, KeyError, zstandard.ZstdError) as error:
+            raise DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN) from error
 
     def with_chunks(self, chunks: dict[str, Chunk]) -> Catalogue:
         """The same with other chunks."""
@@ -151,8 +152,64 @@ class Catalogue:
         return found
 
 
-def _levels(rows: dict[str, list[Any]], makers: dict[str, str]) -> dict[str, Level]:
-    return {name: replace(Level(*fields), maker=makers.get(name)) for name, fields in rows.items()}
+def _unpacked(data: bytes) -> bytes:
+    """Its JSON. A catalogue is mostly digests: what claims to have been packed much better is none."""
+    size = zstandard.frame_content_size(data)
+    if not 0 <= size <= min(_MOST_BYTES, _MOST_PACKED * len(data) + 2**16):
+        raise ValueError("its size is out of bounds")
+    return zstandard.ZstdDecompressor().decompress(data)
+
+
+def _parsed(value: dict[str, Any]) -> Catalogue:
+    if checks.count_of(value["format"], 0, checks.INT64) > FORMAT:
+        raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
+    makers, left_out = checks.object_of(value.get("makers", {})), list[tuple[str, str]]()
+    return Catalogue(
+        identity=checks.identity_of(value["identity"]),
+        meta={
+            checks.name_of(name): checks.hex_of(mark, _MARK_BYTES)
+            for name, mark in checks.object_of(value["meta"]).items()
+        },
+        profiles=tuple(checks.hex_of(one, *_PROFILE_BYTES) for one in checks.list_of(value["profiles"])),
+        files={checks.hex_of(key, ID_BYTES): _file(one) for key, one in checks.object_of(value["files"]).items()},
+        chunks={
+            checks.hex_of(key, ID_BYTES): _chunk(key, one, makers.get(key, {}), left_out)
+            for key, one in checks.object_of(value["chunks"]).items()
+        },
+        left_out=tuple(left_out),
+    )
+
+
+def _file(value: Any) -> File:
+    mark, mtime_ns = checks.list_of(value, 2)
+    return File(checks.hex_of(mark, _MARK_BYTES), checks.count_of(mtime_ns, -checks.INT64, checks.INT64))
+
+
+def _chunk(key: str, value: Any, makers: Any, left_out: list[tuple[str, str]]) -> Chunk:
+    mark, layers, levels = checks.list_of(value, 3)
+    layers = checks.count_of(layers, 1, MOST_LAYERS)
+    checks.object_of(makers)
+    found = {name: _level(name, row, layers, makers.get(name)) for name, row in checks.object_of(levels).items()}
+    for name in reversed(LOSSY):  # coarsest first: what refines nothing is of no use to what refines it
+        base = found[name].base if name in found else None
+        if base is not None and base not in found:
+            del found[name]
+            left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
+    return Chunk(checks.hex_of(mark, _MARK_BYTES), layers, found)
+
+
+def _level(name: str, value: Any, layers: int, maker: Any) -> Level:
+    size, mark, base = checks.list_of(value, 3)
+    if name not in LEVELS:
+        raise ValueError(f"there is no level {name[:20]!r}")
+    if base is not None and (name not in LOSSY or base != coarser(name)):
+        raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
+    return Level(
+        checks.count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),
+        checks.hex_of(mark, _MARK_BYTES),
+        base,
+        None if maker is None else checks.hex_of(maker, _MARK_BYTES),
+    )
 
 
 _PUSH_AGAIN = "push again from a store that is whole"
@@ -183,7 +240,7 @@ _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
 _FOLDERS = f"catalogue|meta|profile|file|chunk|kv/{_ID}/[a-z0-9]+-{_MARK}"
 _OWN = re.compile(
-    f"{HEAD}|catalogue/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/{_MARK}|(?:file|chunk)/{_ID}-{_MARK}"
+    f"{HEAD}|catalogue/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
     f"|kv/{_ID}/[a-z0-9]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
 )
 
@@ -221,7 +278,7 @@ def unseal_head(data: bytes) -> Head:
     StoreFormatError : a newer kvtool wrote it.
     """
     try:
-        value = json.loads(bytes(unseal(_HEAD_KEY, Kind.MANIFEST, data)))
+        value = checks.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
         if value["format"] > FORMAT:
             raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
         digests = [value["catalogue"], *value.get("before", ())]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvtool.core.cache import keys
-from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, load_json
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.identity import chunk_id as chunk_id_of
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
+from kvtool.core.remote import checks
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
+from kvtool.core.remote.limits import MOST_TOKENS
 
 META = ("manifest", "codec", "lead-in")
 _LENGTH = struct.Struct("<Q")
@@ -38,12 +43,19 @@ def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
 def open_meta(name: str, value: bytes) -> dict[str, Any]:
     """Inverse of :func:`meta_value`; raises DamagedError."""
     try:
-        found = load_json(unseal(name.encode(), Kind.MANIFEST, value))
+        found = checks.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
+        return _CHECKS[name](found)
     except ValueError as error:
-        raise DamagedError(f"{name} cannot be read") from error
-    if not isinstance(found, dict):
-        raise DamagedError(f"{name} cannot be read")
+        raise DamagedError(f"{name} cannot be read: {error}") from error
+
+
+def _manifest_of(value: Any) -> dict[str, Any]:
+    found: dict[str, Any] = checks.plain(checks.object_of(value))
+    checks.identity_of(found.get("identity", {}))
     return found
+
+
+_CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of, "lead-in": checks.lead_in_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
@@ -70,7 +82,25 @@ def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]
         at += length
     if at != len(payload) or not parts:
         raise DamagedError("a file's value is cut off")
-    return FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]]
+    return _checked_file(key, FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]])
+
+
+def _checked_file(
+    key: bytes, entry: FileEntry, documents: list[DocumentEntry]
+) -> tuple[FileEntry, list[DocumentEntry]]:
+    """The same, if it is the file that was asked for, with its documents, each with chunks that lie within it."""
+    sources = [document.source for document in documents]
+    if keys.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
+        raise DamagedError("another file, or other documents than it names, stand in its place")
+    if not (0 <= entry.size <= checks.INT64 and abs(entry.mtime_ns) <= checks.INT64):
+        raise DamagedError("a file's size or time is out of bounds")
+    for document in documents:
+        for ref in document.chunks:
+            if len(ref.chunk_id) != ID_BYTES or not 0 <= ref.start <= ref.end <= len(document.text):
+                raise DamagedError(f"a chunk lies outside of the document {document.source}")
+            if not 0 <= ref.tokens <= MOST_TOKENS:
+                raise DamagedError(f"a chunk of {document.source} has a number of tokens that none can have")
+    return entry, documents
 
 
 def chunk_value(chunk_id: bytes, info: ChunkInfo) -> bytes:
@@ -78,9 +108,28 @@ def chunk_value(chunk_id: bytes, info: ChunkInfo) -> bytes:
     return seal(chunk_id, Kind.CHUNK, info.to_bytes())
 
 
-def open_chunk(chunk_id: bytes, value: bytes) -> ChunkInfo:
-    """Inverse of :func:`chunk_value`; raises DamagedError."""
-    return ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
+def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layers: int) -> ChunkInfo:
+    """Inverse of :func:`chunk_value`.
+
+    Parameters
+    ----------
+    identity : of the store that it belongs to: a chunk's id is a digest of that, its lead-in and its token ids.
+    layers : that it has to have.
+
+    Raises
+    ------
+    DamagedError : it cannot be read, or describes another chunk.
+    """
+    info = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
+    own = chunk_id_of(
+        namespace=identity.get("namespace", ""),
+        model_fingerprint=identity.get("fingerprint", ""),
+        lead_in=info.lead_in,
+        token_ids=info.token_ids,
+    )
+    if own != chunk_id or info.layers != layers:
+        raise DamagedError("it describes another chunk")
+    return info
 
 
 def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
@@ -107,6 +156,15 @@ def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
 
     number = number_of(decode_record(chunk_id, record)[1])
     return LOSSY[number - 1] if number else None
+
+
+def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes]) -> None:
+    """Raises DamagedError where the records of a level are not those that a catalogue means."""
+    meant = chunk.levels[level]
+    if mark_of_records(records) != meant.mark or sum(map(len, records)) != meant.size:
+        raise DamagedError("these are not the records that the catalogue names")
+    if any(base_of(chunk_id, level, record) != meant.base for record in records):
+        raise DamagedError("they refine another level than the catalogue says")
 
 
 # ---- the catalogue of a local store ----
@@ -180,7 +238,11 @@ def profile_value(store: Store, digest: str) -> bytes:
 
 def open_profile(digest: str, value: bytes) -> bytes:
     """Inverse of :func:`profile_value`; raises DamagedError."""
-    return bytes(unseal(bytes.fromhex(digest), Kind.PROFILE, value))
+    key = bytes.fromhex(digest)
+    data = bytes(unseal(key, Kind.PROFILE, value))
+    if hashlib.blake2b(data, digest_size=len(key)).digest() != key:
+        raise DamagedError("another profile stands in its place")
+    return data
 
 
 def is_sound(name: str, value: bytes) -> bool:

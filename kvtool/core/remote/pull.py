@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache import keys
+from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import local
-from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, chunk_name, digest_of, file_name, kv_names
+from kvtool.core.remote.groups import Group, Groups
+from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.report import Events, TransferReport
 from kvtool.core.remote.state import join_codec
 
-_AHEAD = 4  # groups that are asked for before the first is there
-
-Group = tuple[str, Sequence[str]]  # what it is of, names of blobs
+_DESCRIBED_AT_ONCE = 1024
 
 
 def pull(
@@ -99,6 +100,8 @@ class _Pull:
     def run(
         self, there: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: bool = False
     ) -> None:
+        for what, why in there.left_out:
+            self.report.note_damage(what, why)
         mine = self.store.manifest()
         if mine:
             check_same_identity(there.identity, mine.get("identity", {}), str(self.store.path))
@@ -112,43 +115,25 @@ class _Pull:
         if delete:
             self._forget(there)
 
-    # ---- fetching ----
-
-    def _fetched(self, groups: Iterable[Group]) -> Iterator[tuple[str, list[bytes]]]:
+    def _fetched(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:
         """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
-        arrivals = Arrivals(self.blobs)
-        waiting: list[Group] = []
-        try:
-            for group in groups:
-                arrivals.ask(group[1])
-                waiting.append(group)
-                if len(waiting) > _AHEAD:
-                    yield from self._taken(arrivals, waiting.pop(0))
-            for group in waiting:
-                yield from self._taken(arrivals, group)
-        finally:
-            arrivals.close()
+        for group, values in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups):
+            self.report.bytes += sum(map(len, values))
+            yield group, values
 
-    def _taken(self, arrivals: Arrivals, group: Group) -> Iterator[tuple[str, list[bytes]]]:
-        what, names = group
-        values = [arrivals.take(self.timeout).value for _ in names]
-        for name, value in zip(names, values, strict=True):
-            if value is None or not local.is_sound(name, value):
-                self.report.note_damage(what, f"{name} is {'missing' if value is None else 'damaged'} there")
-                return
-        whole = [value for value in values if value is not None]
-        self.report.bytes += sum(map(len, whole))
-        yield what, whole
+    def _single(self, groups: Iterable[Group]) -> Iterator[tuple[Group, bytes]]:
+        for group, (value,) in self._fetched(groups):
+            yield group, value
 
     # ---- the parts ----
 
     def _manifest(self, there: Catalogue, new: bool) -> None:
         """What the tier says of its model; a store that knows its own keeps it."""
         if new:
-            found = self._metas(there, ["manifest"])
-            if not found:
+            found = self._metas(there, ["manifest"]).get("manifest", {})
+            if not found or found.get("identity") != there.identity:
                 raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
-            self.writer.set_manifest(found["manifest"])
+            self.writer.set_manifest(found)
 
     def _state(self, there: Catalogue, mirror: bool) -> None:
         """What was measured of the codec levels, and which lead-in is the learned one: the tier's in a mirror; else
@@ -170,24 +155,35 @@ class _Pull:
             return {}
 
     def _metas(self, there: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        groups = ((name, [f"meta/{name}-{there.meta[name]}"]) for name in names if name in there.meta)
-        return {name: local.open_meta(name, value) for name, (value,) in self._fetched(groups)}
+        groups = [Group(name, name, [f"meta/{name}-{there.meta[name]}"]) for name in names if name in there.meta]
+        found = {}
+        for group, value in self._single(groups):
+            with self._noted(group):
+                found[group.key] = local.open_meta(group.key, value)
+        return found
 
     def _profiles(self, there: Catalogue) -> None:
         known = {digest.hex() for digest in self.store.profile_digests()}
-        groups = ((digest, [f"profile/{digest}"]) for digest in there.profiles if digest not in known)
-        for digest, (value,) in self._fetched(groups):
-            self.writer.add_profile(bytes.fromhex(digest), local.open_profile(digest, value))
+        missing = [digest for digest in there.profiles if digest not in known]
+        for group, value in self._single(Group(one, f"profile {one}", [f"profile/{one}"]) for one in missing):
+            with self._noted(group):
+                self.writer.add_profile(bytes.fromhex(group.key), local.open_profile(group.key, value))
 
     def _describe(self, there: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
-        groups = ((key, [chunk_name(key, one)]) for key, one in there.chunks.items() if key not in known)
-        infos = {}
-        for key, (value,) in self._fetched(groups):
-            infos[bytes.fromhex(key)] = local.open_chunk(bytes.fromhex(key), value)
-            if len(infos) == 1024:
+        groups = (
+            Group(key, f"chunk {key}", [chunk_name(key, one)]) for key, one in there.chunks.items() if key not in known
+        )
+        infos: dict[bytes, ChunkInfo] = {}
+        size = 0
+        for group, value in self._single(groups):
+            chunk_id = bytes.fromhex(group.key)
+            with self._noted(group):
+                infos[chunk_id] = local.open_chunk(chunk_id, value, there.identity, there.chunks[group.key].layers)
+                size += len(value)
+            if len(infos) == _DESCRIBED_AT_ONCE or size > MOST_BYTES // 64:
                 self.writer.describe(infos)
-                infos = {}
+                infos, size = {}, 0
         self.writer.describe(infos)
 
     def _records(self, there: Catalogue, levels: Sequence[str] | None) -> None:
@@ -198,32 +194,40 @@ class _Pull:
             self.report.chunks.there += sum(level in stored for level in asked)
             wanted += [(key, level) for level in asked if level not in stored]
         self.events.total(len(wanted))
-        groups = ((f"{key} {level}", kv_names(key, there.chunks[key], level)) for key, level in wanted)
-        for what, records in self._fetched(groups):
-            key, level = what.split()
-            chunk_id = bytes.fromhex(key)
-            info = self.store.chunk_info(chunk_id)
-            if info is None:
-                self.report.note_damage(what, "its description did not come")
-            else:
-                try:
-                    self.writer.put_chunk(chunk_id, info, level, records)
-                    self.report.chunks.moved += 1
-                except ValueError as error:
-                    self.report.note_damage(what, str(error))
+        for group, records in self._fetched(_records_of(key, there.chunks[key], level) for key, level in wanted):
+            with self._noted(group):
+                self._put(group, there.chunks[group.key], records)
             self.events.advance(1)
+
+    def _put(self, group: Group, chunk: Chunk, records: list[bytes]) -> None:
+        (level,), chunk_id = group.levels, bytes.fromhex(group.key)
+        info = self.store.chunk_info(chunk_id)
+        if info is None:
+            raise DamagedError("its description did not come")
+        local.check_level(chunk_id, chunk, level, records)
+        self.writer.put_chunk(chunk_id, info, level, records)
+        self.report.chunks.moved += 1
 
     def _files(self, there: Catalogue, newer: bool) -> None:
         mine = self._own_files()
         wanted = [key for key, one in there.files.items() if _is_wanted(one, mine.get(key), newer)]
         self.report.files.there = len(there.files) - len(wanted)
-        groups = ((key, [file_name(key, there.files[key])]) for key in wanted)
-        for key, (value,) in self._fetched(groups):
-            try:
-                self.writer.commit_file(*local.open_file(bytes.fromhex(key), value))
+        for group, value in self._single(
+            Group(key, f"file {key}", [file_name(key, there.files[key])]) for key in wanted
+        ):
+            with self._noted(group):
+                self.writer.commit_file(*local.open_file(bytes.fromhex(group.key), value))
                 self.report.files.moved += 1
-            except (DamagedError, ValueError) as error:
-                self.report.note_damage(f"file {key}", str(error))
+
+    @contextmanager
+    def _noted(self, group: Group) -> Iterator[None]:
+        """What a value turns out to be is its own damage."""
+        try:
+            yield
+        except DamagedError as error:
+            self.report.note_damage(group.what, error.message)
+        except ValueError as error:
+            self.report.note_damage(group.what, str(error))
 
     def _own_files(self) -> dict[str, File]:
         found = {}
@@ -240,6 +244,11 @@ class _Pull:
             if keys.name_key(entry.path).hex() not in there.files:
                 self.report.removed += self.writer.remove_file(entry.path)
         self.writer.collect(keep=[bytes.fromhex(key) for key in there.chunks])
+
+
+def _records_of(key: str, chunk: Chunk, level: str) -> Group:
+    names = kv_names(key, chunk, level)
+    return Group(key, f"chunk {key} at level {level}", names, chunk.levels[level].size, (level,))
 
 
 def _is_wanted(there: File, mine: File | None, newer: bool) -> bool:

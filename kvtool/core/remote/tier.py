@@ -18,6 +18,7 @@ from kvtool.core.places import cache_dir
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, kv_names
+from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.urls import open_blobs
@@ -25,6 +26,7 @@ from kvtool.core.remote.urls import open_blobs
 Warn = Callable[[str, str], None]
 Place = tuple[bytes, str]  # chunk id, level
 _ADOPTED = "remote/adopted.json"
+_MOST_TOLD = 10  # damages, one by one
 _RULES = 2  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
 
 
@@ -124,8 +126,10 @@ class Tier(Store):
                 return
         with self.writer(lock_wait) as writer:
             report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self.timeout, mirror=True)
-        for damage in report.damaged:
+        for damage in report.damaged[:_MOST_TOLD]:
             self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
+        if len(report.damaged) > _MOST_TOLD:
+            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
         if not report.damaged:
             atomic_write(mark, done)
 
@@ -154,6 +158,11 @@ class Tier(Store):
             return None
         return self._there.chunks.get(chunk_id.hex())
 
+    def stated(self, chunk_id: bytes, level: str) -> int:
+        """Bytes that a chunk's records at a level have in all, as the catalogue says; no more of them is taken."""
+        chunk = self.shared(chunk_id)
+        return chunk.levels[level].size if chunk is not None and level in chunk.levels else MOST_BYTES
+
     def is_here(self, chunk_id: bytes, level: str) -> bool:
         """Whether all of a chunk at a level needs no fetching."""
         chunk = self.shared(chunk_id)
@@ -168,7 +177,7 @@ class Tier(Store):
         """One layer of many chunks, from here, else from there. See Store."""
         found = super().read_layer(chunk_ids, level, layer, before)
         missing = [number for number, one in enumerate(found) if one is None or isinstance(one, KvtoolError)]
-        missing = [number for number in missing if self._offers(chunk_ids[number], level)]
+        missing = [number for number in missing if self._offers(chunk_ids[number], level, layer)]
         if missing:
             try:
                 for number in missing:
@@ -182,26 +191,29 @@ class Tier(Store):
                 found[number] = self._taken(chunk_ids[number], level, layer) or why
         return found
 
-    def _offers(self, chunk_id: bytes, level: str) -> bool:
+    def _offers(self, chunk_id: bytes, level: str, layer: int) -> bool:
         chunk = self.shared(chunk_id)
-        return (chunk is not None and level in chunk.levels) or (
+        return (chunk is not None and level in chunk.levels and layer < chunk.layers) or (
             self._blobs is not None and (chunk_id, level) in self._fetched
         )
 
     def _fetch(self, chunk_ids: Iterable[bytes], level: str, layer: int) -> None:
         with self._fetching:
             wanted = [one for one in chunk_ids if layer not in self._fetched.get((one, level), {})]
-            names = []
+            asked = [(self._name(chunk_id, level, layer), self.stated(chunk_id, level)) for chunk_id in wanted]
+            if not asked:
+                return
+            arrivals = self._arrivals = self._arrivals or self.arrivals()
+            for name, most in asked:
+                arrivals.ask([name], most)
             for chunk_id in wanted:
-                chunk = self.shared(chunk_id)
-                if chunk is None:
-                    raise RemoteError("the shared store is gone")
-                names.append(kv_names(chunk_id.hex(), chunk, level)[layer])
-            if names:
-                self._arrivals = self._arrivals or self.arrivals()
-                self._arrivals.ask(names)
-                for chunk_id in wanted:
-                    self.keep((chunk_id, level), layer, self._arrivals.take(self.timeout).value)
+                self.keep((chunk_id, level), layer, arrivals.take(self.timeout).value)
+
+    def _name(self, chunk_id: bytes, level: str, layer: int) -> str:
+        chunk = self.shared(chunk_id)
+        if chunk is None:
+            raise RemoteError("the shared store is gone")
+        return kv_names(chunk_id.hex(), chunk, level)[layer]
 
     def _taken(self, chunk_id: bytes, level: str, layer: int) -> KVRead | KvtoolError | None:
         value = self._fetched.get((chunk_id, level), {}).get(layer)
@@ -220,10 +232,14 @@ class Tier(Store):
         return Arrivals(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
-        """Hold a record that came, to be read now and written afterwards. False: it is missing or damaged."""
+        """Hold a record that came, to be read now and written afterwards. False: it is missing, damaged, too large."""
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
-        self._fetched.setdefault(place, {})[layer] = value
+        held = self._fetched.setdefault(place, {})
+        others = sum(len(one) for number, one in held.items() if number != layer)
+        if others + len(value) > self.stated(*place):
+            return False
+        held[layer] = value
         return True
 
     def give_up(self, error: KvtoolError) -> None:
@@ -253,7 +269,8 @@ class Tier(Store):
             try:
                 with self.writer() as writer:
                     for chunk in whole:
-                        writer.put_chunk(*chunk)
+                        with suppress(ValueError):  # of another length than its description: the answer had a hole
+                            writer.put_chunk(*chunk)
             except KvtoolError as error:  # locked, full, read-only
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
         self._fetched = {}

@@ -1,0 +1,84 @@
+"""Values of a shared tier that belong together, asked for ahead and taken whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtool.core.remote import local
+from kvtool.core.remote.arrivals import Arrivals
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.limits import MOST_BYTES
+
+_AHEAD = 4  # groups that are asked for before the first is there
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What is wanted together.
+
+    Attributes
+    ----------
+    key : of what it is of, in hex; what : the same for people.
+    most : bytes of all of them.
+    levels : of a chunk's records, in the order of their names.
+    """
+
+    key: str
+    what: str
+    names: Sequence[str]
+    most: int = MOST_BYTES
+    levels: tuple[str, ...] = ()
+
+
+class Groups:
+    """Fetches groups over one stream.
+
+    Parameters
+    ----------
+    timeout : seconds to wait for a value.
+    damaged : told of what is missing, damaged or larger than it may be, and why; its group is left out.
+    """
+
+    def __init__(self, blobs: Blobs, timeout: float, damaged: Callable[[str, str], None]) -> None:
+        self._blobs, self._timeout, self._damaged = blobs, timeout, damaged
+
+    def fetch(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:
+        """Groups whose values all came, each sound in itself. Raises RemoteError."""
+        arrivals = Arrivals(self._blobs)
+        waiting: list[Group] = []
+        try:
+            for group in groups:
+                arrivals.ask(group.names, group.most)
+                waiting.append(group)
+                if len(waiting) > _AHEAD:
+                    yield from self._taken(arrivals, waiting.pop(0))
+            for group in waiting:
+                yield from self._taken(arrivals, group)
+        finally:
+            arrivals.close()
+
+    def _taken(self, arrivals: Arrivals, group: Group) -> Iterator[tuple[Group, list[bytes]]]:
+        """All of them are taken, since they are on their way; nothing is held of a group that is not whole."""
+        whole: list[bytes] = []
+        left, why = group.most, ""
+        for name in group.names:
+            value = arrivals.take(self._timeout).value
+            left -= len(value or b"")
+            why = why or _trouble(name, value, left)
+            if value is not None and not why:
+                whole.append(value)
+            elif why:
+                whole.clear()
+        if why:
+            self._damaged(group.what, why)
+        else:
+            yield group, whole
+
+
+def _trouble(name: str, value: bytes | None, left: int) -> str:
+    if value is None:
+        return f"{name} is missing there"
+    if left < 0:
+        return f"{name} is larger than the catalogue says"
+    return "" if local.is_sound(name, value) else f"{name} is damaged there"

@@ -1,0 +1,365 @@
+"""A shared tier that nobody should have trusted: whatever it says, a reader loses what is wrong, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from kvtool.core.cache import keys
+from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry, dump_json
+from kvtool.core.cache.record import Kind, encode_record, seal, unseal
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError, StoreFormatError
+from kvtool.core.remote import local
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.tier import Tier
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import LAYERS, LEAD_IN, header_of, id_of, ids_of, make_store, payload_of, put
+from tests.remote.test_blobs import in_the_way
+
+IDENTITY = {
+    "model": "tiny",
+    "fingerprint": "model",
+    "dtype": "bfloat16",
+    "prefix": [1, 2],
+    "answer_header": [3],
+    "lead_in": {"mode": "warm", "ids": [1], "rows": "ab" * 20},
+    "split": {"method": "semantic", "max_tokens": 256, "min_tokens": 0},
+    "system": "",
+    "namespace": "",
+}
+CODEC = {"profile": "", "losses": {"00" * 16: {"2": {"kl_answer": 0.5, "questions": 8}}}}
+LEARNED = {"digest": "cd" * 20, "fingerprint": "model", "ids": [1, 2, 3]}
+NESTED: Any = json.loads("[" * 40 + "]" * 40)
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, 0, -1, 2**31, 2**63, 10**4000, 1e300, 0.5),
+    *("", "..", "../../x", "/etc/passwd", "a\0b", "\ud800", "1" * 40, "x" * 100_000),
+    *([], [[]], [1], ["..", ".."], {}, {"..": 1}, {"1": "1"}, NESTED),
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with chunks at two levels, and `shared`, a tier that holds it."""
+    folder = tmp_path_factory.mktemp("built")
+    with Store.open(make_store(folder / "store")) as store:
+        with store.writer() as writer:
+            writer.set_manifest({"identity": IDENTITY})
+            writer.set_codec_state(CODEC)
+            writer.set_lead_in_state(LEARNED)
+            put(writer, "f0.0", "lossless")
+        with closing(open_blobs(f"file://{folder / 'shared'}")) as blobs:
+            push(store, blobs)
+    return folder
+
+
+@pytest.fixture
+def store(built: Path) -> Iterator[Store]:
+    with Store.open(built / "store") as opened:
+        yield opened
+
+
+@pytest.fixture
+def blobs(built: Path, tmp_path: Path) -> Iterator[Blobs]:
+    """A tier to do as one likes with."""
+    shutil.copytree(built / "shared", tmp_path / "shared")
+    with closing(open_blobs(f"file://{tmp_path / 'shared'}")) as opened:
+        yield opened
+
+
+def text_of(catalogue: Catalogue) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(zstandard.ZstdDecompressor().decompress(catalogue.pack()))
+    return value
+
+
+def packed(value: Any) -> bytes:
+    return zstandard.ZstdCompressor().compress(json.dumps(value).encode())
+
+
+def publish(blobs: Blobs, data: bytes) -> None:
+    """Make these bytes the catalogue in force, as anybody can who may write there."""
+    head = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": digest_of(data)}).encode())
+    blobs.put({f"catalogue/{digest_of(data)}": data, HEAD: head})
+
+
+def mutants(value: Any) -> Iterator[Any]:
+    """The value with each of its parts, and each of its keys, replaced by each hostile one, or gone."""
+    for path in paths(value):
+        for bad in HOSTILE:
+            yield changed(value, path, lambda inner, key, bad=bad: inner.__setitem__(key, bad))
+        yield changed(value, path, lambda inner, key: inner.__delitem__(key))
+        if isinstance(path[-1], str):
+            for name in ("..", "../../x", "9", "x" * 1000, ""):
+                yield changed(value, path, lambda inner, key, name=name: inner.__setitem__(name, inner.pop(key)))
+
+
+def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield (*at, key)
+        yield from paths(one, (*at, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], object]) -> Any:
+    made = copy.deepcopy(value)
+    inner = made
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return made
+
+
+def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
+    """Its JSON with one file and one chunk: the others are like them."""
+    value = text_of(catalogue)
+    for name in ("files", "chunks"):
+        value[name] = dict([max(value[name].items(), key=lambda item: len(str(item[1])))])
+    return value
+
+
+def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
+    """What is wrong with it is one damage; what is not, a reader can live with."""
+    value = one_of_each(read_catalogue(blobs))
+    assert Catalogue.unpack(packed(value)).chunks
+    left = []
+    for mutant in mutants(value):
+        with contextlib.suppress(DamagedError, StoreFormatError):
+            left.append(Catalogue.unpack(packed(mutant)))
+    assert len(left) < 300  # a text may be another one, a part may lack
+    for number, catalogue in enumerate(random.Random(0).sample(left, 8)):
+        publish(blobs, catalogue.pack())
+        with contextlib.suppress(DamagedError, StoreFormatError):
+            pull(tmp_path / f"p{number}", blobs)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x" * 40,
+        packed([]),
+        packed({}),
+        zstandard.ZstdCompressor().compress(b"[" * 200_000),
+        zstandard.ZstdCompressor().compress(b'{"format": NaN}'),
+        zstandard.ZstdCompressor().compress(b" " * 50_000_000),  # small as it is sent
+        zstandard.ZstdCompressor(write_content_size=False).compress(b"{}"),
+        b"\x28\xb5\x2f\xfd\xc0" + struct.pack("<Q", 2**40) + b"\0" * 50,  # a frame that states a terabyte
+    ],
+    ids=["none", "noise", "list", "empty", "nested", "no number", "bomb", "unsized", "terabyte"],
+)
+def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None:
+    publish(blobs, data)
+    with pytest.raises(DamagedError):
+        pull(tmp_path / "other", blobs)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "link", "huge"])
+@pytest.mark.parametrize("name", ["head", "catalogue", "meta/manifest", "meta/codec", "file", "chunk", "kv"])
+def test_something_else_in_a_values_place(kind: str, name: str, store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    found = sorted(one for one in blobs.names() if one.startswith(name))[0]
+    in_the_way(tmp_path / "shared" / found, kind)
+    if name in ("head", "catalogue", "meta/manifest"):
+        with pytest.raises(DamagedError):
+            pull(tmp_path / "other", blobs, timeout=2)
+    else:
+        report = pull(tmp_path / "other", blobs, timeout=2)
+        assert any(found in row["reason"] for row in report.damaged)
+        with Store.open(tmp_path / "other") as other:
+            assert len(list(other.documents())) >= 1
+
+
+def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    head = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": "../../secret"}).encode())
+    blobs.put({HEAD: head})
+    with pytest.raises(DamagedError):
+        read_catalogue(blobs)
+
+
+# ---- values ----
+
+
+def replace_value(blobs: Blobs, kind: str, key: bytes, value: bytes) -> None:
+    """Send another value of a file or a chunk, and publish its mark."""
+    found = text_of(read_catalogue(blobs))
+    found[f"{kind}s"][key.hex()][0] = digest_of(value)
+    blobs.put({f"{kind}/{key.hex()}-{digest_of(value)}": value})
+    publish(blobs, packed(found))
+
+
+def damaged_by(blobs: Blobs, place: Path) -> list[str]:
+    return [row["what"] for row in pull(place, blobs).damaged]
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        ChunkInfo(ids_of("another"), LEAD_IN, LAYERS),
+        ChunkInfo(ids_of("f0.1"), b"another lead-in-----", LAYERS),
+        ChunkInfo(ids_of("f0.1"), LEAD_IN, LAYERS + 1),
+        ChunkInfo((), LEAD_IN, LAYERS),
+    ],
+)
+def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
+    """Its tokens, or what it was computed behind, would be another text's."""
+    key = id_of("f0.1")
+    replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, info.to_bytes()))
+    found = damaged_by(blobs, tmp_path / "other")
+    assert found == [f"chunk {key.hex()}", f"chunk {key.hex()} at level raw", f"file {keys.name_key('f0').hex()}"]
+    with Store.open(tmp_path / "other") as other:
+        assert other.sources() == ["f1"]
+        assert other.chunk_info(key) is None
+
+
+def file_of(entry: FileEntry, *documents: DocumentEntry, key: str = "f0") -> bytes:
+    parts = [entry.to_bytes(), *(document.to_bytes() for document in documents)]
+    payload = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    return seal(keys.name_key(key), Kind.FILE, payload)
+
+
+ENTRY = FileEntry("f0", 1, 2, "digest", "settings", ("f0",))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        file_of(FileEntry("f1", 1, 2, "digest", "settings", ("f0",)), DocumentEntry("f0", "text", "x", ())),
+        file_of(ENTRY, DocumentEntry("another", "text", "x", ())),
+        file_of(ENTRY, *[DocumentEntry("f0", "text", "x", ())] * 2),
+        file_of(FileEntry("f0", 10**30, 2, "digest", "settings", ("f0",)), DocumentEntry("f0", "text", "x", ())),
+        file_of(FileEntry("f0", 1, -(10**30), "digest", "settings", ("f0",)), DocumentEntry("f0", "text", "x", ())),
+        *(
+            file_of(ENTRY, DocumentEntry("f0", "text", "x", (ref,)))
+            for ref in (
+                ChunkRef(id_of("f0.0"), 0, 2, 8),
+                ChunkRef(id_of("f0.0"), -1, 1, 8),
+                ChunkRef(id_of("f0.0"), 1, 0, 8),
+                ChunkRef(id_of("f0.0"), 0, 1, 10**30),
+                ChunkRef(b"short", 0, 1, 8),
+                ChunkRef(b"", 0, 1, 8),
+                ChunkRef(b"x" * 1000, 0, 1, 8),
+                ChunkRef(id_of("nowhere"), 0, 1, 8),
+            )
+        ),
+        seal(keys.name_key("f0"), Kind.FILE, struct.pack("<Q", 2**63)),
+        seal(keys.name_key("f0"), Kind.FILE, b""),
+        seal(keys.name_key("f0"), Kind.FILE, struct.pack("<Q", 10) + b"j" + b"[" * 9),
+        seal(keys.name_key("f0"), Kind.FILE, struct.pack("<Q", 5000) + b"j" + b"[" * 4999),
+    ],
+)
+def test_a_file_that_cannot_be(value: bytes, store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    replace_value(blobs, "file", keys.name_key("f0"), value)
+    assert damaged_by(blobs, tmp_path / "other") == [f"file {keys.name_key('f0').hex()}"]
+    with Store.open(tmp_path / "other") as other:
+        assert [(entry.path, other.document(entry.path)) for entry in other.files()] == [("f1", store.document("f1"))]
+
+
+def test_every_part_of_a_file() -> None:
+    entry = {"path": "f0", "size": 1, "mtime_ns": 2, "digest": "d", "settings": "s", "documents": ["f0"], "notes": []}
+    document = {"source": "f0", "kind": "text", "text": "abc", "chunks": [[id_of("f0.0").hex(), 0, 1, 8]]}
+    key = keys.name_key("f0")
+    for first, second in [(one, document) for one in mutants(entry)] + [(entry, one) for one in mutants(document)]:
+        parts = [b"j" + json.dumps(one).encode() for one in (first, second)]
+        payload = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+        try:
+            found, (own,) = local.open_file(key, seal(key, Kind.FILE, payload))
+        except DamagedError:
+            continue
+        assert found.path == "f0"
+        assert own.source == "f0"
+        assert all(0 <= ref.start <= ref.end <= len(own.text) for ref in own.chunks)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"), [("manifest", {"identity": IDENTITY}), ("codec", CODEC), ("lead-in", LEARNED)]
+)
+def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, Any]) -> None:
+    """Whoever reads it afterwards meets types that he knows, and can write them down again."""
+    for mutant in mutants(state):
+        try:
+            found = local.open_meta(name, seal(name.encode(), Kind.MANIFEST, json.dumps(mutant).encode()))
+        except DamagedError:
+            continue
+        assert unseal(name.encode(), Kind.MANIFEST, local.sealed_meta(name, found))
+
+
+def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
+    """The catalogue says one model, the manifest that is to be kept another."""
+    value = seal(b"manifest", Kind.MANIFEST, dump_json({"identity": IDENTITY | {"fingerprint": "another"}}))
+    found = text_of(read_catalogue(blobs))
+    found["meta"]["manifest"] = digest_of(value)
+    blobs.put({f"meta/manifest-{digest_of(value)}": value})
+    publish(blobs, packed(found))
+    with pytest.raises(DamagedError, match="its model"):
+        pull(tmp_path / "other", blobs)
+
+
+def test_records_of_another_shape_or_size(blobs: Blobs, tmp_path: Path) -> None:
+    """Each whole in itself, and none what the catalogue or the chunk's description says."""
+    key, other = id_of("f0.1"), header_of(1, tokens=4)
+    short = encode_record(key, other, [bytes(other.raw_bytes)])
+    swapped = encode_record(key, header_of(0), payload_of("f0.1", 0))
+    catalogue = read_catalogue(blobs)
+    level = catalogue.chunks[key.hex()].levels["raw"]
+    name = f"kv/{key.hex()}/raw-{level.mark}/1"
+    (whole,) = blobs.get([name])
+    assert whole is not None
+    for number, record in enumerate((short, swapped, whole + b"x", b"")):
+        blobs.put({name: record})
+        assert damaged_by(blobs, tmp_path / f"p{number}") == [f"chunk {key.hex()} at level raw"]
+    found = text_of(catalogue)
+    for number, size in enumerate((1, level.size - 1, level.size + 1)):
+        found["chunks"][key.hex()][2]["raw"][0] = max(size, 80 * LAYERS)
+        blobs.put({name: whole})
+        publish(blobs, packed(found))
+        assert damaged_by(blobs, tmp_path / f"s{number}") == [f"chunk {key.hex()} at level raw"]
+
+
+def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
+    found = text_of(read_catalogue(blobs))
+    key = id_of("f0.0").hex()
+    size, mark, _ = found["chunks"][key][2]["lossless"]
+    for bases in ({"1": "1"}, {"1": "2", "2": "1"}, {"1": "3", "3": None}, {"lossless": "1", "1": None}, {"4": "raw"}):
+        levels = {level: [size, mark, base] for level, base in bases.items()}
+        publish(blobs, packed(found | {"chunks": {key: [*found["chunks"][key][:2], levels]}}))
+        with pytest.raises(DamagedError, match="refines"):
+            read_catalogue(blobs)
+    chain = {"1": "2", "2": "3", "4": None}
+    rows = {level: [size, mark, base] for level, base in chain.items()}
+    catalogue = Catalogue.unpack(packed(found | {"chunks": {key: [*found["chunks"][key][:2], rows]}}))
+    assert list(catalogue.chunks[key].levels) == ["4"]
+    assert [what for what, _ in catalogue.left_out] == [f"chunk {key} at level {level}" for level in "21"]
+    publish(blobs, catalogue.pack())
+
+
+def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None:
+    """Opened for questions: what is wrong is told, and the rest is there."""
+    key, told = id_of("f0.1"), list[str]()
+    replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, ChunkInfo((), LEAD_IN, LAYERS).to_bytes()))
+    with Tier.open_url(blobs.url, warn=lambda text, hint: told.append(text)) as tier:
+        assert tier.sources() == ["f1"]
+        assert any(key.hex() in text for text in told)
+        found = tier.read_layer([id_of("f1.0"), key], "raw", 0)
+        assert isinstance(found[0], tuple)
+    publish(blobs, packed([]))
+    told.clear()
+    with Tier.open_url(blobs.url, warn=lambda text, hint: told.append(text)) as tier:
+        assert tier.sources() == ["f1"]
+        assert "only what is here already is used" in told[0]
