@@ -146,7 +146,8 @@ def test_auto(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         done = kvtool(*at, *words).fine()
         assert [level["level"] for level in done.json["levels"]] == [chosen]
         assert ("no level loses as little as 0 nats" in done.err) == (chosen == "lossless")
-    assert state_of(fitted)["losses"]["3"]["kl_answer"] == LOSSES["3"]
+    state = state_of(fitted)
+    assert state["losses"][state["profile"]]["3"]["kl_answer"] == LOSSES["3"]
 
 
 def test_only_some_chunks(plain: Path) -> None:
