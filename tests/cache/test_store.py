@@ -189,12 +189,13 @@ def test_edit_remove_collect(tmp_path: Path) -> None:
     with Store.open(path) as store, store.writer() as writer:
         before = store.revision()
         add_file(writer, "f0", ["f0.0", "new"])
-        assert store.revision() == before + 1
+        assert store.revision() == store.documents_revision() == before + 1
         assert writer.collect() == 1
+        assert (store.revision(), store.documents_revision()) == (before + 2, before + 1)
         assert not store.has_chunk(id_of("f0.1"))
         assert writer.remove_file("f1")
         assert not writer.remove_file("f1")
-        assert store.revision() == before + 2
+        assert store.revision() == store.documents_revision() == before + 3
         assert store.file("f1") is store.document("f1") is None
         assert writer.collect() == 2
         assert writer.collect() == 0

@@ -32,7 +32,7 @@ def ask(store: Path, *more: object) -> Done:
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("timing_ms", "rounds", "left")}
+    return {name: value for name, value in row.items() if name not in ("timing_ms", "rounds", "left", "revision")}
 
 
 # ---- the rounds ----

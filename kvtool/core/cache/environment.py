@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import lmdb
 
@@ -22,6 +22,8 @@ from kvtool.core.cache.pages import check_data_file
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
+Lock: TypeAlias = contextlib.AbstractContextManager[object]
+_NO_LOCK = contextlib.nullcontext()
 
 # One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED = TABLES = tuple(
@@ -50,44 +52,50 @@ class FileFullError(Exception):
 
 
 class Snapshot:
-    """A read transaction: one consistent state of the store. Values come out as private copies."""
+    """A read transaction: one consistent state of the store. Values come out as private copies.
 
-    def __init__(self, transaction: Transaction, mapped: MappedFile) -> None:
-        self._transaction, self._mapped = transaction, mapped
+    Parameters
+    ----------
+    lock : held while LMDB looks something up, where threads share the transaction.
+    """
+
+    def __init__(self, transaction: Transaction, mapped: MappedFile, lock: Lock = _NO_LOCK) -> None:
+        self._transaction, self._mapped, self._lock = transaction, mapped, lock
+
+    def _find(self, table: bytes, key: bytes) -> memoryview | None:
+        with self._lock:
+            return self._transaction.get(table + key)
 
     def get(self, table: bytes, key: bytes) -> memoryview | None:
         """A copy of a value, or None."""
-        view = self._transaction.get(table + key)
+        view = self._find(table, key)
         return None if view is None else self._mapped.copy(view)
 
     def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
         """A copy of a value's first bytes, or None; the rest of it is not read."""
-        view = self._transaction.get(table + key)
+        view = self._find(table, key)
         return None if view is None else self._mapped.copy(view[:size])
+
+    def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
+        """The last bytes of a value, or None; reads no others."""
+        view = self._find(table, key)
+        return None if view is None else bytes(view[-size:])
 
     def will_need(self, table: bytes, keys: list[bytes]) -> None:
         """Let the kernel read these values while we copy others."""
         for key in keys:
-            view = self._transaction.get(table + key)
+            view = self._find(table, key)
             if view is not None:
                 with contextlib.suppress(DamagedError):
                     self._mapped.will_need(view)
 
     def has(self, table: bytes, key: bytes) -> bool:
         """Whether there is a value; reads none of it."""
-        return self._transaction.get(table + key) is not None
+        return self._find(table, key) is not None
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
         """Keys in order. Use them up before the snapshot ends."""
-        start = table + prefix
-        with self._transaction.cursor() as cursor:
-            found = cursor.set_range(start)
-            while found:
-                key = bytes(cursor.key())
-                if not key.startswith(start):
-                    return
-                yield key[len(table) :]
-                found = cursor.next()
+        return (key for key, _ in self._walk(table, prefix))
 
     def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
         """Keys and copied values in order."""
@@ -98,18 +106,26 @@ class Snapshot:
 
     def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
         """Keys and lengths of values, in order; reads no value."""
+        return self._walk(table)
+
+    def _walk(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, int]]:
+        start = table + prefix
         with self._transaction.cursor() as cursor:
-            found = cursor.set_range(table)
+            with self._lock:
+                found = cursor.set_range(start)
             while found:
-                key = bytes(cursor.key())
-                if not key.startswith(table):
+                with self._lock:
+                    key, size = bytes(cursor.key()), len(cursor.value())
+                if not key.startswith(start):
                     return
-                yield key[len(table) :], len(cursor.value())
-                found = cursor.next()
+                yield key[len(table) :], size
+                with self._lock:
+                    found = cursor.next()
 
     def live_bytes(self) -> int:
         """Bytes of pages in use, free pages inside the file not counted."""
-        count = self._transaction.stat()
+        with self._lock:
+            count = self._transaction.stat()
         return (count["branch_pages"] + count["leaf_pages"] + count["overflow_pages"]) * count["psize"]
 
 
@@ -203,10 +219,10 @@ class Environment:
                 if not self._recover(error) or attempt == 7:
                     raise self.read_failure(error) from error
 
-    def snapshot(self, visit: Visit) -> Snapshot:
+    def snapshot(self, visit: Visit, lock: Lock = _NO_LOCK) -> Snapshot:
         """The reading side of a transaction that was begun."""
         assert visit.transaction is not None
-        return Snapshot(visit.transaction, self._mapped)
+        return Snapshot(visit.transaction, self._mapped, lock)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
@@ -328,6 +344,14 @@ class Environment:
                 f"{self.generation}: no address space for the store: {error}", "raise ulimit -v"
             ) from error
         self._mapped.locate()
+
+    def is_at(self, generation: Path) -> bool:
+        """Whether the file that stands there is ours, or cannot be seen."""
+        try:
+            status = (generation / "data.mdb").stat()
+        except OSError:
+            return True
+        return self._mapped.is_file(status)
 
     # ---- facts ---------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ class MappedFile:
         """Close the file; the mapping is LMDB's."""
         os.close(self._handle)
 
+    def is_file(self, status: os.stat_result) -> bool:
+        """Whether this is its status."""
+        return os.path.samestat(os.fstat(self._handle), status)
+
     def size(self) -> int:
         """Length of the file, now."""
         return os.fstat(self._handle).st_size

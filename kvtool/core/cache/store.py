@@ -21,8 +21,9 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_
 from kvtool.core.cache.environment import Closed, Environment, Snapshot
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import HEADER_BYTES, Kind, KVHeader, decode_record, payload_part, unseal
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, KVHeader, decode_record, payload_part, unseal
 from kvtool.core.cache.served import Served, ServedLog
+from kvtool.core.cache.view import View
 from kvtool.core.codec.levels import LOSSY, MAKER
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
@@ -39,8 +40,9 @@ KVRead = tuple[KVHeader, memoryview]
 class Store:
     """A folder of KV records, documents and chunks.
 
-    Every read is its own short transaction: what comes out is a private copy whose digest was checked. Readers never
-    wait for a writer. Thread-safe, except that a :class:`Writer` belongs to one thread. Not usable across fork.
+    Every read is its own short transaction, or part of a :meth:`view`: what comes out is a private copy whose digest
+    was checked. Readers never wait for a writer. Thread-safe, except that a :class:`Writer` belongs to one thread. Not
+    usable across fork.
     """
 
     path: Path
@@ -51,6 +53,8 @@ class Store:
         self.path = path
         self.uuid = uuid
         self._mutex = threading.Lock()
+        self._viewing = threading.RLock()
+        self._view: View | None = None
         self._environment: Environment | None = None
         self._attach()
         self._flushed_at = time.monotonic()
@@ -139,11 +143,15 @@ class Store:
             raise StoreFormatError(f"the data in {self.path} has format {inside['format']}", "update kvtool")
 
     def _follow(self) -> None:
-        """Move on to the generation that a compaction made current."""
+        """Move on to the generation that a compaction made current; a view stays where it is."""
+        if self._view is not None:
+            return
         generation = layout.current_generation(self.path)
         with self._mutex:
             old = self._environment
             if old is None or generation is None or old.generation == generation:
+                if old is not None and generation is not None and not old.is_at(generation):
+                    raise StoreFormatError(f"another store stands at {self.path} now", "open it again")
                 return
             self._attach()
         lmdb_tables.release(old)
@@ -160,7 +168,46 @@ class Store:
         return environment
 
     @contextlib.contextmanager
+    def view(self) -> Iterator[None]:
+        """One state of the store, taken now: until this ends all that is read through this object, by any thread, is
+        of it. One view at a time; inside of one, by the same thread, it is the same one.
+
+        It holds on to pages that a writer has replaced, so it lasts a question. Nothing can be written meanwhile
+        through this object; others write as they like.
+        """
+        with self._viewing:
+            if self._view is not None:
+                yield
+                return
+            self._follow()
+            visit, view = Visit(), None
+            try:
+                view = self._view = View(self._begin(visit), visit)
+                yield
+            finally:
+                if view is None:
+                    visit.end()
+                elif self._view is view:
+                    self.end_view()
+
+    def end_view(self) -> None:
+        """End the view of this thread now, not at the end of its block; without one this does nothing."""
+        with self._viewing:
+            view, self._view = self._view, None
+            if view is not None:
+                view.leave()
+
+    @contextlib.contextmanager
     def _read(self) -> Iterator[Snapshot]:
+        view = self._view
+        if view is not None and view.enter():
+            try:
+                yield view.snapshot
+            except lmdb.Error as error:
+                raise view.environment.read_failure(error) from error
+            finally:
+                view.leave()
+            return
         visit = Visit()
         try:
             environment = self._begin(visit)
@@ -235,11 +282,17 @@ class Store:
         return None if data is None else _unseal_named(digest, Kind.PROFILE, data, what)
 
     def revision(self) -> int:
-        """Grows with every committed change of documents; the retrieval index is keyed by it."""
+        """Grows with every commit of anything that an answer may hang on: equal revisions give equal answers."""
         self._follow()
         with self._read() as snapshot:
-            data = snapshot.get(lmdb_tables.META, keys.REVISION_KEY)
-        return 0 if data is None else keys.unseal_number(keys.REVISION_KEY, data)
+            return number_of(snapshot, keys.REVISION_KEY) or 0
+
+    def documents_revision(self) -> int:
+        """The revision at which documents changed last; the retrieval index is keyed by it."""
+        self._follow()
+        with self._read() as snapshot:
+            found = number_of(snapshot, keys.DOCUMENTS_KEY)  # None: of a kvtool that counted changes of documents only
+            return found if found is not None else number_of(snapshot, keys.REVISION_KEY) or 0
 
     def concerns(self) -> list[str]:
         """Permissions that a careful owner would want to change."""
@@ -382,6 +435,11 @@ class Store:
             return None
         return None if data is None else payload_part(data, MAKER).hex()
 
+    def record_mark(self, chunk_id: bytes, level: str) -> bytes | None:
+        """What tells a chunk's records of a level from others of the same level; None: there are none."""
+        with self._read() as snapshot:
+            return snapshot.ending(lmdb_tables.RECORDS, keys.record_key(chunk_id, level, 0), DIGEST_BYTES)
+
     def last_used(self) -> dict[bytes, int]:
         """Chunk id → when it was last used (seconds since 1970): what is stored, and what is only noted so far, by
         this process or by others. Chunks that were never used are not in it."""
@@ -489,14 +547,16 @@ class Store:
         Raises
         ------
         StoreLockedError : another writer holds the store.
-        KvtoolError : the store is read-only.
+        KvtoolError : the store is read-only, or this thread holds a view of it.
         """
         from kvtool.core.cache.lock import writer_lock
         from kvtool.core.cache.writer import Writer
 
         if self.read_only:
             raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
-        with writer_lock(self.path, wait):
+        with self._viewing, writer_lock(self.path, wait):
+            if self._view is not None:  # the map may have to change, for which no transaction may be open
+                raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")
             self._follow()
             self._current().pad()
             writer = Writer(self, max_size)
@@ -510,6 +570,12 @@ class Store:
 
 
 # ---- reading inside a snapshot -----------------------------------------------------------------------------------
+
+
+def number_of(snapshot: Snapshot, key: bytes) -> int | None:
+    """A counter; None where it was never written. Raises DamagedError."""
+    data = snapshot.get(lmdb_tables.META, key)
+    return None if data is None else keys.unseal_number(key, data)
 
 
 def chunk_info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:

@@ -33,6 +33,9 @@ _CHUNKS_AT_ONCE = 2000  # deleted in one transaction
 _ROW_SLACK = 256  # key, node and its share of the tree
 _BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.ADDED)
 
+_UNSEEN_TABLES = (tables.USED, tables.ADDED)  # which no answer hangs on
+_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY)
+
 Row = tuple[bytes, bytes, bytes]  # table, key, value
 Doomed = tuple[bytes, bytes]  # table, key
 
@@ -154,7 +157,7 @@ class Writer:
         self._check_references(documents)
         try:
             rows = self._pending_rows() + [_document_row(document) for document in documents] + [_file_row(entry)]
-            self._commit([*rows, self._revision_row()], self._stale_documents(entry.path, set(entry.documents)))
+            self._commit(rows, self._stale_documents(entry.path, set(entry.documents)))
         finally:
             self._forget_pending()
         self._fresh.clear()
@@ -166,7 +169,7 @@ class Writer:
         with self._environment().read() as snapshot:
             if not snapshot.has(tables.FILES, key):
                 return False
-        self._commit([self._revision_row()], [(tables.FILES, key), *self._stale_documents(path, set())])
+        self._commit([], [(tables.FILES, key), *self._stale_documents(path, set())])
         return True
 
     def remove_documents(self, sources: Iterable[str]) -> int:
@@ -185,7 +188,7 @@ class Writer:
                 else:
                     doomed.append((tables.FILES, keys.name_key(entry.path)))
         if doomed:
-            self._commit([*rows, self._revision_row()], doomed, weighed=False)
+            self._commit(rows, doomed, weighed=False)
         return sum(table == tables.DOCUMENTS for table, _ in doomed)
 
     # ---- dropping ------------------------------------------------------------------------------------------------
@@ -247,7 +250,7 @@ class Writer:
         with self._environment().read() as snapshot:
             doomed, marked = plan_repair(snapshot, list(damages))
         if doomed or marked:
-            self._commit([self._revision_row(), *map(_file_row, marked)], sorted(doomed), weighed=False)
+            self._commit(list(map(_file_row, marked)), sorted(doomed), weighed=False)
         return len(doomed) + len(marked)
 
     def compact(self) -> int:
@@ -272,15 +275,22 @@ class Writer:
                 rows += _chunk_rows(snapshot, chunk_id, level, pending)
         return rows
 
-    def _revision_row(self) -> Row:
-        value = keys.seal_number(keys.REVISION_KEY, self._next_revision())
-        return tables.META, keys.REVISION_KEY, value
+    def _revision_rows(self, touched: set[tuple[bytes, bytes]]) -> list[Row]:
+        """The counters after a commit that touches these tables and keys; none where no answer hangs on it."""
+        if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
+            return []
+        new, documents = self._next_revision()
+        if any(table in (tables.FILES, tables.DOCUMENTS) for table, _ in touched):
+            documents = new
+        numbers = ((keys.REVISION_KEY, new), (keys.DOCUMENTS_KEY, documents))
+        return [(tables.META, key, keys.seal_number(key, number)) for key, number in numbers]
 
-    def _next_revision(self) -> int:
+    def _next_revision(self) -> tuple[int, int]:
+        """The number of the next revision, and of the one at which documents changed last."""
         try:
-            return self._store.revision() + 1
+            return self._store.revision() + 1, self._store.documents_revision()
         except DamagedError:  # any number that no index has been keyed by
-            return time.time_ns()
+            return time.time_ns(), time.time_ns()
 
     def _stale_documents(self, path: str, kept: set[str]) -> list[Doomed]:
         try:
@@ -332,6 +342,8 @@ class Writer:
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
         environment = self._environment()
+        touched = {*doomed, *((table, key) for table, key, _ in rows)}
+        rows = [*rows, *self._revision_rows(touched)]
 
         def apply(transaction: Transaction) -> None:
             for table, key in doomed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,22 +12,26 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats
 
 Key = tuple[bytes, str]  # chunk id, level
+Mark = Callable[[bytes, str], bytes | None]
 
 
 class HotSource:
     """Keeps decoded, un-rotated layers of the chunks used last, as the model's own numbers.
 
-    Records were verified when they were read; a change on disk is not seen for a chunk that is held. Threads may read
-    at once.
+    Records were verified when they were read; whether they still stand on disk is asked by :meth:`recheck`. Threads
+    may read at once.
 
     Parameters
     ----------
     limit : bytes held at most; the chunk used longest ago goes first, with all its layers.
+    mark : what tells a chunk's records of a level from others of the same level; None: there are none.
     """
 
-    def __init__(self, inner: KVSource, limit: int) -> None:
+    def __init__(self, inner: KVSource, limit: int, mark: Mark = lambda chunk_id, level: None) -> None:
         self._inner = inner
         self._limit = limit
+        self._mark = mark
+        self._marks: dict[Key, bytes | None] = {}
         self._held: OrderedDict[Key, dict[int, LayerKV]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -49,18 +53,32 @@ class HotSource:
         if missing:
             for segment, kv in zip(missing, self._inner.read(missing, layer, stats), strict=True):
                 found[segment.start] = kv
-                self._keep(segment, layer, kv)
+                self._keep(segment, layer, kv, self._mark(*_key(segment)))
         return [kv for kv in found.values() if kv is not None]
 
     def hold(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold KV that came from elsewhere, each `[layers, kv_heads, tokens, head_dim]`, un-rotated."""
         for layer in range(len(keys)):
-            self._keep(segment, layer, (keys[layer], values[layer]))
+            self._keep(segment, layer, (keys[layer], values[layer]), None)
 
     def forget(self, segment: Segment) -> None:
         """Hold nothing of it any more."""
         with self._lock:
-            self._bytes -= sum(map(_size, self._held.pop(_key(segment), {}).values()))
+            self._drop(_key(segment))
+
+    def recheck(self) -> None:
+        """Let go of what has other records now, or none. What came from elsewhere has none at first."""
+        with self._lock:
+            for key in list(self._held):
+                now, before = self._mark(*key), self._marks.get(key)
+                if before is None:
+                    self._marks[key] = now
+                elif now != before:
+                    self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        self._marks.pop(key, None)
+        self._bytes -= sum(map(_size, self._held.pop(key, {}).values()))
 
     def _get(self, segment: Segment, layer: int) -> LayerKV | None:
         with self._lock:
@@ -74,7 +92,7 @@ class HotSource:
                     side.record_stream(torch.cuda.current_stream(side.device))
             return kv
 
-    def _keep(self, segment: Segment, layer: int, kv: LayerKV) -> None:
+    def _keep(self, segment: Segment, layer: int, kv: LayerKV, mark: bytes | None) -> None:
         # A view would hold all that was decoded with it.
         own = kv[0].clone(), kv[1].clone()
         if own[0].is_cuda:  # the next question reads it from another stream
@@ -84,9 +102,9 @@ class HotSource:
             if layer not in layers:
                 layers[layer] = own
                 self._bytes += _size(own)
+                self._marks.setdefault(_key(segment), mark)
             while self._bytes > self._limit:
-                _, gone = self._held.popitem(last=False)
-                self._bytes -= sum(map(_size, gone.values()))
+                self._drop(next(iter(self._held)))
 
 
 class Warm:

@@ -30,6 +30,14 @@ class Chooser:
         self.warm: Container[bytes] | None = None
         self._places: dict[bytes, Passage] | None = None
         self._sources: list[str] | None = None
+        self._revision: int | None = None
+
+    def follow(self) -> None:
+        """Forget what was looked up, if the store's documents are others now."""
+        revision = self._store.documents_revision()
+        if revision != self._revision:
+            self._places = self._sources = None
+            self._revision = revision
 
     def choose(self, request: Request, top_k: int, how: How) -> list[Hit]:
         """The chunks for a request, in prompt order: as given, else best first.
@@ -41,6 +49,7 @@ class Chooser:
         """
         if not request.question.strip():
             raise UsageError("the question is empty", "ask something")
+        self.follow()
         if request.chunks:
             return [Hit(self._by_id(chunk), float("nan")) for chunk in request.chunks]
         if request.documents:

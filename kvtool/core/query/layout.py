@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.cache.store import Store
+from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.identity import Ids, StoreIdentity
@@ -20,18 +20,24 @@ from kvtool.core.query.choose import Chooser
 from kvtool.core.query.defer import spans
 from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.retrieval.finder import How, Warn
-from kvtool.core.retrieval.passages import Hit, Passage, in_order
+from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
 from kvtool.core.trace import Trace, add_span
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request with its chunks found and its prompt laid out; `retrieve_ms` is what that took."""
+    """A request with its chunks found and its prompt laid out; `retrieve_ms` is what that took.
+
+    Attributes
+    ----------
+    revision : of the store, at which all of it was looked up.
+    """
 
     request: Request
     hits: Sequence[Hit]
     plan: Plan
     retrieve_ms: float
+    revision: int = 0
 
 
 class Layout:
@@ -51,6 +57,7 @@ class Layout:
         warn: Warn = lambda text, hint: None,
     ) -> None:
         self._store, self._identity, self._tokenizer, self._layers = store, identity, tokenizer, layers
+        self._warn = warn
         self._chooser = Chooser(store, warn)
         self._losses = MeasuredLosses(store)
 
@@ -60,8 +67,15 @@ class Layout:
         return PromptParts(self._identity.prefix, self._identity.answer_header)
 
     def lay_out(self, request: Request, options: QueryOptions, trace: Trace | None = None) -> Asked:
-        """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
+        """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet."""
         started = time.perf_counter()
+        with self._store.view():
+            self._losses = MeasuredLosses(self._store)
+            hits, plan = self._laid_out(request, options)
+            revision = self._store.revision()
+        return Asked(request, hits, plan, add_span(trace, "retrieve", started) * 1e3, revision)
+
+    def _laid_out(self, request: Request, options: QueryOptions) -> tuple[list[Hit], Plan]:
         how = How(options.retriever, options.embedder, options.only, options.offline)
         hits = self._chooser.choose(request, options.top_k, how)
         if not (request.chunks or request.documents):
@@ -69,15 +83,21 @@ class Layout:
             hits = [hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)]
         parts = self._parts(options)
         question = question_tokens(self._tokenizer, request.question, parts)
-        plan = build_plan(self._prefix(parts), [self._candidate(hit, options) for hit in hits], question)
-        return Asked(request, hits, plan, add_span(trace, "retrieve", started) * 1e3)
+        there = [(hit, found) for hit in hits if (found := self._candidate(hit, options)) is not None]
+        if not there:
+            raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
+        return [hit for hit, _ in there], build_plan(self._prefix(parts), [found for _, found in there], question)
 
     def lay_out_at(self, asked: Asked, options: QueryOptions, level: str) -> Asked:
         """The same prompt with its chunks read at another level."""
         options = replace(options, level=level)
         prefix, *_, question = asked.plan.segments
-        chunks = [self._candidate(hit, options) for hit in asked.hits]
+        chunks = [found for hit in asked.hits if (found := self._candidate(hit, options)) is not None]
         return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+
+    def follow(self, identity: StoreIdentity) -> None:
+        """The store is made with this now."""
+        self._identity = identity
 
     def prefer(self, warm: Container[bytes]) -> None:
         """Of chunks with equal scores, find these first."""
@@ -110,14 +130,18 @@ class Layout:
         found = self._stored(parts.prefix, self._identity.prefix_id, ids_digest([]), "auto", 0.0)
         return replace(found, relevance=math.inf)
 
-    def _candidate(self, hit: Hit, options: QueryOptions) -> Candidate:
-        """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them."""
+    def _candidate(self, hit: Hit, options: QueryOptions) -> Candidate | None:
+        """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them. None:
+        its document holds it no more, so nothing is left of it."""
         info = self.info(hit.passage.chunk_id)
         if info is None:
             document = self._store.document(hit.passage.source)
-            text = document.text[hit.passage.start : hit.passage.end] if document is not None else ""
+            if document is None or not stands_in(document, hit.passage):
+                what = f"chunk {hit.passage.chunk_id.hex()[:12]} of {hit.passage.source}"
+                self._warn(f"{what} is left out: its description is lost, and so is its place", REPAIR)
+                return None
             return Candidate(
-                chunk_tokens(self._tokenizer, [text])[0],
+                chunk_tokens(self._tokenizer, [document.text[hit.passage.start : hit.passage.end]])[0],
                 hit.passage.chunk_id,
                 reason="its description is lost or damaged",
             )

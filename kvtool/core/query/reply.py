@@ -111,6 +111,7 @@ class Reply:
 
     Attributes
     ----------
+    revision : of the store: equal ones give equal answers (docs/consistency.md).
     tokens : `prompt = reused + recomputed + fresh`, and `generated`.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained : one entry a chunk, where it was asked for.
@@ -128,6 +129,7 @@ class Reply:
     bytes_read: int
     generated: Generated
     fused: Fused
+    revision: int = 0
     segments: dict[str, Any] | None = None
     explained: list[ChunkRuns] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
@@ -150,6 +152,7 @@ class Reply:
             "question": self.question,
             "answer": self.answer,
             "fusion": self.fusion,
+            "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
             "tokens": self.tokens,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},

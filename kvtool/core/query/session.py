@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import StoreNotFoundError, UsageError
+from kvtool.core.errors import ModelError, StoreNotFoundError, UsageError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.hot import HotSource, Warm
 from kvtool.core.fusion.names import AUTO
@@ -77,7 +77,8 @@ def store_identity(store: Store) -> StoreIdentity:
 class Session:
     """Answers questions from one store; the model is loaded once.
 
-    Threads may share it: selectors hook into the model, so one question is answered at a time.
+    A question is answered from one revision of the store, taken when it is asked: what is found, what stands there and
+    what is read. Threads may share it: selectors hook into the model, so one question is answered at a time.
 
     Parameters
     ----------
@@ -104,6 +105,7 @@ class Session:
         self._source: KVSource = StoreSource.of(store, decoder, ProfileShelf(store))
         self.speeds = SpeedBook(store, decoder, identity.fingerprint)
         self._meanwhile = Meanwhile(store, decoder, identity)
+        self._revision = -1  # of the identity, which was read before this
 
     @classmethod
     def open(
@@ -138,7 +140,7 @@ class Session:
 
     def keep_hot(self, limit: int) -> None:
         """Hold what was loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
-        self._source = HotSource(self._source, limit)
+        self._source = HotSource(self._source, limit, self.store.record_mark)
         self._warm = Warm(limit)
         self._layout.prefer(self._warm)
 
@@ -165,7 +167,7 @@ class Session:
 
     def ask(self, request: Request, options: QueryOptions, on_text: OnText | None = None) -> Reply:
         """Answer one request in the mode of `options`."""
-        with self.lock:
+        with self.lock, self.store.view():
             asked, mode = self.lay_out(request, options), options.fusion
             return self.answer(asked, options, mode, on_text)
 
@@ -173,11 +175,34 @@ class Session:
         """Find the chunks and lay the prompt out; what is cached is looked up here, and nothing is read yet."""
         if options.defer:
             check_defer(options)
-        asked = self._layout.lay_out(request, options, self.trace)
+        with self.lock, self.store.view():
+            self._follow()
+            asked = self._layout.lay_out(request, options, self.trace)
         self.decoder.check_length(
             asked.plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
         )
         return asked
+
+    def _follow(self) -> None:
+        """Take in what the store says of itself now.
+
+        Raises
+        ------
+        ModelError : it was made anew with another model.
+        """
+        revision = self.store.revision()
+        if revision == self._revision:
+            return
+        identity = store_identity(self.store)
+        if identity.fingerprint != self.identity.fingerprint:
+            raise ModelError(f"the store at {self.store.path} is another model's now", "open it again")
+        if identity != self.identity:
+            self.identity = identity
+            self._layout.follow(identity)
+            self._meanwhile = Meanwhile(self.store, self.decoder, identity)
+        if isinstance(self._source, HotSource):
+            self._source.recheck()
+        self._revision = revision
 
     def lay_out_at(self, asked: Asked, options: QueryOptions, level: str) -> Asked:
         """The same prompt with its chunks read at another level."""
@@ -185,6 +210,10 @@ class Session:
 
     def answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None = None) -> Reply:
         """Fuse, take the first token, generate; then store what was missing."""
+        with self.lock, self.store.view():
+            return self._answer(asked, options, mode, on_text)
+
+    def _answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None) -> Reply:
         if mode == AUTO and self._streams(options):  # what the link will carry nobody knows beforehand
             mode = DEFAULT_MODE
         if mode == AUTO:
@@ -199,6 +228,8 @@ class Session:
         fused = outcome.fused
         first, *more = _shown(outcome, sampling)
         ttft = asked.retrieve_ms + streamed.ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
+        chunks = self._chunks(asked.hits[: len(fused.plan.chunks)], fused.plan)
+        self.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         started = time.perf_counter()
         said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
         add_span(self.trace, "generate", started, tokens=len(said.ids))
@@ -208,7 +239,8 @@ class Session:
             question=asked.request.question,
             answer=said.text.strip(),
             fusion=mode,
-            chunks=self._chunks(asked.hits[: len(fused.plan.chunks)], fused.plan),
+            chunks=chunks,
+            revision=asked.revision,
             tokens=_tokens(fused, len(said.ids)),
             timing_ms=self._timing(asked, fused, ttft, said.milliseconds) | {"stream": streamed.ms},
             bytes_read=fused.bytes_read + streamed.bytes_read,

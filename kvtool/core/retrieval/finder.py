@@ -15,7 +15,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Hit, Passage, found_by
+from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
 from kvtool.core.retrieval.terms import spellings, terms
@@ -47,20 +47,29 @@ class How:
 
 
 class Finder:
-    """Finds chunks. The index and the vectors are read, or brought up to date, when the first question needs them."""
+    """Finds chunks. The index and the vectors are read, or brought up to date, when a question needs them and the
+    store's documents are others than at the question before."""
 
     def __init__(self, store: Store, warn: Warn = lambda text, hint: None) -> None:
         self._store, self._warn = store, warn
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
+        self._embedders: dict[str, Embedder] = {}
         self._document = lru_cache(maxsize=_DOCUMENTS)(store.document)  # its chunks are asked for one after the other
 
     @property
     def index(self) -> Index:
-        """At the revision at which it was first asked for."""
+        """At the revision of the last question, or of the first use."""
         if self._index is None:
             self._index = index_of(self._store)
         return self._index
+
+    def follow(self) -> None:
+        """Forget what was read of documents, if the store's are others now."""
+        if self._index is not None and self._index.revision != self._store.documents_revision():
+            self._index = None
+            self._meanings.clear()
+            self._document.cache_clear()
 
     def find(self, question: str, top_k: int, how: How) -> list[Hit]:
         """The best chunks, best first.
@@ -71,6 +80,11 @@ class Finder:
         ModelError : the embedding model that was asked for cannot be had.
         UsageError : meaning was asked for without a model.
         """
+        with self._store.view():
+            self.follow()
+            return self._find(question, top_k, how)
+
+    def _find(self, question: str, top_k: int, how: How) -> list[Hit]:
         if not len(self.index):
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
         allowed = self._allowed(how.only) if how.only else None
@@ -95,8 +109,8 @@ class Finder:
     def _text(self, passage: Passage) -> str:
         """The same; raises DamagedError."""
         document = self._document(passage.source)
-        if document is None:
-            raise DamagedError(f"the document {passage.source} is gone from the store", "ask again")
+        if document is None or not stands_in(document, passage):
+            raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
         return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, most: int = 5) -> list[str]:
@@ -109,6 +123,7 @@ class Finder:
 
     def embed(self, ref: str, offline: bool = False) -> None:
         """Make the vectors that are missing, and remember their model. Raises ModelError."""
+        self.follow()
         self._meaning_by(ref, offline)
         remember(self._store, ref)
 
@@ -133,7 +148,9 @@ class Finder:
 
     def _meaning_by(self, ref: str, offline: bool) -> Meaning:
         if ref not in self._meanings:
-            self._meanings[ref] = Meaning.of(self._store, self.index, Embedder(ref, offline), self._texts)
+            if ref not in self._embedders:
+                self._embedders[ref] = Embedder(ref, offline)
+            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts)
         return self._meanings[ref]
 
     def _texts(self, rows: Sequence[int]) -> list[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 INDEX_FORMAT = 3
 _KEY, _MARK = 20, 16  # bytes
 _STATE = "state.safetensors"
+_TRIES = 3
 _GROWTH = 4  # a segment is merged with the one after it unless it is so many times as large
 _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process's, about to be named
 
@@ -107,17 +108,15 @@ class Index:
 
     def update(self, store: Store) -> None:
         """Take in what changed; only documents that are new or other are read. Raises DamagedError."""
-        for _ in range(3):
-            self.revision = store.revision()
+        with store.view():
+            self.revision = store.documents_revision()
             now = store.file_marks()
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
             added = [one for key in changed for one in self._changed(store, key)]
-            self._bury([key for key in self._files if key not in now])
-            self._files = now
-            if added:
-                self.parts.append(Part(Segment.build(added)))
-            if store.revision() == self.revision:  # else a writer was at it: what it added is seen the next time
-                break
+        self._bury([key for key in self._files if key not in now])
+        self._files = now
+        if added:
+            self.parts.append(Part(Segment.build(added)))
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[Marked]:
@@ -180,6 +179,13 @@ class Index:
     @classmethod
     def open(cls, folder: Path) -> Index | None:
         """What is kept; None: nothing, or nothing whole."""
+        for _ in range(_TRIES):
+            with suppress(FileNotFoundError):  # another process has just kept another one
+                return cls._open(folder)
+        return None
+
+    @classmethod
+    def _open(cls, folder: Path) -> Index | None:
         try:
             state = open_tables(folder / _STATE)
             names = json.loads(state.texts["segments"])
@@ -187,6 +193,8 @@ class Index:
             for at, part in enumerate(parts):
                 part.segment.bury(state[f"dead_{at}"])
             return cls(parts, (state["file_keys"], state["file_marks"]), int(state.texts["revision"]))
+        except FileNotFoundError:
+            raise
         except (OSError, DamagedError, KeyError, ValueError, IndexError, TypeError):
             return None
 
@@ -206,12 +214,12 @@ def index_of(store: Store) -> Index:
     DamagedError : a document cannot be read.
     """
     folder = store.side_file(f"index/words-{INDEX_FORMAT}/{_STATE}").parent
-    index = Index.open(folder)
-    if index is None:
-        index = Index.empty()
-    if index.revision != store.revision():
-        index.update(store)
-        if not store.read_only:
-            with suppress(OSError):  # the disk is full: the index is a convenience
-                index.save(folder)
+    with store.view():
+        index, revision = Index.open(folder) or Index.empty(), store.documents_revision()
+        newer = index.revision < revision
+        if index.revision != revision:
+            index.update(store)
+            if newer and not store.read_only:  # a view may be older than what others have kept
+                with suppress(OSError):  # the disk is full: the index is a convenience
+                    index.save(folder)
     return index

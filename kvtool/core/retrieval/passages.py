@@ -52,6 +52,14 @@ def passages_in(document: DocumentEntry) -> list[Passage]:
     return [Passage(c.chunk_id, document.source, c.start, c.end, index) for index, c in enumerate(document.chunks)]
 
 
+def stands_in(document: DocumentEntry, passage: Passage) -> bool:
+    """Whether a document holds exactly this chunk at this place."""
+    if not 0 <= passage.index < len(document.chunks):
+        return False
+    ref = document.chunks[passage.index]
+    return (ref.chunk_id, ref.start, ref.end) == (passage.chunk_id, passage.start, passage.end)
+
+
 def found_by(document: DocumentEntry) -> list[str]:
     """What each passage is found by: its own text, and its document's title: the one that says "the institute" is then
     found by its name."""

@@ -1,0 +1,210 @@
+"""An open session and a store that others change: every question is answered from one revision."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtool as package
+from kvtool.core.api import Cache
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.report import CompressOptions
+from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
+from kvtool.core.query.reply import QueryOptions, Reply, Request
+from kvtool.core.query.session import Session
+from kvtool.core.retrieval.passages import Hit
+from tests.cli.working import CHUNKS, chunks_of, drop_records, kvtool
+
+NEW = "# The windmill\n\nThe windmill on the hill was built by Zacharias in 1888. It pumps water."
+OPTIONS = QueryOptions(max_tokens=4, top_k=3)
+
+
+@pytest.fixture
+def own(corpus: Path, store: Path, tmp_path: Path) -> Path:
+    """A corpus of one's own that `store` was made of."""
+    folder = Path(shutil.copytree(corpus, tmp_path / "corpus"))
+    ingest(folder, store)
+    kvtool("ingest", corpus, "--store", store).fine()  # the first one stays known
+    with Store.open(store) as opened, opened.writer() as writer:
+        for name in corpus.iterdir():
+            writer.remove_file(str(name))
+    return folder
+
+
+@pytest.fixture
+def cache(store: Path) -> Iterator[Cache]:
+    with package.open(store) as opened:
+        opened.query("mill", max_tokens=1)
+        yield opened
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    with Store.open(store) as opened:
+        yield Session.open(opened)
+
+
+def ingest(corpus: Path, store: Path) -> None:
+    """As another process does."""
+    kvtool("ingest", corpus, "--store", store, "--sync", *CHUNKS).fine()
+
+
+def facts(reply: Reply) -> tuple[object, ...]:
+    chunks = [(chunk.id, chunk.source, chunk.start, chunk.line, chunk.status) for chunk in reply.chunks]
+    return reply.answer, chunks, reply.tokens, reply.fused.logits.tolist()
+
+
+def sources(reply: Reply) -> set[str]:
+    return {Path(chunk.source).name for chunk in reply.chunks}
+
+
+def test_new_changed_and_removed_documents(cache: Cache, own: Path, store: Path) -> None:
+    question = "Who built the windmill on the hill?"
+    before = cache.query(question, max_tokens=1)
+    assert "new.md" not in sources(before)
+
+    (own / "new.md").write_text(NEW)
+    ingest(own, store)
+    found = cache.query(question, max_tokens=1)
+    assert "new.md" in sources(found)
+    assert found.revision > before.revision
+
+    (own / "new.md").write_text("A line before.\n\n" * 3 + NEW.replace("Zacharias", "Leopold"))
+    ingest(own, store)
+    changed = cache.query(question, documents=["new.md"], max_tokens=1)
+    text = (own / "new.md").read_text()
+    first = changed.chunks[0]
+    assert text[first.start : first.end].startswith("A line before.")
+    assert changed.fused.tokens.fresh < len(changed.fused.plan.ids)
+    tokenizer = cache._session.tokenizer  # type: ignore[union-attr]
+    assert "Leopold" in tokenizer.decode(list(changed.fused.plan.ids))
+
+    (own / "new.md").unlink()
+    ingest(own, store)
+    assert "new.md" not in sources(cache.query(question, max_tokens=1))
+    with pytest.raises(UsageError, match="not in the store"):
+        cache.query(question, documents=["new.md"])
+    with package.open(store) as idle:
+        assert facts(cache.query(question, max_tokens=4)) == facts(idle.query(question, max_tokens=4))
+
+
+def remove_all(store: Path) -> None:
+    with Store.open(store) as other, other.writer() as writer:
+        for entry in list(other.files()):
+            writer.remove_file(entry.path)
+        writer.drop_chunks(other.chunk_ids())
+
+
+def compact_it(store: Path) -> None:
+    with Store.open(store) as other, other.writer() as writer:
+        writer.compact()
+
+
+@pytest.mark.parametrize("change", [remove_all, compact_it, lambda store: (remove_all(store), compact_it(store))])
+@pytest.mark.parametrize("mode", ["union", "auto"])
+def test_a_store_that_changes_in_the_middle_of_a_question(
+    session: Session, store: Path, mode: str, change: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the prompt was laid out and before anything is read."""
+    told: list[str] = []
+    session._warn = lambda text, hint: told.append(text)
+    options = replace(OPTIONS, fusion=mode)
+    expected = session.ask(Request("Who built the third mill?"), options)
+    lay_out = session._layout.lay_out
+
+    def laid_out(*args: Any) -> Any:
+        asked = lay_out(*args)
+        thread = threading.Thread(target=change, args=(store,))
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), "a writer waits for a reader"
+        return asked
+
+    monkeypatch.setattr(session._layout, "lay_out", laid_out)
+    reply = session.ask(Request("Who built the third mill?"), options)
+    assert facts(reply) == facts(expected)
+    assert reply.revision == expected.revision
+    assert told == []
+
+
+def compressed(store: Path, predictor: str) -> None:
+    compress(store, CompressOptions(("4",), predictor=predictor, questions=0))
+
+
+def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> None:
+    compressed(store, "mean")
+    options = replace(OPTIONS, level="4", fusion="reuse")
+    with Store.open(store) as opened, Store.open(store) as other:
+        session = Session.open(opened)
+        session.keep_hot(2**30)
+        before = session.ask(Request("third mill"), options)
+        with other.writer() as writer:
+            writer.drop_level(other.chunk_ids(), "4")
+        compressed(store, "anchor")
+        after = session.ask(Request("third mill"), options)
+        assert after.revision > before.revision
+        assert facts(after) == facts(Session.open(other).ask(Request("third mill"), options))
+        assert after.fused.logits.tolist() != before.fused.logits.tolist()
+
+
+def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> None:
+    told: list[str] = []
+    asked = session.lay_out(Request("first", documents=("mill0.md",)), OPTIONS)
+    drop_records(store, *chunks_of(store, "mill0.md"))
+    with Store.open(store) as other, other.writer() as writer:
+        writer.drop_chunks([hit.passage.chunk_id for hit in asked.hits])
+    session._layout._warn = lambda text, hint: told.append(text)
+    hit = asked.hits[0]
+    found = session._layout._candidate(hit, OPTIONS)
+    assert found is not None
+    assert found.ids == asked.plan.chunks[0].ids
+    for wrong in (
+        replace(hit.passage, start=hit.passage.start + 1),
+        replace(hit.passage, index=99),
+        replace(hit.passage, source="gone"),
+    ):
+        assert session._layout._candidate(Hit(wrong, 1.0), OPTIONS) is None
+    assert len(told) == 3
+
+
+def test_a_store_of_another_model_is_refused(session: Session, store: Path) -> None:
+    with Store.open(store) as other, other.writer() as writer:
+        manifest = other.manifest()
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | {"fingerprint": "another"}})
+    with pytest.raises(ModelError, match="another model's now"):
+        session.ask(Request("mill"), OPTIONS)
+
+
+def test_a_store_with_another_instruction_is_followed(session: Session, store: Path) -> None:
+    session.ask(Request("mill"), OPTIONS)
+    with Store.open(store) as other, other.writer() as writer:
+        manifest = other.manifest()
+        header = [*manifest["identity"]["answer_header"], 7]
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | {"answer_header": header}})
+    reply = session.ask(Request("mill"), OPTIONS)
+    assert reply.fused.plan.ids[-1] == 7
+
+
+def test_another_store_in_its_place_is_noticed(session: Session, store: Path, built: Path) -> None:
+    shutil.rmtree(store)
+    shutil.copytree(built / "store", store)
+    with pytest.raises(StoreFormatError, match="another store"):
+        session.ask(Request("mill"), OPTIONS)
+
+
+def test_nothing_is_written_under_a_view(store: Path) -> None:
+    with Store.open(store) as opened:
+        with opened.view():
+            with pytest.raises(KvtoolError, match="view"), opened.writer():
+                pass
+            opened.end_view()
+            with opened.writer():
+                pass
+        assert opened._view is None
