@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +36,12 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 def of(folder: Path, dtype: str = "float32") -> str:
     return model_fingerprint(ModelFiles(str(folder), folder, "folder"), dtype)
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock can be set back for the time at which a file was changed last."""
+    monkeypatch.setattr(digests, "_RACY_SECONDS", 0.0)
 
 
 def age(path: Path) -> None:
@@ -92,11 +101,81 @@ def test_changed_file_is_hashed_again(tmp_path: Path) -> None:
     path.write_bytes(b"abc")
     age(path)
     first = file_digest(path)
+    time.sleep(0.02)
     path.write_bytes(b"abd")
     assert file_digest(path) != first
 
 
-def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path) -> None:
+def other_bytes_in_place(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def other_bytes_by_rename(path: Path, data: bytes) -> None:
+    path.with_name("new").write_bytes(data)
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("change", [other_bytes_in_place, other_bytes_by_rename])
+def test_other_weights_of_equal_size_and_time(change: Any, tmp_path: Path) -> None:
+    """As `rsync -t` and `tar` leave them."""
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    first = file_digest(path)
+    time.sleep(0.02)  # the kernel's clock for files ticks every few milliseconds
+    change(path, b"abd")
+    age(path)
+    assert file_digest(path) != first
+
+
+def later(seconds: float) -> None:
+    """As if the digests had been made so long ago."""
+    table = cache_dir() / "digests.json"
+    entries = json.loads(table.read_text())
+    for entry in entries.values():
+        entry["checked"] -= seconds
+    table.write_text(json.dumps(entries))
+
+
+def test_a_part_of_the_weights_is_read_again_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells them apart but their bytes: a disk image that was put back."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4_000_000))
+    first = file_digest(path)
+    stamp = digests._stamp(path)
+    monkeypatch.setattr(digests, "_stamp", lambda path: stamp)
+    path.write_bytes(bytes(2_000_000) + bytes([1]) * 2_000_000)
+    assert file_digest(path) == first
+    later(90_000)
+    second = file_digest(path)
+    assert second == hashlib.sha256(path.read_bytes()).hexdigest()
+    later(90_000)
+    monkeypatch.setattr(digests.hashlib, "file_digest", None)  # hashing all of it again would fail
+    assert file_digest(path) == second
+    monkeypatch.setattr(digests, "_sample", None)  # and today not even a part is read again
+    assert file_digest(path) == second
+
+
+def test_the_part_that_is_read_again_is_small(tmp_path: Path) -> None:
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(1 << 40)
+    started = time.process_time()
+    assert digests._sample(tmp_path / "weights") != hashlib.sha256(b"").hexdigest()
+    assert time.process_time() - started < 0.5
+
+
+def test_a_digest_of_before_there_were_samples_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    status = path.stat()
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "digests.json").write_text(json.dumps({str(path): [status.st_size, status.st_mtime_ns, "0" * 64]}))
+    assert file_digest(path) == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_RACY_SECONDS", 2.0)
     path = tmp_path / "weights"
     path.write_bytes(b"abc")
     file_digest(path)
