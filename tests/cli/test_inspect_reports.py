@@ -10,7 +10,8 @@ import pytest
 from kvtool.cli.spark import sparkline
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.report.means import mean_of
-from tests.cli.working import QUESTION, chunks_of, kvtool, payloads
+from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
+from tests.compress.making import fixed_losses, run
 from tests.report.test_page import Outline
 
 REPORTS = ("deviation", "sparsity")
@@ -38,6 +39,49 @@ def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp
     told = kvtool(*at).fine().out
     assert "▁" in told or "█" in told
     assert payloads(store) == before
+
+
+@pytest.mark.parametrize("mode", ["prefix", "neighbour"])
+def test_what_a_codec_loses_is_not_counted_as_reuse(
+    mode: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer of reused KV does not deviate, whatever the store holds and `auto` would read; a level that is
+    asked for is named."""
+    path, html = tmp_path / "store", tmp_path / "page.html"
+    corpus = write_corpus(tmp_path / "in", 2, 4)
+    kvtool("ingest", corpus, "--store", path, "--model", tiny, *CHUNKS, "--lead-in", mode).fine()
+    at = ("inspect", "deviation", QUESTION, "--store", path, "--html", html, "--json")
+    exact = kvtool(*at, "--level", "raw").fine().json
+    fixed_losses(monkeypatch, {"4": 0.001})
+    run(path, "4", questions=1)
+    assert kvtool("inspect", "plan", QUESTION, "--store", path, "--json").fine().json["chunks"][0]["level"] == "4"
+    beside = kvtool(*at).fine().json
+    assert "from exact records" in html.read_text(encoding="utf-8")
+    run(path, "4", keep_raw=False)
+    computed = kvtool(*at).fine().json
+    for found in (beside, computed):
+        assert found["level"] == "exact"
+        assert found["layers"][0]["v_relative"] < 1e-6
+        for row, own in zip(found["layers"], exact["layers"], strict=True):
+            assert row["v_relative"] == pytest.approx(own["v_relative"], rel=1e-3, abs=1e-6)
+    lossy = kvtool(*at, "--level", "4").fine().json
+    assert lossy["level"] == "4"
+    assert lossy["layers"][0]["v_relative"] > 0.01
+    told = html.read_text(encoding="utf-8")
+    assert "at level 4" in told
+    assert "do not deviate" not in told
+
+
+def test_sparsity_reads_exact_records(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = ("inspect", "sparsity", QUESTION, "--store", store, "--json")
+    exact = kvtool(*at).fine().json
+    fixed_losses(monkeypatch)
+    run(store, "2", questions=1)
+    assert kvtool(*at).fine().json == exact
+    assert exact["level"] == "exact"
+    lossy = kvtool(*at, "--level", "2").fine().json
+    assert (lossy["level"], lossy["context"]) == ("2", exact["context"])
+    assert lossy["question_over"] != exact["question_over"]
 
 
 def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) -> None:
