@@ -36,6 +36,7 @@ from kvtool.core.errors import (
     UsageError,
 )
 from kvtool.core.machine import is_busy
+from kvtool.core.remote.urls import scrubbed
 
 COMMANDS = {
     "ingest": "Read, split and prefill documents, and keep their KV.",
@@ -158,7 +159,7 @@ def _guarded(args: list[str], out: Out) -> int:
         if _debugging():
             import traceback
 
-            traceback.print_exc()
+            sys.stderr.write(scrubbed(traceback.format_exc()))
         out.error(error, code)
         return code
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtool.cli.options import Run, new_app, takes
+from kvtool.core.remote.urls import for_people, is_url
 
 app = new_app()
 
@@ -27,9 +28,14 @@ def show(run: Run) -> None:
 def _rows(run: Run) -> list[dict[str, Any]]:
     origins = run.resolved.origins
     return [
-        {"key": name, "value": value, "layer": origins[name].layer, "where": origins[name].where}
+        {"key": name, "value": _shown(value), "layer": origins[name].layer, "where": origins[name].where}
         for name, value in asdict(run.settings).items()
     ]
+
+
+def _shown(value: Any) -> Any:
+    """A shared store's URL without its password."""
+    return for_people(value) if isinstance(value, str) and is_url(value) else value
 
 
 def _human(row: dict[str, Any]) -> tuple[str, str, str]:

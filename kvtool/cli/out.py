@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvtool.core.errors import EXIT_DONE, KvtoolError
 from kvtool.core.json_text import escaped
+from kvtool.core.remote.urls import scrubbed
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -273,6 +274,7 @@ class Out:
 
     def status(self, text: str, **facts: Any) -> None:
         """Say what is being done."""
+        text = scrubbed(text)
         self.event("status", message=text, **facts)
         if self.verbosity >= 0 and self.mode != "jsonl":
             self._say(text)
@@ -297,6 +299,7 @@ class Out:
 
     def warning(self, text: str, hint: str = "", **facts: Any) -> None:
         """Say what the user should know although the work goes on."""
+        text, hint = scrubbed(text), scrubbed(hint)
         self.event("warning", message=text, hint=hint, **facts)
         if self.verbosity >= 0:
             self._say(text, label="warning", colour=33)
@@ -311,10 +314,11 @@ class Out:
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
         """Say why the command ends; in the machine modes also on stdout."""
         code = error.exit_code if exit_code is None else exit_code
-        self._say(error.message, label="error", colour=31)
-        if error.hint:
-            self._say(error.hint, label="hint", colour=36)
-        facts = {"message": error.message, "hint": error.hint, "exit_code": code}
+        message, hint = scrubbed(error.message), scrubbed(error.hint)
+        self._say(message, label="error", colour=31)
+        if hint:
+            self._say(hint, label="hint", colour=36)
+        facts = {"message": message, "hint": hint, "exit_code": code}
         if self.mode == "json":
             self.json({"error": facts})
         self.event("error", **facts)

@@ -21,8 +21,9 @@ def store_path(store: str) -> Path:
     UsageError : a URL, where a command needs the folder itself.
     """
     from kvtool.core.places import data_dir
+    from kvtool.core.remote.urls import is_url
 
-    if "://" in store:
+    if is_url(store):
         raise UsageError(
             "this command works on a local store, not on a URL", "`kvtool store pull URL` brings it here, `push` back"
         )

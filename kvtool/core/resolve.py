@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from kvtool.core.errors import UsageError
 from kvtool.core.places import data_dir, default_config_file
+from kvtool.core.remote.urls import is_url
 from kvtool.core.settings import ENV_PREFIX, PROJECT_FILE, RESERVED_ENV, Key, Settings, did_you_mean, keys, sections
 
 
@@ -177,7 +178,7 @@ def _known_key(name: str, known: Mapping[str, Key], path: Path) -> Key:
 
 def _expanded(key: Key, value: Any, folder: Path | None = None) -> Any:
     """Expand `~`; make a path in a file relative to that file. URLs stay as they are."""
-    if not key.is_path or not value or "://" in value:
+    if not key.is_path or not value or is_url(value):
         return value
     path = Path(value).expanduser()
     return str(folder / path) if folder else str(path)

@@ -23,6 +23,7 @@ from kvtool.core.durations import seconds
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.names import AUTO, MODES
 from kvtool.core.remote.blobs import TIMEOUT
+from kvtool.core.remote.urls import scrubbed
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 ENV_PREFIX = "KVTOOL_"
@@ -351,7 +352,7 @@ class Key:
         return self.check(value) if self.check else ""
 
     def _wrong(self, where: str, value: Any, complaint: str) -> UsageError:
-        shown = repr(value) if isinstance(value, str) else str(value)
+        shown = scrubbed(repr(value) if isinstance(value, str) else str(value))
         guess = did_you_mean(value, self.choices or self.suggest) if isinstance(value, str) else ""
         default = f"; default {self.default}" if self.default not in (None, "") else ""
         return UsageError(f"{where}: {shown} {complaint}", guess or f"{self.help.rstrip('.')}{default}")

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import TIMEOUT, seconds_held
 from kvtool.core.remote.limits import most_bytes
+from kvtool.core.remote.urls import HIDDEN, SHOWN, for_people
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
@@ -34,14 +35,15 @@ class RedisBlobs:
         except ImportError as error:
             raise KvtoolError("redis:// needs the package redis", "pip install 'kvtool[redis]'") from error
         own, self._prefix = _split_prefix(url)
-        self.url = _without_password(url)
+        self.url = for_people(url)
+        self._secrets = _secrets_of(url)
         self._timeout = timeout
         try:
             self._client: Any = redis.Redis.from_url(
                 own, socket_timeout=timeout, socket_connect_timeout=timeout, retry=None, decode_responses=False
             )
-        except (ValueError, TypeError) as error:
-            raise UsageError(f"{self.url} is no Redis URL: {error}", "such as redis://host:6379/0") from error
+        except (ValueError, TypeError):  # what it says repeats parts of the URL
+            raise UsageError(f"{self.url} is no Redis URL", _OPTIONS) from None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
@@ -148,31 +150,41 @@ class RedisBlobs:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of redis-py in words."""
+        """Errors of redis-py in words; none that repeats a secret is passed on."""
         from redis import exceptions as errors
 
         try:
             yield
-        except (errors.AuthenticationError, errors.NoPermissionError) as error:
-            raise RemoteError(f"{self.url} refuses: {error}", "check user and password in the URL") from error
-        except errors.TimeoutError as error:
-            raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", _CHECK) from error
-        except errors.ConnectionError as error:
-            if "auth" in str(error).lower() or "password" in str(error).lower():
-                raise RemoteError(f"{self.url} refuses: {error}", "check user and password in the URL") from error
-            raise RemoteError(f"{self.url} cannot be reached: {error}", _CHECK) from error
-        except errors.OutOfMemoryError as error:
-            raise NoSpaceError(f"{self.url} is full", "raise its maxmemory, or push elsewhere") from error
-        except errors.ResponseError as error:
-            said = str(error).rpartition("caused error: ")[2]  # a pipeline's error holds the whole command, values too
-            raise RemoteError(f"{self.url} refuses: {said}", _CHECK) from error
-        except TypeError as error:  # what the URL asks of the connection is checked when one is made
-            raise UsageError(f"{self.url} is no Redis URL: {error}", "such as redis://host:6379/0") from error
-        except errors.RedisError as error:
-            raise RemoteError(f"{self.url} failed: {error}", _CHECK) from error
+        except (errors.RedisError, TypeError) as error:
+            text = str(error)
+            for secret in self._secrets:
+                text = text.replace(secret, HIDDEN)
+            raise self._in_words(error, text) from (error if text == str(error) else None)
+
+    def _in_words(self, error: Exception, text: str) -> KvtoolError:
+        from redis import exceptions as errors
+
+        refused = RemoteError(f"{self.url} refuses: {text}", "check user and password in the URL")
+        if isinstance(error, errors.AuthenticationError | errors.NoPermissionError):
+            return refused
+        if isinstance(error, errors.TimeoutError):
+            return RemoteError(f"{self.url} did not answer within {self._timeout:g} s", _CHECK)
+        if isinstance(error, errors.ConnectionError):
+            if "auth" in text.lower() or "password" in text.lower():
+                return refused
+            return RemoteError(f"{self.url} cannot be reached: {text}", _CHECK)
+        if isinstance(error, errors.OutOfMemoryError):
+            return NoSpaceError(f"{self.url} is full", "raise its maxmemory, or push elsewhere")
+        if isinstance(error, errors.ResponseError):
+            said = text.rpartition("caused error: ")[2]  # a pipeline's error holds the whole command, values too
+            return RemoteError(f"{self.url} refuses: {said}", _CHECK)
+        if isinstance(error, TypeError):  # what the URL asks of the connection is checked when one is made
+            return UsageError(f"{self.url} is no Redis URL", _OPTIONS)
+        return RemoteError(f"{self.url} failed: {text}", _CHECK)
 
 
 _CHECK = "check the address and that the server runs"
+_OPTIONS = "such as redis://host:6379/0; behind `?` stand options of redis-py"
 
 
 class RedisReader:
@@ -221,8 +233,10 @@ def _split_prefix(url: str) -> tuple[str, str]:
     return urlunsplit(parts._replace(query=urlencode(query))), prefix
 
 
-def _without_password(url: str) -> str:
+def _secrets_of(url: str) -> list[str]:
+    """What must not be repeated of a URL, escaped and not, longest first."""
     parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    query = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name == "prefix"])
-    return urlunsplit(parts._replace(netloc=host, query=query))
+    found = {parts.password or parts.username or ""} | {
+        value for name, value in parse_qsl(parts.query) if name not in SHOWN
+    }
+    return sorted({*found, *map(unquote, found)} - {""}, key=len, reverse=True)

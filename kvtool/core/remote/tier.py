@@ -21,7 +21,7 @@ from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, kv_names
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.urls import open_blobs, place_of
 
 Warn = Callable[[str, str], None]
 Place = tuple[bytes, str]  # chunk id, level
@@ -286,8 +286,7 @@ class Tier(Store):
 
 def local_place(url: str) -> Path:
     """The folder of the local store in front of a URL; what is in it can be fetched again."""
-    secretless = url.rpartition("@")[2] if "@" in url else url
-    digest = hashlib.blake2b(secretless.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return cache_dir() / "remote" / digest
 
 
