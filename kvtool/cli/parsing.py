@@ -38,6 +38,17 @@ def size_in_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
+
+
+def duration(text: str, flag: str) -> float:
+    """`30d`, `12h`, `10m`, `2w`, `90` (seconds) → seconds."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdwy]?)\s*", text.lower())
+    if not found:
+        raise UsageError(f"{flag}: {text!r} is no time", "such as 30d, 12h or 10m")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
 def list_of(given: list[str] | None) -> list[str]:
     """The values of an option that may be repeated and may hold several with commas between them, each once."""
     words = [word.strip() for value in given or () for word in value.split(",")]

@@ -10,11 +10,11 @@ import typer
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import store_path
 from kvtool.cli.transfer import pull, push, sync
-from kvtool.cli.upkeep import forget
+from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.core.errors import EXIT_DAMAGED, UsageError
 
-app = new_app("Look after the store: statistics, listing, verification, sharing.")
-for _command in (push, pull, sync, forget):
+app = new_app("Look after the store: statistics, listing, verification, sharing, upkeep.")
+for _command in (push, pull, sync, forget, budget, prune, compact, pin, unpin):
     app.command()(_command)
 
 

@@ -1,13 +1,18 @@
-"""`kvtool store forget|…`: what goes from a store, and what stays."""
+"""`kvtool store forget|budget|prune|compact|pin|unpin`: what goes from a store, and what stays."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import store_path
+from kvtool.cli.parsing import duration, size_in_bytes, store_path
+from kvtool.core.errors import EXIT_NO_SPACE
+
+if TYPE_CHECKING:
+    from kvtool.core.upkeep.budget import Budget
+    from kvtool.core.upkeep.job import PruneReport
 
 Targets = Annotated[
     list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
@@ -35,3 +40,161 @@ def forget(run: Run, targets: Targets, dry_run: DryRun = False, yes: Yes = False
         run.out.print(f"{what}: {len(plan.sources)} documents, {chunks} chunks, {plan.size / 1e6:,.1f} MB")
 
     run.out.result(value, human=show)
+
+
+@takes()
+def budget(
+    run: Run,
+    size: Annotated[
+        str | None, typer.Argument(metavar="SIZE|none", help="Such as 20GB; none lifts it.", show_default=False)
+    ] = None,
+) -> None:
+    """Show, set or lift the size budget that the store keeps to."""
+    from kvtool.core.cache.store import Store
+    from kvtool.core.upkeep.budget import keep_budget, read_budget
+
+    path = store_path(run.settings.store)
+    if size is None:
+        with Store.open(path) as store:
+            found = read_budget(store)
+    else:
+        wanted = None if size.strip().lower() == "none" else size_in_bytes(size)
+        found = keep_budget(path, wanted, lock_wait=run.settings.lock_wait)
+        if found.budget is not None and found.used > found.budget:
+            run.out.warning("the store is larger than that: nothing more is written to it", "run `kvtool store prune`")
+    run.out.result(found.to_json(), human=lambda: _show_budget(run, found))
+
+
+def _show_budget(run: Run, found: Budget) -> None:
+    of = "no budget" if found.budget is None else f"of {found.budget / 1e6:,.1f} MB, prune goes to {_mb(found.low)}"
+    run.out.print(f"{_mb(found.used)} used, {of}; {_mb(found.disk_free)} free on the disk")
+
+
+def _mb(size: int | None) -> str:
+    return f"{(size or 0) / 1e6:,.1f} MB"
+
+
+@takes()
+def prune(
+    run: Run,
+    max_size: Annotated[
+        str | None, typer.Option("--max-size", metavar="20GB", help="Down to this size.", show_default="the budget")
+    ] = None,
+    max_age: Annotated[
+        str | None,
+        typer.Option("--max-age", "--older-than", metavar="30d", help="Forget documents not changed since."),
+    ] = None,
+    unused: Annotated[
+        str | None, typer.Option("--unused", metavar="30d", help="Forget documents not used since.")
+    ] = None,
+    cold: Annotated[
+        str | None, typer.Option("--cold", metavar="30d", help="Keep what was not used since at its coarsest level.")
+    ] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    compact: Annotated[
+        bool, typer.Option("--compact/--no-compact", help="Whether files shrink to meet the size.")
+    ] = True,
+) -> int | None:
+    """Make the store smaller: least recently used first, exact before coarse, KV before text."""
+    from kvtool.core.upkeep.job import PruneOptions
+    from kvtool.core.upkeep.job import prune as run_prune
+
+    options = PruneOptions(
+        max_size=None if max_size is None else size_in_bytes(max_size),
+        max_age=_seconds("--max-age", max_age),
+        unused=_seconds("--unused", unused),
+        cold=_seconds("--cold", cold),
+        dry_run=dry_run,
+        yes=yes,
+        compact=compact,
+        lock_wait=run.settings.lock_wait,
+    )
+    report = run_prune(store_path(run.settings.store), options)
+    if not report.reached:
+        run.out.warning(*_what_stays(report))
+    if report.spared:
+        run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
+    run.out.result(report.to_json(), human=lambda: _show_prune(run, report))
+    return None if report.reached else EXIT_NO_SPACE
+
+
+def _seconds(flag: str, text: str | None) -> float | None:
+    return None if text is None else duration(text, flag)
+
+
+def _what_stays(report: PruneReport) -> tuple[str, str]:
+    way = report.in_the_way
+    return (
+        f"the store holds {_mb(report.after)}, over {_mb(report.limit)}: {_mb(way['pinned'])} pinned, "
+        f"{_mb(way['text'])} of text, {_mb(way['other'])} else",
+        "unpin something, forget documents (--unused, --max-age), or leave --no-compact out",
+    )
+
+
+def _show_prune(run: Run, report: PruneReport) -> None:
+    if run.out.verbosity < 0:  # a report, not data
+        return
+    rows = [(row["step"], row["chunks"], row["documents"], f"{row['bytes'] / 1e6:,.1f}") for row in _rows(report)]
+    if rows:
+        run.out.table(("step", "chunks", "documents", "MB"), rows)
+    would = "would be " if report.dry_run else ""
+    run.out.print(f"{_mb(report.before)} before, {would}{_mb(report.after)} after")
+
+
+def _rows(report: PruneReport) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = report.to_json()["steps"]
+    return rows
+
+
+@takes()
+def compact(run: Run) -> None:
+    """Give free pages, and what nothing refers to, back to the disk; readers go on meanwhile."""
+    from kvtool.core.upkeep.compact import compact as run_compact
+
+    done = run_compact(store_path(run.settings.store), lock_wait=run.settings.lock_wait)
+
+    def show() -> None:
+        if run.out.verbosity >= 0:
+            run.out.print(
+                f"{_mb(done.before)} before, {_mb(done.after)} after; {done.chunks} chunks that nothing referred to "
+                f"and {done.profiles} old profiles dropped"
+            )
+
+    run.out.result(done.to_json(), human=show)
+
+
+Pinned = Annotated[
+    list[str] | None, typer.Argument(metavar="PATH|GLOB|ID...", help="Documents or chunks.", show_default=False)
+]
+
+
+@takes()
+def pin(run: Run, targets: Pinned = None) -> None:
+    """Keep documents or chunks from being pruned; without a name, list what is pinned."""
+    from kvtool.core.cache.store import Store
+    from kvtool.core.upkeep.pins import pin as run_pin
+
+    path = store_path(run.settings.store)
+    if targets:
+        pins = run_pin(path, targets, lock_wait=run.settings.lock_wait)
+    else:
+        with Store.open(path) as store:
+            pins = store.pins()
+    _show_pins(run, pins)
+
+
+@takes()
+def unpin(run: Run, targets: Targets) -> None:
+    """Let documents or chunks be pruned again."""
+    from kvtool.core.upkeep.pins import unpin as run_unpin
+
+    _show_pins(run, run_unpin(store_path(run.settings.store), targets, lock_wait=run.settings.lock_wait))
+
+
+def _show_pins(run: Run, pins: dict[str, Any]) -> None:
+    def show() -> None:
+        for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
+            run.out.print(name)
+
+    run.out.result(pins, human=show)

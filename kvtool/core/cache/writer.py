@@ -219,6 +219,14 @@ class Writer:
             self._commit([], doomed)
         return dropped
 
+    def drop_profiles(self, digests: Iterable[bytes]) -> int:
+        """Drop codec profiles or learned lead-ins. Returns how many were there."""
+        with self._environment().read() as snapshot:
+            doomed = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
+        if doomed:
+            self._commit([], doomed)
+        return len(doomed)
+
     def collect(self, keep: Iterable[bytes] = ()) -> int:
         """Drop the chunks that no document refers to, and fold the access log. Returns how many chunks went.
 

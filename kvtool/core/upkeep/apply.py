@@ -19,7 +19,7 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
 
     Returns
     -------
-    Chunks whose exact records stay after all: what was to stand for them is damaged.
+    Chunks whose exact records stay after all: what was to stand for them is damaged, and dropped.
     """
     spared: set[bytes] = set()
     for step in plan.steps:
@@ -42,6 +42,8 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
         going.setdefault(chunk, set()).add(level)
     exact = {chunk for level in EXACT for chunk in by_level.get(level, ())}
     spared = {chunk for chunk in exact if not _stands_in(store, chunk, going[chunk])}
+    for level in LOSSY if spared else ():  # what cannot be read stands for nothing: the exact record does
+        writer.drop_level(spared, level)
     for level, chunks in by_level.items():
         writer.drop_level([chunk for chunk in chunks if chunk not in spared], level)
     return spared

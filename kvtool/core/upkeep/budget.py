@@ -1,0 +1,53 @@
+"""A store's own size budget: bytes of all files of its folder, free pages, index and locks included."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache import space
+from kvtool.core.cache.store import Store
+
+LOW_WATER = 0.9  # of the budget: what prune goes down to, so that it need not run again at once
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a store may hold and what it holds, in bytes.
+
+    Attributes
+    ----------
+    budget : None: as much as the disk; writes stop here.
+    low : what `prune` goes down to.
+    """
+
+    path: str
+    budget: int | None
+    low: int | None
+    used: int
+    disk_free: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and scripts."""
+        return asdict(self)
+
+
+def read_budget(store: Store) -> Budget:
+    """The budget in force, and how much of it is used."""
+    size = store.budget()
+    low = None if size is None else low_water(size)
+    return Budget(str(store.path), size, low, space.folder_bytes(store.path), space.disk_free(store.path))
+
+
+def low_water(size: int) -> int:
+    """What a prune to this budget goes down to."""
+    return int(size * LOW_WATER)
+
+
+def keep_budget(path: Path, size: int | None, *, lock_wait: float = 0.0) -> Budget:
+    """Keep a budget in the store; None lifts it. A store that is larger stays so until it is pruned."""
+    with Store.open(path) as store:
+        with store.writer(lock_wait) as writer:
+            writer.set_budget(size)
+        return read_budget(store)

@@ -1,0 +1,191 @@
+"""The order of a prune: plan, ask, drop, compact, look at what the disk says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache import space
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.errors import UsageError
+from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
+from kvtool.core.upkeep.budget import low_water
+from kvtool.core.upkeep.inventory import Inventory, take_inventory
+from kvtool.core.upkeep.plan import Plan, Step
+from kvtool.core.upkeep.profiles import old_profiles
+from kvtool.core.upkeep.prune import Wanted, plan_prune
+
+_ROUNDS = 4  # sizes of small records are estimates: what is above the goal after all is planned again
+
+
+@dataclass(frozen=True, slots=True)
+class PruneOptions:
+    """Options of `prune`; times are seconds before now.
+
+    Attributes
+    ----------
+    max_size : bytes; None: the store's own budget, down to its low watermark.
+    max_age, unused : documents that were not changed, or not used, for so long are forgotten; with `max_size` last
+        and only as far as that needs.
+    cold : what was not used for so long is kept at its coarsest measured level alone.
+    compact : give free pages back to the disk where the size asks for it.
+    yes : also where more than half of the KV or of the documents would go.
+    """
+
+    max_size: int | None = None
+    max_age: float | None = None
+    unused: float | None = None
+    cold: float | None = None
+    dry_run: bool = False
+    yes: bool = False
+    compact: bool = True
+    lock_wait: float = 0.0
+
+
+@dataclass(slots=True)
+class PruneReport:
+    """What a prune did, or would do; bytes are those of the folder's files.
+
+    Attributes
+    ----------
+    limit : what the store may hold; None: no size was asked for.
+    goal : what the plan goes down to: the limit, or its low watermark.
+    after : on a dry run what is expected.
+    in_the_way : bytes of what stays, where the limit is not met: `pinned`, `text`, `other`.
+    spared : chunks whose exact records stayed, because what was to stand for them is damaged.
+    """
+
+    limit: int | None
+    goal: int | None
+    before: int
+    after: int = 0
+    steps: list[Step] = field(default_factory=list)
+    compacted: int = 0
+    profiles: int = 0
+    spared: int = 0
+    dry_run: bool = False
+    in_the_way: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the folder is within its limit."""
+        return self.limit is None or self.after <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and scripts."""
+        names = ("limit", "goal", "before", "after", "compacted", "profiles", "spared", "dry_run", "reached")
+        value = {name: getattr(self, name) for name in (*names, "in_the_way")}
+        return value | {"steps": [step.to_json() for step in self.steps]}
+
+
+def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneReport:
+    """Make a store smaller, by what is least recently used and in the order of :func:`plan_prune`.
+
+    Parameters
+    ----------
+    now : seconds since 1970.
+
+    Raises
+    ------
+    UsageError : nothing says how far, or much would go unasked.
+    NoSpaceError : the disk has no room for the copy without free pages; what was dropped is dropped.
+    DamagedError : a document cannot be read, so what it refers to is unknown; nothing was dropped.
+    """
+    now = time.time() if now is None else now
+    with Store.open(path) as store:
+        limit, wanted = _wanted(store, options, now)
+        if options.dry_run:
+            return _rehearse(store, limit, wanted, options)
+        with store.writer(options.lock_wait) as writer:
+            report = prune_with(store, writer, limit, wanted, options)
+        if any(step.sources for step in report.steps):
+            bring_index_up_to_date(store)
+        return report
+
+
+def _wanted(store: Store, options: PruneOptions, now: float) -> tuple[int | None, Wanted]:
+    own = store.budget() if options.max_size is None else None
+    limit = options.max_size if options.max_size is not None else own
+    ages = options.max_age is not None or options.unused is not None
+    if limit is None and not ages and options.cold is None:
+        raise UsageError(
+            "nothing says how small the store should be",
+            "give --max-size 20GB, keep a budget with `kvtool store budget 20GB`, or see --unused and --cold",
+        )
+
+    def before(age: float | None) -> float | None:
+        return None if age is None else now - age
+
+    wanted = Wanted(
+        goal=low_water(own) if own is not None else limit,
+        cold_before=before(options.cold),
+        unused_before=before(options.unused),
+        added_before=before(options.max_age),
+        as_needed=ages and options.max_size is not None,
+    )
+    return limit, wanted
+
+
+def _rehearse(store: Store, limit: int | None, wanted: Wanted, options: PruneOptions) -> PruneReport:
+    inventory = take_inventory(store)
+    plan = plan_prune(inventory, wanted)
+    report = PruneReport(limit, wanted.goal, inventory.used, inventory.used, list(plan.steps), dry_run=True)
+    report.profiles = len(old_profiles(store))
+    if options.compact and _is_too_large(inventory.used, wanted.goal):
+        report.compacted = inventory.used - plan.expected
+        report.after = plan.expected
+    if not report.reached:
+        report.in_the_way = _in_the_way(inventory, report.after)
+    return report
+
+
+def prune_with(
+    store: Store, writer: Writer, limit: int | None, wanted: Wanted, options: PruneOptions | None = None
+) -> PruneReport:
+    """The same with a writer at hand: also what a store in front of a tier makes room with."""
+    options = options or PruneOptions(yes=True)
+    writer.fold_access()
+    report = PruneReport(limit, wanted.goal, space.folder_bytes(store.path))
+    report.profiles = writer.drop_profiles(old_profiles(store))
+    inventory = take_inventory(store)
+    for number in range(_ROUNDS):
+        plan = plan_prune(inventory, wanted)
+        if number == 0 and not options.yes:
+            _check(inventory, plan)
+        report.spared += len(apply(store, writer, plan))
+        report.steps += plan.steps
+        if options.compact and _is_too_large(space.folder_bytes(store.path), wanted.goal):
+            report.compacted += writer.compact()
+        report.after = space.folder_bytes(store.path)
+        inventory = take_inventory(store)
+        if not plan.steps or report.after - (0 if options.compact else inventory.free) <= (limit or report.after):
+            break
+    if not report.reached:
+        report.in_the_way = _in_the_way(inventory, report.after)
+    return report
+
+
+def _is_too_large(size: int, goal: int | None) -> bool:
+    return goal is not None and size > goal
+
+
+def _check(inventory: Inventory, plan: Plan) -> None:
+    """Whether to ask first: more than half of what a question could hit would be gone, or of the documents."""
+    of_chunks = sum(sum(held.levels.values()) for held in inventory.chunks.values())
+    kv = sum(step.size for step in plan.steps if step.name in ("kv", "documents"))
+    documents = len(inventory.documents)
+    if 2 * kv > of_chunks or 2 * len(plan.sources) > max(documents, 2):
+        raise UsageError(
+            f"{kv / 1e6:,.1f} of {of_chunks / 1e6:,.1f} MB of KV and {len(plan.sources)} of {documents} documents "
+            "would go",
+            "`--dry-run` shows each step; add --yes to do it",
+        )
+
+
+def _in_the_way(inventory: Inventory, size: int) -> dict[str, int]:
+    pinned = sum(sum(held.levels.values()) for held in inventory.chunks.values() if held.pinned)
+    text = sum(document.size for document in inventory.documents)
+    return {"pinned": pinned, "text": text, "other": max(0, size - pinned - text)}

@@ -1,0 +1,198 @@
+"""What a prune takes, in which order: plans over made-up inventories, no store."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.upkeep.forget import plan_forget
+from kvtool.core.upkeep.inventory import Held, Holding, Inventory
+from kvtool.core.upkeep.plan import Plan
+from kvtool.core.upkeep.prune import Wanted, plan_prune
+
+MB = 10**6
+SIZES = {"raw": 16 * MB, "lossless": 11 * MB, "1": 4 * MB, "2": 3 * MB, "3": 2 * MB, "4": MB}
+
+
+def chunk_of(name: str) -> bytes:
+    return name.encode().ljust(20, b".")
+
+
+def held(
+    name: str, levels: Iterable[str] = ("raw",), used: int = 0, pinned: bool = False, measured: Iterable[str] = LOSSY
+) -> Holding:
+    stored = {level: SIZES[level] for level in levels}
+    return Holding(chunk_of(name), stored, used, pinned, frozenset(measured) & stored.keys())
+
+
+def inventory(*chunks: Holding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
+    """A document for each chunk, named as it, unless they are given; the least recently used first."""
+    by_id = {chunk.chunk_id: chunk for chunk in chunks}
+    refs = {chunk.chunk_id.rstrip(b".").decode(): [chunk.chunk_id] for chunk in chunks}
+    if documents is not None:
+        refs = {source: [chunk_of(name) for name in names] for source, names in documents.items()}
+    last = {source: max(by_id[chunk].used for chunk in found) for source, found in refs.items()}
+    order = sorted(refs, key=lambda source: (last[source], source))
+    owner = {chunk: source for source in order for chunk in refs[source]}
+    rows = tuple(
+        Held(
+            source,
+            last[source],
+            last[source],
+            any(by_id[chunk].pinned for chunk in refs[source]),
+            tuple(chunk for chunk in refs[source] if owner[chunk] == source),
+            tuple(refs[source]),
+            1000,
+        )
+        for source in order
+    )
+    loose = tuple(sorted(set(by_id) - set(owner)))
+    used = sum(sum(chunk.levels.values()) for chunk in chunks) + 1000 * len(rows) + free
+    return Inventory(rows, by_id, loose, used, free)
+
+
+def steps(plan: Plan) -> list[tuple[str, list[str]]]:
+    """Each step with its chunks in order."""
+    return [
+        (step.name, list(dict.fromkeys(chunk.rstrip(b".").decode() for chunk, _ in step.drops)) or list(step.sources))
+        for step in plan.steps
+    ]
+
+
+def left(stock: Inventory, plan: Plan) -> dict[str, list[str]]:
+    gone = {drop for step in plan.steps for drop in step.drops}
+    return {
+        chunk.rstrip(b".").decode(): [level for level in one.levels if (chunk, level) not in gone]
+        for chunk, one in stock.chunks.items()
+    }
+
+
+ALL = ("raw", "lossless", *LOSSY)
+
+
+def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
+    stock = inventory(held("a", ALL, used=1), held("b", ALL, used=2))
+    plan = plan_prune(stock, Wanted(goal=0))
+    assert steps(plan) == [
+        ("exact", ["a", "b"]),
+        ("level 1", ["a", "b"]),
+        ("level 2", ["a", "b"]),
+        ("level 3", ["a", "b"]),
+        ("kv", ["a", "b"]),
+    ]
+    assert not plan.reaches  # the text stays
+
+
+def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
+    stock = inventory(*(held(name, ("raw", "2"), used=used) for name, used in (("new", 9), ("old", 1), ("mid", 5))))
+    plan = plan_prune(stock, Wanted(goal=stock.used - 20 * MB))
+    assert steps(plan) == [("exact", ["old", "mid"])]
+    assert plan.reaches
+    assert plan.expected == stock.used - 32 * MB
+    assert plan_prune(stock, Wanted(goal=stock.used)).steps == ()
+    assert plan_prune(replace(stock, used=stock.used + 5, free=5), Wanted(goal=stock.used)).steps == ()
+
+
+def test_what_was_not_measured_stands_for_nothing() -> None:
+    stock = inventory(held("a", ("raw", "1", "2"), measured=()), held("b", ("raw", "1", "2"), measured=("1",)))
+    plan = plan_prune(stock, Wanted(goal=stock.used - 10 * MB))
+    assert steps(plan) == [("exact", ["b"])]
+    plan = plan_prune(stock, Wanted(goal=stock.used - 20 * MB))
+    assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
+
+
+def test_of_two_exact_records_the_larger_goes() -> None:
+    stock = inventory(held("a", ("raw", "lossless")))
+    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    assert left(stock, plan) == {"a": ["lossless"]}
+
+
+def test_pins_are_never_touched() -> None:
+    stock = inventory(held("a", ALL, used=1, pinned=True), held("b", ALL, used=2))
+    for wanted in (Wanted(goal=0), Wanted(goal=0, unused_before=9), Wanted(cold_before=9, unused_before=9)):
+        plan = plan_prune(stock, wanted)
+        assert left(stock, plan)["a"] == list(ALL)
+        assert "a" not in plan.sources
+
+
+def test_cold_chunks_are_kept_coarse_and_hot_ones_fine() -> None:
+    stock = inventory(
+        held("cold", ALL, used=1),
+        held("hot", ALL, used=9),
+        held("coarse", ("raw", "1", "2", "4"), used=1, measured=("1", "2")),
+        held("unmeasured", ("raw", "3"), used=1, measured=()),
+    )
+    plan = plan_prune(stock, Wanted(cold_before=5))
+    assert left(stock, plan) == {
+        "cold": ["4"],
+        "hot": list(ALL),
+        "coarse": ["2", "4"],  # 4 may be what 2 refines
+        "unmeasured": ["raw", "3"],
+    }
+
+
+def test_documents_go_whole_only_when_asked() -> None:
+    stock = inventory(held("a", used=1), held("b", used=6))
+    assert plan_prune(stock, Wanted(unused_before=5)).sources == ("a",)
+    assert plan_prune(stock, Wanted(added_before=9)).sources == ("a", "b")
+    last = plan_prune(stock, Wanted(goal=0, unused_before=5, as_needed=True))
+    assert steps(last) == [("kv", ["a", "b"]), ("documents", ["a"])]
+    assert plan_prune(stock, Wanted(goal=stock.used, unused_before=5, as_needed=True)).steps == ()
+
+
+def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
+    stock = inventory(
+        held("own", used=1), held("shared", used=8), held("other", used=9),
+        documents={"old": ["own", "shared"], "new": ["shared", "other"]},
+    )  # fmt: skip
+    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    assert left(stock, plan) == {"own": [], "shared": ["raw"], "other": ["raw"]}
+    plan = plan_forget(stock, ["old"])
+    assert (plan.steps[0].chunks, plan.steps[0].size) == (1, SIZES["raw"] + 1000)
+    assert plan_forget(stock, ["old", "new"]).steps[0].chunks == 3
+
+
+def test_what_nobody_refers_to_goes_first() -> None:
+    stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
+    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", (chunk_of("loose"),))]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_laws_of_any_plan(seed: int) -> None:
+    dice = random.Random(seed)
+    chunks = [
+        held(
+            f"c{number}",
+            [level for level in ALL if dice.random() < 0.6],
+            dice.randrange(9),
+            dice.random() < 0.2,
+            [level for level in LOSSY if dice.random() < 0.6],
+        )
+        for number in range(12)
+    ]
+    documents = {f"d{number}": [f"c{dice.randrange(12)}" for _ in range(3)] for number in range(6)}
+    stock = inventory(*chunks, documents=documents)
+    cold = dice.choice([None, 4])
+    goal = dice.choice([None, dice.randrange(stock.used)])
+    plan = plan_prune(stock, Wanted(goal=goal, cold_before=cold))
+    stays = left(stock, plan)
+    for chunk in chunks:
+        name = chunk.chunk_id.rstrip(b".").decode()
+        if chunk.pinned and chunk.chunk_id not in stock.loose:
+            assert stays[name] == list(chunk.levels)
+        kept = [level for level in stays[name] if level in LOSSY]
+        if kept:  # a refinement's base is coarser: whatever stays, all that is coarser stays, too
+            coarser = [level for level in chunk.levels if level in LOSSY and level > kept[0]]
+            assert set(coarser) <= set(kept)
+        if stays[name] != list(chunk.levels) and stays[name] and "raw" not in stays[name]:
+            assert "lossless" in stays[name] or set(stays[name]) & chunk.measured
+    drops = [drop for step in plan.steps for drop in step.drops]
+    assert len(drops) == len(set(drops))
+    assert plan.expected == stock.used - sum(stock.chunks[chunk].levels[level] for chunk, level in drops)
+    if goal is not None and not plan.reaches:
+        assert all(not stays[c.chunk_id.rstrip(b".").decode()] for c in chunks if not c.pinned)

@@ -1,0 +1,234 @@
+"""`store prune`, `compact`, `budget` and `pin` on stores: bytes on disk, what stays, what a question answers then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.errors import NoSpaceError, UsageError
+from kvtool.core.upkeep.compact import compact
+from kvtool.core.upkeep.job import PruneOptions, PruneReport, prune
+from kvtool.core.upkeep.pins import pin, unpin
+from tests.cache.making import add_file, check_file, id_of, make_store
+from tests.cli.working import QUESTION, SHORT, damages, environment, kvtool, prefix_chunk
+from tests.compress.making import chunks_in, levels_in, refit, replace_record
+from tests.upkeep.watching import bytes_in
+
+DIM = 256
+
+
+def measured(path: Path) -> Path:
+    """Losses of all levels, as `compress` keeps them."""
+    with Store.open(path) as store, store.writer() as pen:
+        state = store.codec_state()
+        losses = {level: {"kl_answer": 0.001 * int(level)} for level in LOSSY}
+        pen.set_codec_state(state | {"losses": {state["profile"]: losses}})
+    return path
+
+
+def noted(path: Path, *labels: str, when: int) -> None:
+    """Uses of chunks as questions note them."""
+    from kvtool.core.cache.access import _line, append
+
+    append(path / "access.log", b"".join(_line(id_of(label), when) for label in labels))
+
+
+def pruned(path: Path, max_size: int | None = None, **options: Any) -> PruneReport:
+    return prune(path, PruneOptions(max_size=max_size, yes=True, **options))
+
+
+def with_kv(path: Path) -> list[str]:
+    """Files of :func:`make_store` whose chunks have KV."""
+    with Store.open(path) as store:
+        return [s for s in store.sources() if all(store.has_chunk(id_of(f"{s}.{n}")) for n in range(2))]
+
+
+def test_down_to_the_budgets_low_watermark_by_use(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=20, dim=DIM)
+    now = int(time.time())
+    noted(path, *(f"f{number}.{chunk}" for number in (3, 7, 11) for chunk in range(2)), when=now + 100)
+    budget = bytes_in(path) // 2
+    kvtool("store", "budget", str(budget), "--store", path).fine()
+    with Store.open(path) as store, store.writer() as pen, pytest.raises(NoSpaceError, match="budget"):
+        add_file(pen, "more", ["more.0"], DIM)
+    said = kvtool("store", "prune", "--store", path, "--dry-run", "--json").fine().json
+    assert bytes_in(path) > budget
+    done = kvtool("store", "prune", "--store", path, "--yes", "--json").fine().json
+    assert done["steps"] == said["steps"]
+    assert bytes_in(path) <= 0.9 * budget + 8192
+    assert done["after"] == pytest.approx(bytes_in(path), abs=500)
+    assert said["after"] == pytest.approx(done["after"], rel=0.05)
+    assert {"f3", "f7", "f11"} < set(with_kv(path)) != {"f3", "f7", "f11"}
+    with Store.open(path) as store:
+        assert store.verify() == []
+        assert len(store.sources()) == 20  # the text stays
+        with store.writer() as pen:
+            add_file(pen, "f50", ["f50.0"], DIM)  # there is room again
+
+
+def test_nothing_says_how_far(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=4, dim=DIM)
+    kvtool("store", "prune", "--store", path).failed(2, "nothing says how small")
+    kvtool("store", "prune", "--store", path, "--unused", "soon").failed(2, "'soon' is no time")
+    with pytest.raises(UsageError, match="would go"):
+        prune(path, PruneOptions(max_size=300_000))
+    assert len(with_kv(path)) == 4
+    table = kvtool("store", "prune", "--store", path, "--max-size", "300kB", "--dry-run").fine()
+    assert "kv" in table.out
+    assert "would be" in table.out
+
+
+def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=6, dim=DIM)
+    kvtool("store", "pin", "f1", id_of("f2.0").hex()[:10], "--store", path).fine()
+    done = kvtool("store", "prune", "--store", path, "--max-size", "10kB", "--yes", "--json")
+    assert done.code == 14
+    assert done.json["in_the_way"]["pinned"] > 3 * 60_000
+    assert not done.json["reached"]
+    assert "pinned" in done.err
+    with Store.open(path) as store:
+        check_file(store, "f1", dim=DIM)
+        assert store.levels(id_of("f2.0")) == ["raw"]
+        assert store.levels(id_of("f2.1")) == store.levels(id_of("f0.0")) == []
+    assert kvtool("store", "pin", "--store", path, "--json").fine().json["sources"] == ["f1"]
+    assert kvtool("store", "stats", "--store", path, "--json").json["pins"] == {"sources": 1, "chunks": 1}
+    unpin(path, ["f1", id_of("f2.0").hex()])
+    with pytest.raises(UsageError, match="not pinned"):
+        unpin(path, ["f1"])
+    pruned(path, 10_000)
+    assert with_kv(path) == []
+
+
+def test_a_pin_of_a_lone_chunk_keeps_it_from_being_collected(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=2)
+    pin(path, [id_of("f0.0").hex()])
+    with Store.open(path) as store, store.writer() as pen:
+        pen.remove_file("f0")
+    assert compact(path).chunks == 1
+    with Store.open(path) as store:
+        assert store.has_chunk(id_of("f0.0"))
+
+
+def test_documents_that_were_not_used_are_forgotten(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=4, dim=DIM)
+    later = time.time() + 100 * 86400
+    noted(path, "f2.1", when=int(later) - 86400)
+    done = prune(path, PruneOptions(unused=30 * 86400, yes=True), now=later)
+    assert [step.name for step in done.steps] == ["documents"]
+    with Store.open(path) as store:
+        assert store.sources() == ["f2"]
+        check_file(store, "f2", dim=DIM)
+        assert store.verify() == []
+
+
+def test_without_compacting_pages_are_free_and_the_file_stays(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=6, dim=DIM)
+    before = bytes_in(path)
+    done = pruned(path, before // 2, compact=False)
+    assert not done.reached
+    with Store.open(path) as store:
+        assert store.stats()["free_bytes"] > before * 0.4
+    assert pruned(path, before // 2).steps == []  # only given back
+    assert bytes_in(path) <= before // 2
+
+
+def test_levels_go_from_exact_to_coarse_and_questions_go_on(fitted: Path) -> None:
+    path = measured(fitted)
+    prefix = prefix_chunk(path)
+    chunks = chunks_in(path)
+    sizes = kvtool("store", "stats", "--store", path, "--json").json["levels"]
+    pruned(path, bytes_in(path) - sizes["raw"]["bytes"] // 2)
+    some = levels_in(path)
+    assert {len(some[chunk]) for chunk in chunks} <= {4, 5}
+    assert "raw" not in some[chunks[0]] or "raw" not in some[chunks[-1]]
+    pruned(path, 1, cold=0.0)
+    kvtool("store", "prune", "--store", path, "--max-size", "1", "--yes").fine(14)
+    assert {chunk: levels for chunk, levels in levels_in(path).items() if levels} == {prefix: ["raw"]}
+    assert damages(path) == []
+    answered = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json
+    assert {chunk["status"] for chunk in answered["chunks"]} == {"miss"}  # recomputed in place, and kept
+    again = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json
+    assert {chunk["status"] for chunk in again["chunks"]} <= {"hit", "exact"}
+
+
+def test_an_exact_record_stays_where_its_coarse_ones_are_damaged(fitted: Path) -> None:
+    path = measured(fitted)
+    first = chunks_in(path)[0]
+    replace_record(path, first, "4", 1, lambda data: data.__setitem__(70, data[70] ^ 1))
+    replace_record(path, first, "1", 1, lambda data: data.__setitem__(70, data[70] ^ 1))
+    done = prune(path, PruneOptions(cold=0.0, yes=True), now=time.time() + 10)
+    assert done.spared == 1
+    levels = levels_in(path)
+    assert levels.pop(first) == ["raw"]
+    assert {tuple(levels[chunk]) for chunk in chunks_in(path)[1:]} == {("4",)}
+    assert damages(path) == []
+
+
+def test_old_profiles_go_once_no_record_names_them(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(fitted) as store:
+        first = store.profile_digests()
+    refit(fitted, monkeypatch, "2", chunks=tuple(chunks_in(fitted)[:1]))
+    assert compact(fitted).profiles == 0  # the other chunks' records name the old one
+    with Store.open(fitted) as store:
+        assert len(store.profile_digests()) == 2
+        with store.writer() as pen:
+            for level in LOSSY:
+                pen.drop_level([bytes.fromhex(chunk) for chunk in chunks_in(fitted)[1:]], level)
+    assert kvtool("store", "compact", "--store", fitted, "--json").fine().json["profiles"] == 1
+    with Store.open(fitted) as store:
+        assert set(store.profile_digests()).isdisjoint(first)
+
+
+def test_compact_needs_room_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=3, dim=DIM)
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    kvtool("store", "compact", "--store", path).failed(14, "MB free")
+    monkeypatch.delenv("KVTOOL_DISK_RESERVE")
+    assert "before" in kvtool("store", "compact", "--store", path).fine().out
+    with Store.open(path) as store:
+        assert len(list((path / "data").iterdir())) == 1
+        check_file(store, "f2", dim=DIM)
+
+
+def test_a_reader_goes_on_while_the_store_is_compacted(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=6, dim=DIM)
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from kvtool.core.cache.store import Store; from tests.cache.making import check_file\n"
+        "with Store.open(Path(sys.argv[1])) as store:\n"
+        "    print('reading', flush=True); end = time.monotonic() + 2.0; rounds = 0\n"
+        "    while time.monotonic() < end:\n"
+        "        for name in ('f4', 'f5'): check_file(store, name, dim=256)\n"
+        "        store.revision(); rounds += 1\n"
+        "    print(store._current().generation.name, rounds > 3)\n"
+    )
+    root = Path(__file__).parents[2]
+    reader = subprocess.Popen(
+        [sys.executable, "-c", script, path], cwd=root, stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "reading\n"
+    for number in range(3):
+        with Store.open(path) as store, store.writer() as pen:
+            pen.remove_file(f"f{number}")
+        compact(path)
+        time.sleep(0.1)
+    assert reader.communicate(timeout=30)[0] == "gen-4 True\n"
+    assert reader.returncode == 0
+
+
+def test_a_killed_compaction_is_reclaimed_by_the_next_writer(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    half = path / "data" / "gen-2"
+    half.mkdir()
+    (half / "data.mdb").write_bytes(b"half" * 1000)
+    with Store.open(path) as store, store.writer():
+        assert not half.exists()
+        check_file(store, "f0")
