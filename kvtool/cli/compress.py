@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.cli.parsing import ManyValues, size_in_bytes, store_path
 from kvtool.cli.watch import Watch
 from kvtool.core.compress.report import CompressOptions, CompressReport
 
@@ -42,6 +42,10 @@ def compress(
     predictor: Annotated[
         str, typer.Option("--predictor", metavar="|".join(PREDICTORS), help="`anchor` is the paper's scheme.")
     ] = "auto",
+    max_size: Annotated[
+        str | None,
+        typer.Option("--max-size", metavar="20GB", help="What the store may hold.", show_default="its budget"),
+    ] = None,
     questions: Annotated[
         int, typer.Option("--questions", min=0, help="How many prompts the loss is measured on; 0: it is not.")
     ] = 8,
@@ -64,6 +68,7 @@ def compress(
         max_loss=max_loss,
         predictor=predictor,
         questions=questions,
+        max_size=None if max_size is None else size_in_bytes(max_size),
         model=settings.model,
         device=settings.device,
         dtype=settings.dtype,
@@ -94,3 +99,5 @@ def _show(run: Run, report: CompressReport) -> None:
         f"{report.encoded} chunks encoded, {report.kept} unchanged, {report.skipped} without an exact record, "
         f"{report.seconds:.1f} s"
     )
+    if report.compacted:
+        run.out.print(f"{report.compacted / 1e6:,.1f} MB given back to the disk")

@@ -550,6 +550,7 @@ class Store:
         KvtoolError : the store is read-only, or this thread holds a view of it.
         """
         from kvtool.core.cache.lock import writer_lock
+        from kvtool.core.cache.upkeep import remove_leftovers
         from kvtool.core.cache.writer import Writer
 
         if self.read_only:
@@ -558,6 +559,7 @@ class Store:
             if self._view is not None:  # the map may have to change, for which no transaction may be open
                 raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")
             self._follow()
+            remove_leftovers(self.path)
             self._current().pad()
             writer = Writer(self, max_size)
             try:

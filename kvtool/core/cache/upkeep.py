@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 NO_LAYER = -1
+_UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
+_LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be renamed
 Doomed = tuple[bytes, bytes]  # table, key
 _CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _TIMES = (tables.USED, tables.ADDED)
@@ -305,6 +309,17 @@ def _sync_file(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed processes have left: half a compaction, files never renamed. Writer lock held."""
+    remove_old_generations(root)
+    for at, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                path = Path(at, name)
+                if _UNNAMED.fullmatch(name) and time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                    path.unlink()
 
 
 def remove_old_generations(root: Path) -> None:

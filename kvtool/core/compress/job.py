@@ -14,7 +14,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, NO_PROFILE, check_level
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.identity import StoreIdentity
 from kvtool.core.levels import ProfileShelf, losses_by_maker
 
@@ -39,7 +39,7 @@ def compress(path: Path, options: CompressOptions, events: CompressEvents | None
     """
     levels = check_levels(options)
     started = time.perf_counter()
-    with Store.open(path) as store, store.writer(options.lock_wait) as writer:
+    with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         report = _Job(store, writer, options, events or CompressEvents()).run(levels)
     report.seconds = time.perf_counter() - started
     return report
@@ -94,7 +94,16 @@ class _Job:
         for row in self.report.levels:
             row.loss = losses.get(row.level, {})
         self.report.bytes_after = self.store.stats()["bytes"]
+        if self.report.dropped:
+            self._compact()
         return self.report
+
+    def _compact(self) -> None:
+        """Give the pages of what was dropped back to the disk."""
+        try:
+            self.report.compacted = self.writer.compact()
+        except NoSpaceError as error:
+            self._warn(f"the data file is as long as before: {error.message}", "run `kvtool store compact` later")
 
     # ---- what to work on ----
 

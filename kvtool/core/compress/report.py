@@ -23,6 +23,7 @@ class CompressOptions:
     profile : take the profile of this other store of the same model.
     predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
     questions : prompts of the store's own chunks that the loss is measured on; 0: it is not.
+    max_size : bytes that the store's folder may hold; None: the store's own budget.
     """
 
     levels: tuple[str, ...] = ()
@@ -33,6 +34,7 @@ class CompressOptions:
     max_loss: float | None = None
     predictor: str = "auto"
     questions: int = 8
+    max_size: int | None = None
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -86,6 +88,7 @@ class CompressReport:
     ----------
     encoded, kept : chunks encoded in this run, and chunks that had the level already.
     skipped : chunks that no exact record is left of, so they stay as they are.
+    compacted : bytes given back to the disk once exact records were dropped.
     """
 
     levels: list[LevelReport] = field(default_factory=list)
@@ -96,6 +99,7 @@ class CompressReport:
     kept: int = 0
     skipped: int = 0
     dropped: int = 0
+    compacted: int = 0
     encoded_bytes: int = 0  # of raw numbers
     encode_seconds: float = 0.0
     decoded_bytes: int = 0
@@ -109,6 +113,7 @@ class CompressReport:
             "levels": [level.to_json() for level in self.levels],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "compacted": self.compacted,
             "seconds": self.seconds,
             "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
             "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),
