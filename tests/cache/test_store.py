@@ -85,21 +85,6 @@ def test_read_layer_keeps_order_and_gives_private_aligned_writable_views(tmp_pat
     assert len(bytes(first[1])) == first[1].nbytes  # after close, too
 
 
-def test_reading_through_the_map_where_the_file_cannot_be_found_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvtool.core.cache.mapped.MappedFile._find", lambda self: None)
-    path = make_store(tmp_path / "store", dim=512)
-    with Store.open(path) as store:
-        check_file(store, "f0", dim=512)
-
-
-def test_values_are_read_from_the_file_where_it_can(tmp_path: Path) -> None:
-    with Store.create_or_open(tmp_path / "store") as store:
-        found = store._current()._mapped._start
-    assert (found is not None) == sys.platform.startswith("linux")
-
-
 def test_a_level_is_there_when_all_its_layers_are(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     chunk = id_of("f0.0")

@@ -9,21 +9,20 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import lmdb
 
 from kvtool.core.cache import layout, space
 from kvtool.core.cache.gate import Gate, Transaction, Visit
-from kvtool.core.cache.mapped import MappedFile
 from kvtool.core.cache.pages import check_data_file
+from kvtool.core.cache.tree import DataFile, Tree
+from kvtool.core.cache.tree_check import damaged_pages
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
-Lock: TypeAlias = contextlib.AbstractContextManager[object]
-_NO_LOCK = contextlib.nullcontext()
 
 # One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED = TABLES = tuple(
@@ -52,50 +51,37 @@ class FileFullError(Exception):
 
 
 class Snapshot:
-    """A read transaction: one consistent state of the store. Values come out as private copies.
+    """A read transaction: one consistent state of the store, which threads may share. Values are private copies."""
 
-    Parameters
-    ----------
-    lock : held while LMDB looks something up, where threads share the transaction.
-    """
-
-    def __init__(self, transaction: Transaction, mapped: MappedFile, lock: Lock = _NO_LOCK) -> None:
-        self._transaction, self._mapped, self._lock = transaction, mapped, lock
-
-    def _find(self, table: bytes, key: bytes) -> memoryview | None:
-        with self._lock:
-            return self._transaction.get(table + key)
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
 
     def get(self, table: bytes, key: bytes) -> memoryview | None:
         """A copy of a value, or None."""
-        view = self._find(table, key)
-        return None if view is None else self._mapped.copy(view)
+        return self._tree.get(table + key)
 
     def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
-        """A copy of a value's first bytes, or None; the rest of it is not read."""
-        view = self._find(table, key)
-        return None if view is None else self._mapped.copy(view[:size])
+        """A copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
+        return self._tree.get(table + key, size)
 
     def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
         """The last bytes of a value, or None; reads no others."""
-        view = self._find(table, key)
-        return None if view is None else bytes(view[-size:])
+        return self._tree.last(table + key, size)
 
     def will_need(self, table: bytes, keys: list[bytes]) -> None:
         """Let the kernel read these values while we copy others."""
         for key in keys:
-            view = self._find(table, key)
-            if view is not None:
-                with contextlib.suppress(DamagedError):
-                    self._mapped.will_need(view)
+            with contextlib.suppress(DamagedError):
+                self._tree.will_need(table + key)
 
     def has(self, table: bytes, key: bytes) -> bool:
         """Whether there is a value; reads none of it."""
-        return self._find(table, key) is not None
+        return self._tree.has(table + key)
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
         """Keys in order. Use them up before the snapshot ends."""
-        return (key for key, _ in self._walk(table, prefix))
+        for key, _ in self._tree.items(table + prefix):
+            yield key[len(table) :]
 
     def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
         """Keys and copied values in order."""
@@ -106,27 +92,23 @@ class Snapshot:
 
     def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
         """Keys and lengths of values, in order; reads no value."""
-        return self._walk(table)
+        for key, size in self._tree.items(table):
+            yield key[len(table) :], size
 
-    def _walk(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, int]]:
-        start = table + prefix
-        with self._transaction.cursor() as cursor:
-            with self._lock:
-                found = cursor.set_range(start)
-            while found:
-                with self._lock:
-                    key, size = bytes(cursor.key()), len(cursor.value())
-                if not key.startswith(start):
-                    return
-                yield key[len(table) :], size
-                with self._lock:
-                    found = cursor.next()
+    def touch(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
+        """Look at what LMDB will meet when these (table, key) are put or deleted; raises DamagedError."""
+        self._tree.check_free_list()
+        for table, key in rows:
+            self._tree.touch(table + key)
+
+    def damaged_pages(self) -> Iterator[str]:
+        """What is wrong with the pages that hold the keys, and with the list of free ones."""
+        return damaged_pages(self._tree)
 
     def live_bytes(self) -> int:
         """Bytes of pages in use, free pages inside the file not counted."""
-        with self._lock:
-            count = self._transaction.stat()
-        return (count["branch_pages"] + count["leaf_pages"] + count["overflow_pages"]) * count["psize"]
+        count = self._tree.meta.counts[1]
+        return (count.branches + count.leaves + count.beside) * self._tree.meta.page_size
 
 
 class Environment:
@@ -152,8 +134,8 @@ class Environment:
         try:
             if can_lock:
                 self._env.reader_check()
-            self._mapped = MappedFile(self.generation / "data.mdb")
-            self._mapped.locate()
+            self._file = DataFile(self.generation / "data.mdb")
+            self._page_size = int(self._env.stat()["psize"])
             self._sound_length = 0
             self._check_length()
         except BaseException:
@@ -163,17 +145,17 @@ class Environment:
     def _check_length(self) -> None:
         """A file cut under us would be a SIGBUS. Usually two numbers to compare."""
         needed = self.allocated_bytes()
-        if self._mapped.size() >= needed or needed == self._sound_length:
+        if self._file.size() >= needed or needed == self._sound_length:
             return
         time.sleep(_PAD_SECONDS)  # a writer may be between its commit and its pad
-        if self._mapped.size() < needed:
+        if self._file.size() < needed:
             check_data_file(self.generation)
             self._sound_length = needed
 
     def pad(self) -> None:
         """Make the file as long as its last page says; writer lock held. LMDB may leave given-up pages unwritten."""
         needed = self.allocated_bytes()
-        if self._mapped.size() < needed:
+        if self._file.size() < needed:
             with contextlib.suppress(OSError):
                 os.truncate(self.generation / "data.mdb", needed)
 
@@ -186,14 +168,14 @@ class Environment:
     def _shut(self) -> None:
         if not self._closed:
             self._closed = True
-            self._mapped.close()
+            self._file.close()
             self._env.close()
 
     def reopen(self) -> None:
         """Forget an environment that LMDB has given up on (after a failed meta page write)."""
 
         def again() -> None:
-            self._mapped.close()
+            self._file.close()
             self._env.close()
             self._open()
 
@@ -213,16 +195,20 @@ class Environment:
                 self._enter(visit)
                 self._check_length()
                 visit.transaction = self._env.begin(buffers=True)
-                return
+                visit.tree = self._file.tree(visit.transaction.id(), self._page_size)
+                if visit.tree is not None:
+                    return
+                visit.end()
             except lmdb.Error as error:
                 visit.end()
                 if not self._recover(error) or attempt == 7:
                     raise self.read_failure(error) from error
+        raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
 
-    def snapshot(self, visit: Visit, lock: Lock = _NO_LOCK) -> Snapshot:
+    def snapshot(self, visit: Visit) -> Snapshot:
         """The reading side of a transaction that was begun."""
-        assert visit.transaction is not None
-        return Snapshot(visit.transaction, self._mapped, lock)
+        assert visit.tree is not None
+        return Snapshot(visit.tree)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
@@ -343,7 +329,6 @@ class Environment:
             raise NoSpaceError(
                 f"{self.generation}: no address space for the store: {error}", "raise ulimit -v"
             ) from error
-        self._mapped.locate()
 
     def is_at(self, generation: Path) -> bool:
         """Whether the file that stands there is ours, or cannot be seen."""
@@ -351,7 +336,7 @@ class Environment:
             status = (generation / "data.mdb").stat()
         except OSError:
             return True
-        return self._mapped.is_file(status)
+        return self._file.is_file(status)
 
     # ---- facts ---------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 import lmdb
 
+from kvtool.core.cache.tree import Tree
+
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 _LOOK_SECONDS = 0.001
 
@@ -20,13 +22,14 @@ class Visit:
     Whether it stays is an attribute, so that ending is one store, which no signal can cut in two.
     """
 
-    __slots__ = ("__weakref__", "gate", "inside", "thread", "transaction")
+    __slots__ = ("__weakref__", "gate", "inside", "thread", "transaction", "tree")
 
     def __init__(self) -> None:
         self.gate: Gate | None = None
         self.inside = False
         self.thread = 0
         self.transaction: Transaction | None = None
+        self.tree: Tree | None = None
 
     def end(self) -> None:
         """End the transaction, if it was begun, and leave."""

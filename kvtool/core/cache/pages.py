@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +19,11 @@ from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _HEADER_BYTES, _NODE_BYTES = 16, 8
+_META_BYTES = _HEADER_BYTES + 24 + 2 * 48 + 16
+_TREE = struct.Struct("=IHHQQQQQ")  # page size (of the free list's), flags, depth, pages of three kinds, keys, root
+_META_FLAG, _INTEGER_KEYS = 8, 8
+_BETWEEN_SECONDS = 0.01
+_GIVEN_UP = 2**30  # bytes that a transaction may have taken at the end of the file and given up again, at most
 _BRANCH, _LEAF = 1, 2
 _BIG_DATA = 1
 _NO_PAGE = 2**64 - 1
@@ -25,11 +31,28 @@ _DEEPEST = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """What a meta page says of a tree: its depth, and how many pages and keys it has."""
+
+    depth: int
+    branches: int
+    leaves: int
+    beside: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class Meta:
-    """What a meta page says: page size, roots of the free list and of the data, last page, transaction."""
+    """What a meta page says.
+
+    Attributes
+    ----------
+    roots, counts : of the list of free pages, and of the data.
+    """
 
     page_size: int
     roots: tuple[int, int]
+    counts: tuple[Counts, Counts]
     last_page: int
     transaction: int
 
@@ -54,7 +77,8 @@ def check_data_file(generation: Path) -> None:
         with path.open("rb") as file:
             meta = _newest_meta(path, file)
             size = os.fstat(file.fileno()).st_size
-            if size < meta.file_bytes and not _holds_all(file, meta, size):
+            short = meta.file_bytes - size
+            if short > _GIVEN_UP or (short > 0 and not _holds_all(file, meta, size)):
                 raise DamagedError(f"{path} is truncated: {size} bytes of {meta.file_bytes}", REBUILD)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing", REBUILD) from error
@@ -63,29 +87,57 @@ def check_data_file(generation: Path) -> None:
 
 
 def _newest_meta(path: Path, file: BinaryIO) -> Meta:
-    head = file.read(2 * max(_PAGE_SIZES))
-    if not head:
-        raise DamagedError(f"{path} is empty", REBUILD)
-    first = _meta(path, head, 0)
-    second = _meta(path, head, first.page_size)
+    """Of the two meta pages, which are written in turn."""
+    for attempt in range(3):
+        file.seek(0)
+        head = file.read(2 * max(_PAGE_SIZES))
+        if not head:
+            raise DamagedError(f"{path} is empty", REBUILD)
+        if head[: _HEADER_BYTES + 8].count(0) != _HEADER_BYTES + 8 and not _is_lmdb(head):
+            raise StoreFormatError(f"{path} is not an LMDB file that this kvtool reads", REBUILD)
+        try:
+            first = meta_of(head)
+            second = meta_of(head[first.page_size :])
+            return _newer(first, second)
+        except DamagedError as error:
+            if attempt == 2:
+                raise DamagedError(f"{path}: {error.message}", REBUILD) from error
+        time.sleep(_BETWEEN_SECONDS)  # a writer may have been at it between one page and the other
+    raise AssertionError("unreachable")
+
+
+def _is_lmdb(head: bytes) -> bool:
+    return len(head) < _META_BYTES or struct.unpack_from("=II", head, _HEADER_BYTES) == (_MAGIC, _VERSION)
+
+
+def _newer(first: Meta, second: Meta) -> Meta:
+    """Transactions alternate between the pages, so one follows the other; raises DamagedError."""
+    one, two = first.transaction, second.transaction
+    if (one or two) and (one % 2 or not two % 2 or abs(one - two) != 1):
+        raise DamagedError("its meta pages do not follow each other")
+    if first.page_size != second.page_size:
+        raise DamagedError("its meta pages state two page sizes")
     return max(first, second, key=lambda meta: meta.transaction)
 
 
-def _meta(path: Path, head: bytes, at: int) -> Meta:
-    """The meta page at `at`: magic, version, address, map size, two trees of 48 bytes, last page, transaction."""
-    if len(head) < at + 4096:
-        raise DamagedError(f"{path} is truncated", REBUILD)
-    magic, version, page_size = struct.unpack_from("=II16xI", head, at + _HEADER_BYTES)
-    if magic != _MAGIC or version != _VERSION:
-        if at:
-            raise DamagedError(f"{path}: its second meta page is damaged", REBUILD)
-        raise StoreFormatError(f"{path} is not an LMDB file that this kvtool reads", REBUILD)
-    if page_size not in _PAGE_SIZES:
-        raise DamagedError(f"{path} states a page size of {page_size}", REBUILD)
-    roots = (at + 16 + 24 + 40, at + 16 + 24 + 48 + 40)
-    free, main = (struct.unpack_from("=Q", head, root)[0] for root in roots)
-    last_page, transaction = struct.unpack_from("=QQ", head, at + 16 + 24 + 2 * 48)
-    return Meta(page_size, (free, main), last_page, transaction)
+def meta_of(page: bytes) -> Meta:
+    """A meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction.
+
+    Raises
+    ------
+    DamagedError : it is none, or says what LMDB never says under the flags that we open it with.
+    """
+    if len(page) < _META_BYTES:
+        raise DamagedError("it is truncated")
+    flags = struct.unpack_from("=H", page, 10)[0]
+    if flags != _META_FLAG or struct.unpack_from("=IIQ", page, _HEADER_BYTES) != (_MAGIC, _VERSION, 0):
+        raise DamagedError("a meta page is damaged")
+    free, main = (_TREE.unpack_from(page, _HEADER_BYTES + at) for at in (24, 24 + _TREE.size))
+    last_page, transaction = struct.unpack_from("=QQ", page, _HEADER_BYTES + 24 + 2 * _TREE.size)
+    if free[0] not in _PAGE_SIZES or (free[1], main[0], main[1]) != (_INTEGER_KEYS, 0, 0) or last_page < 1:
+        raise DamagedError("a meta page is damaged")
+    counts = (Counts(*free[2:7]), Counts(*main[2:7]))
+    return Meta(free[0], (free[7], main[7]), counts, last_page, transaction)
 
 
 def _holds_all(file: BinaryIO, meta: Meta, size: int) -> bool:

@@ -99,6 +99,9 @@ def verify_here(path: str, sample: str) -> None:
 
 def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     """Walk every table in this process; table by table, each row in a short transaction."""
+    with store._read() as snapshot:
+        pages = [Damage("", "", NO_LAYER, reason) for reason in snapshot.damaged_pages()]
+    yield from pages
     for table, check in _CHECKS.items():
         for key in _keys_of(store, table):
             if table is not tables.RECORDS or _in_sample(key, sample):

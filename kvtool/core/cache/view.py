@@ -10,14 +10,11 @@ from kvtool.core.errors import KvtoolError
 
 
 class View:
-    """A read transaction that threads share. It ends when its last user leaves: a loader may be in a slow read still.
-
-    Look-ups are one at a time, as LMDB asks of a shared transaction; values are copied beside each other.
-    """
+    """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
 
     def __init__(self, environment: Environment, visit: Visit) -> None:
         self.environment = environment
-        self.snapshot: Snapshot = environment.snapshot(visit, threading.Lock())
+        self.snapshot: Snapshot = environment.snapshot(visit)
         self._visit = visit
         self._users = 1
         self._lock = threading.Lock()

@@ -352,6 +352,8 @@ class Writer:
         environment = self._environment()
         touched = {*doomed, *((table, key) for table, key, _ in rows)}
         rows = [*rows, *self._revision_rows(touched)]
+        with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
+            snapshot.touch([*doomed, *((table, key) for table, key, _ in rows)])
 
         def apply(transaction: Transaction) -> None:
             for table, key in doomed:

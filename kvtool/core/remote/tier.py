@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.layout import atomic_write
-from kvtool.core.cache.mapped import aligned
 from kvtool.core.cache.store import KVRead, Store, read_record
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, StoreLockedError

@@ -1,0 +1,14 @@
+"""Memory for values that are read: aligned, so that tensors can be made of it without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+
+_ALIGN = 64
+
+
+def aligned(size: int) -> memoryview:
+    """A private writable buffer whose first byte stands on a 64-byte boundary."""
+    block = bytearray(size + _ALIGN)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _ALIGN
+    return memoryview(block)[start : start + size]

@@ -1,0 +1,370 @@
+"""Reading LMDB's tree out of the file, each page checked before it is believed.
+
+LMDB has no checksum over its pages: of one flipped bit in the header of a page or a node it dies (SIGSEGV, SIGBUS), and
+takes the process with it. So keys are looked up here, in pages that are read like any other part of a file; a value is
+one ``preadv``, also faster on a cold disk than the map (STORE.md, fact 6). LMDB itself pins the pages, by a
+transaction, and writes; before it does, the pages on its way are looked at here, too (:meth:`Tree.touch`).
+
+The pages are those of LMDB 0.9 (data format 1) on a 64-bit machine, as in :mod:`kvtool.core.cache.pages`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.pages import Meta, meta_of
+from kvtool.core.errors import DamagedError
+
+_HEADER = struct.Struct("=Q2xHHH")  # own number, flags, end of the pointers, start of the nodes
+_BIG_HEADER = struct.Struct("=Q2xHI")  # own number, flags, number of pages
+_NODE = struct.Struct("=HHHH")  # size (low, high) or child (low, middle, high with the flags), flags, size of the key
+_NUMBER = struct.Struct("=Q")
+_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
+_BIG = 1
+_NO_PAGE = 2**64 - 1
+BIG_HEADER_BYTES = _BIG_HEADER.size
+_DEEPEST = 32
+_LEAVES = 256  # kept parsed
+_BRANCHES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Keys from which each child on is meant; the first child has all below the second's."""
+
+    keys: list[bytes]
+    children: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Keys and, for each, where its value begins in the page, its size, and whether that is a number of pages beside.
+
+    Attributes
+    ----------
+    data : the page.
+    """
+
+    keys: list[bytes]
+    values: list[tuple[int, int, bool]]
+    data: bytes
+
+
+class DataFile:
+    """``data.mdb`` as a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._tree: Tree | None = None
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._handle)
+
+    def is_file(self, status: os.stat_result) -> bool:
+        """Whether this is its status."""
+        return os.path.samestat(os.fstat(self._handle), status)
+
+    def size(self) -> int:
+        """Its length, now."""
+        return os.fstat(self._handle).st_size
+
+    def tree(self, transaction: int, page_size: int) -> Tree | None:
+        """The data as of a transaction that is held; None: its meta page was overwritten just now, by the next but one.
+
+        Raises
+        ------
+        DamagedError : the meta page is none.
+        """
+        if self._tree is None or self._tree.meta.transaction != transaction:
+            meta = meta_of(self.read((transaction & 1) * page_size, page_size))
+            if meta.transaction != transaction:
+                return None
+            self._tree = Tree(self, meta)
+        return self._tree
+
+    def read(self, at: int, size: int) -> bytes:
+        """Bytes of it; raises DamagedError where it is too short."""
+        data = os.pread(self._handle, size, at)
+        if len(data) != size:
+            raise DamagedError("the file is shorter than it says")
+        return data
+
+    def copy(self, at: int, head: int, size: int) -> tuple[bytes, memoryview]:
+        """`head` bytes, and what follows them in a private, writable, aligned buffer; raises DamagedError."""
+        if at + head + size > self.size():
+            raise DamagedError("the index points outside the file")
+        before, target = bytearray(head), aligned(size)
+        done = os.preadv(self._handle, [before, target], at)
+        while head <= done < head + size:
+            count = os.preadv(self._handle, [target[done - head :]], at + done)
+            if count <= 0:
+                break
+            done += count
+        if done != head + size:
+            raise DamagedError("the file is shorter than it says")
+        return bytes(before), target
+
+    def will_need(self, at: int, size: int) -> None:
+        """Ask the kernel to start reading."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, at, size, os.POSIX_FADV_WILLNEED)
+
+
+class Tree:
+    """Keys and values as of one transaction. Every method raises DamagedError where a page on its way is damaged."""
+
+    def __init__(self, file: DataFile, meta: Meta) -> None:
+        self.meta = meta
+        self._file = file
+        self._branches: dict[int, Branch] = {}
+        self._leaves: dict[int, Leaf] = {}
+
+    # ---- looking up ----
+
+    def get(self, key: bytes, most: int | None = None) -> memoryview | None:
+        """A private, writable copy of a value, or of its first `most` bytes; None: there is none."""
+        leaf = self._leaf_of(key)
+        at = _index(leaf, key)
+        if leaf is None or at is None:
+            return None
+        size = leaf.values[at][1]
+        return self._value(leaf, at, size if most is None else min(most, size))
+
+    def last(self, key: bytes, most: int) -> bytes | None:
+        """The last `most` bytes of a value; None: there is none."""
+        leaf = self._leaf_of(key)
+        at = _index(leaf, key)
+        if leaf is None or at is None:
+            return None
+        start, size, big = leaf.values[at]
+        wanted = min(most, size)
+        if not big:
+            return leaf.data[start + size - wanted : start + size]
+        begins = self.page_of(leaf, at) * self.meta.page_size + BIG_HEADER_BYTES
+        return self._file.read(begins + size - wanted, wanted)
+
+    def _value(self, leaf: Leaf, at: int, wanted: int) -> memoryview:
+        start, size, big = leaf.values[at]
+        if not big:
+            return memoryview(bytearray(leaf.data[start : start + wanted]))
+        page = self.page_of(leaf, at)
+        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted)
+        self._check_big(page, header, size)
+        return value
+
+    def page_of(self, leaf: Leaf, at: int) -> int:
+        """The first page of a large value."""
+        page = int(_NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
+        self._check_inside(page)
+        if (page * self.meta.page_size + BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
+            raise DamagedError("the index points outside the file")
+        return page
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is a value; reads none of it."""
+        return _index(self._leaf_of(key), key) is not None
+
+    def will_need(self, key: bytes) -> None:
+        """Let the kernel read a large value while others are copied."""
+        leaf = self._leaf_of(key)
+        at = _index(leaf, key)
+        if leaf is not None and at is not None and leaf.values[at][2]:
+            size = leaf.values[at][1]
+            self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, BIG_HEADER_BYTES + size)
+
+    def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
+        """Keys that begin so, in order, and the sizes of their values."""
+        root = self.meta.roots[1]
+        if root == _NO_PAGE:
+            return
+        for leaf in self._leaves_from(root, start, b"", None, 0):
+            for at in range(bisect_left(leaf.keys, start), len(leaf.keys)):
+                if not leaf.keys[at].startswith(start):
+                    return
+                yield leaf.keys[at], leaf.values[at][1]
+
+    def touch(self, key: bytes) -> None:
+        """Look at every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""
+        page, low, high = self.meta.roots[1], b"", None
+        for _ in range(_DEEPEST):
+            if page == _NO_PAGE:
+                return
+            node = self._node(page, low, high)
+            if isinstance(node, Leaf):
+                return
+            at = _child_at(node, key)
+            for beside in (at - 1, at + 1):
+                if 0 <= beside < len(node.children):
+                    self._node(node.children[beside], *_bounds(node, beside, low, high))
+            page, (low, high) = node.children[at], _bounds(node, at, low, high)
+        raise DamagedError("the pages of the index lie in a ring")
+
+    def _leaf_of(self, key: bytes) -> Leaf | None:
+        page = self.meta.roots[1]
+        if page == _NO_PAGE:
+            return None
+        low, high = b"", None
+        for _ in range(_DEEPEST):
+            node = self._node(page, low, high)
+            if isinstance(node, Leaf):
+                return node
+            at = _child_at(node, key)
+            page, (low, high) = node.children[at], _bounds(node, at, low, high)
+        raise DamagedError("the pages of the index lie in a ring")
+
+    def _leaves_from(self, page: int, start: bytes, low: bytes, high: bytes | None, depth: int) -> Iterator[Leaf]:
+        if depth > _DEEPEST:
+            raise DamagedError("the pages of the index lie in a ring")
+        node = self._node(page, low, high)
+        if isinstance(node, Leaf):
+            yield node
+            return
+        for at in range(_child_at(node, start), len(node.children)):
+            yield from self._leaves_from(node.children[at], start, *_bounds(node, at, low, high), depth + 1)
+
+    def pages(self, number: int) -> Iterator[tuple[int, int, Branch | Leaf]]:
+        """Every page of the list of free pages (0) or of the data (1), with its depth, a parent before its children."""
+        root = self.meta.roots[number]
+        if root == _NO_PAGE:
+            return
+        waiting: list[tuple[int, int, bytes, bytes | None]] = [(root, 1, b"", None)]
+        while waiting:
+            page, depth, low, high = waiting.pop()
+            if depth > _DEEPEST:
+                raise DamagedError("the pages of the index lie in a ring")
+            node = self._node(page, low, high) if number else self._parse(page, ordered=False)
+            yield page, depth, node
+            if isinstance(node, Branch):
+                for at in reversed(range(len(node.children))):
+                    bounds = _bounds(node, at, low, high) if number else (b"", None)
+                    waiting.append((node.children[at], depth + 1, *bounds))
+
+    # ---- looking after it ----
+
+    def check_free_list(self) -> None:
+        """Look at what LMDB takes pages from when it writes."""
+        for _ in self.free_pages(full=False):
+            pass
+
+    def free_pages(self, full: bool = True) -> Iterator[int]:
+        """Pages that nothing uses. `full`: False: each list's length alone is looked at, and none comes."""
+        for _, _, leaf in self.pages(0):
+            for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
+                wanted = size if full else min(size, _NUMBER.size)
+                data = self._value(leaf, at, wanted)  # type: ignore[arg-type]
+                count = _NUMBER.unpack_from(data)[0] if len(data) >= _NUMBER.size else _NO_PAGE
+                if (count + 1) * _NUMBER.size > size:
+                    raise DamagedError("the list of free pages is damaged")
+                if full:
+                    yield from struct.unpack_from(f"={count}Q", data, _NUMBER.size)
+
+    # ---- pages ----
+
+    def _node(self, page: int, low: bytes, high: bytes | None) -> Branch | Leaf:
+        """A page whose keys are from `low` on and below `high`, as its parent says."""
+        known = self._branches.get(page) or self._leaves.get(page)
+        if known is None:
+            known = self._parse(page)
+            kept, most = (self._branches, _BRANCHES) if isinstance(known, Branch) else (self._leaves, _LEAVES)
+            if len(kept) >= most:
+                kept.clear()
+            kept[page] = known  # type: ignore[assignment]
+        own = known.keys[1:] if isinstance(known, Branch) else known.keys  # a branch's first key says nothing
+        if own and (own[0] < low or (high is not None and own[-1] >= high)):
+            raise DamagedError(f"page {page} of the index does not hold the keys that its parent says")
+        return known
+
+    def _parse(self, page: int, ordered: bool = True) -> Branch | Leaf:
+        self._check_inside(page)
+        size = self.meta.page_size
+        data = self._file.read(page * size, size)
+        number, flags, lower, upper = _HEADER.unpack_from(data)
+        if number != page or flags not in (_BRANCH, _LEAF):
+            raise DamagedError(f"page {page} of the index is no page of a tree")
+        if not _HEADER.size <= lower <= upper <= size or lower % 2:
+            raise DamagedError(f"page {page} of the index has bounds that cannot be")
+        pointers = struct.unpack_from(f"={(lower - _HEADER.size) // 2}H", data, _HEADER.size)
+        read: Callable[..., Branch | Leaf] = _read_branch if flags == _BRANCH else _read_leaf
+        try:
+            node = read(data, pointers, upper)
+            if ordered:  # numbers, as keys of the list of free pages, are not in the order of their bytes
+                _check_order(node.keys[1:] if isinstance(node, Branch) else node.keys)
+            return node
+        except (ValueError, struct.error) as error:
+            raise DamagedError(f"page {page} of the index is damaged: {error}") from error
+
+    def _check_inside(self, page: int) -> None:
+        if not 2 <= page <= self.meta.last_page:
+            raise DamagedError("the index points outside the file")
+
+    def _check_big(self, page: int, header: bytes, size: int) -> None:
+        number, flags, pages = _BIG_HEADER.unpack(header)
+        if number != page or flags != _OVERFLOW or pages * self.meta.page_size < len(header) + size:
+            raise DamagedError(f"the pages of a value, from {page} on, are not what the index says")
+
+
+def _index(leaf: Leaf | None, key: bytes) -> int | None:
+    if leaf is None:
+        return None
+    at = bisect_left(leaf.keys, key)
+    return at if at < len(leaf.keys) and leaf.keys[at] == key else None
+
+
+def _child_at(node: Branch, key: bytes) -> int:
+    return max(0, bisect_right(node.keys, key, 1) - 1)
+
+
+def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
+    """Of a child's keys."""
+    return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high
+
+
+def _read_branch(data: bytes, pointers: tuple[int, ...], upper: int) -> Branch:
+    keys, children, ends = [], [], []
+    for at in pointers:
+        low, middle, high, length = _NODE.unpack_from(data, at)
+        keys.append(data[at + _NODE.size : at + _NODE.size + length])
+        children.append(low | middle << 16 | high << 32)
+        ends.append(at + _NODE.size + length)
+    if not children:
+        raise ValueError("a branch without children")
+    _check_layout(data, pointers, ends, upper)
+    return Branch(keys, children)
+
+
+def _read_leaf(data: bytes, pointers: tuple[int, ...], upper: int) -> Leaf:
+    keys, values, ends = [], [], []
+    for at in pointers:
+        low, high, flags, length = _NODE.unpack_from(data, at)
+        if flags not in (0, _BIG):
+            raise ValueError("a value of a kind that is not used here")
+        start, size = at + _NODE.size + length, low | high << 16
+        keys.append(data[at + _NODE.size : start])
+        values.append((start, size, bool(flags)))
+        ends.append(start + (_NUMBER.size if flags else size))
+    _check_layout(data, pointers, ends, upper)
+    return Leaf(keys, values, data)
+
+
+def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: int) -> None:
+    """Nodes fill the page from `upper` to its end, each on an even address, without gap or overlap."""
+    at = upper
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if start != at:
+            raise ValueError("its parts do not join")
+        at = end + end % 2
+    if at != len(data):
+        raise ValueError("its parts do not fill it")
+
+
+def _check_order(keys: list[bytes]) -> None:
+    if any(one >= two for one, two in pairwise(keys)):
+        raise ValueError("its keys are not in order")

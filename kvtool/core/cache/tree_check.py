@@ -1,0 +1,48 @@
+"""Whether the pages of a store's data file fit together: what no single look-up can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtool.core.cache.tree import BIG_HEADER_BYTES, Branch, Leaf, Tree
+from kvtool.core.errors import DamagedError
+
+_FREE, _DATA = 0, 1
+
+
+def damaged_pages(tree: Tree) -> Iterator[str]:
+    """What is wrong, in words. Memory: a byte for each page of the file."""
+    try:
+        used = bytearray(tree.meta.last_page + 1)
+        yield from _damaged_tree(tree, _DATA, used)
+        yield from _damaged_tree(tree, _FREE, used)
+        if any(not 2 <= page <= tree.meta.last_page or used[page] for page in tree.free_pages()):
+            yield "the list of free pages names pages that are in use"
+    except DamagedError as error:
+        yield error.message
+
+
+def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
+    """One tree beside what the meta page counts of it."""
+    branches = leaves = keys = deepest = 0
+    for page, depth, node in tree.pages(number):
+        deepest = max(deepest, depth)
+        branches += isinstance(node, Branch)
+        if isinstance(node, Leaf):
+            leaves, keys = leaves + 1, keys + len(node.keys)
+        for at, pages in [(page, 1), *_beside(tree, node)]:
+            if any(used[at : at + pages]):
+                raise DamagedError(f"page {at} of the index is used twice")
+            used[at : at + pages] = b"\1" * pages
+    counted = tree.meta.counts[number]
+    if (counted.depth, counted.branches, counted.leaves, counted.keys) != (deepest, branches, leaves, keys):
+        what = "data" if number else "free pages"
+        yield f"the index of {what} has {keys} keys in {leaves} pages; {counted.keys} in {counted.leaves} are counted"
+
+
+def _beside(tree: Tree, node: Branch | Leaf) -> Iterator[tuple[int, int]]:
+    """Where large values stand: the first page of each, and how many."""
+    for at, (_, size, big) in enumerate(node.values if isinstance(node, Leaf) else ()):
+        if big:
+            assert isinstance(node, Leaf)
+            yield tree.page_of(node, at), -(-(BIG_HEADER_BYTES + size) // tree.meta.page_size)
