@@ -81,9 +81,12 @@ def _ingest(run: Run, options: IngestOptions, log: Path | None) -> IngestReport:
 
     book = EventLog(log.expanduser()) if log is not None else None
     try:
+        place = store_path(run.settings.store)
+        if book:
+            book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
         with _Watch(run) as watch:
             events = book.listening(watch.events) if book else watch.events
-            report = run_ingest(store_path(run.settings.store), options, events)
+            report = run_ingest(place, options, events)
         if book:
             book.event("summary", **report.to_json(), exit_code=_code(report))
         return report
