@@ -9,8 +9,9 @@ from typing import Any
 import typer.core
 
 from kvtool.core.errors import UsageError
+from kvtool.core.sizes import size_in_bytes
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+__all__ = ["ManyValues", "duration", "list_of", "size_in_bytes", "store_path", "system_text"]
 
 
 def store_path(store: str) -> Path:
@@ -28,14 +29,6 @@ def store_path(store: str) -> Path:
             "this command works on a local store, not on a URL", "`kvtool store pull URL` brings it here, `push` back"
         )
     return Path(store) if store else data_dir() / "store"
-
-
-def size_in_bytes(text: str) -> int:
-    """`20GB`, `500MiB`, `1000` → bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not found or found[2] not in _UNITS:
-        raise UsageError(f"{text!r} is not a size", "such as 500MB or 20GB")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}

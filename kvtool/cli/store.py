@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtool.cli.listing import ls
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import store_path
 from kvtool.cli.transfer import pull, push, sync
@@ -14,7 +15,7 @@ from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.core.errors import EXIT_DAMAGED, UsageError
 
 app = new_app("Look after the store: statistics, listing, verification, sharing, upkeep.")
-for _command in (push, pull, sync, forget, budget, prune, compact, pin, unpin):
+for _command in (ls, push, pull, sync, forget, budget, prune, compact, pin, unpin):
     app.command()(_command)
 
 
@@ -35,37 +36,6 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
         label = f"{under}{name}"
         rows.extend(_flat(inner, f"{label}.") if isinstance(inner, dict) else [(label, inner)])
     return rows
-
-
-@app.command()
-@takes()
-def ls(run: Run) -> None:
-    """Documents and their chunks."""
-    from kvtool.core.cache.store import Store
-
-    with Store.open(store_path(run.settings.store)) as store:
-        documents: list[dict[str, Any]] = [
-            {
-                "source": document.source,
-                "kind": document.kind,
-                "characters": len(document.text),
-                "chunks": [
-                    {"id": c.chunk_id.hex(), "start": c.start, "end": c.end, "tokens": c.tokens}
-                    for c in document.chunks
-                ],
-            }
-            for document in store.documents()
-        ]
-
-    def show() -> None:
-        rows = [
-            (chunk["id"], chunk["tokens"], f"{document['source']}[{chunk['start']}:{chunk['end']}]")
-            for document in documents
-            for chunk in document["chunks"]
-        ]
-        run.out.table(("chunk", "tokens", "where"), rows)
-
-    run.out.result({"documents": documents}, human=show)
 
 
 @app.command()

@@ -1,0 +1,17 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from kvtool.core.errors import UsageError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def size_in_bytes(text: str) -> int:
+    """`20GB`, `500MiB`, `1000` → bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not found or found[2] not in _UNITS:
+        raise UsageError(f"{text!r} is not a size", "such as 500MB or 20GB")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,100 @@
+"""`kvtool store ls`: what is listed, in which order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool
+from tests.compress.making import run
+
+
+@pytest.fixture
+def mixed(store: Path) -> Path:
+    """One document's first chunk was used, its second is at a lossy level, too, its third has lost its records."""
+    used, lossy, lost, *_ = chunks_of(store, "mill1.md")
+    kvtool("query", QUESTION, "--store", store, "--chunks", used, *SHORT).fine()
+    run(store, "2", chunks=(lossy,))
+    drop_records(store, lost)
+    return store
+
+
+def listed(store: Path, *args: str) -> list[dict[str, Any]]:
+    """All chunks, flat, with their documents' facts."""
+    documents = kvtool("store", "ls", "--store", store, *args, "--json").fine().json["documents"]
+    return [chunk | {"source": one["source"]} for one in documents for chunk in one["chunks"]]
+
+
+def test_rows_tell_levels_bytes_and_use(mixed: Path) -> None:
+    used, lossy, lost, *_ = chunks_of(mixed, "mill1.md")
+    rows = {row["id"]: row for row in listed(mixed)}
+    with Store.open(mixed) as opened:
+        for key, row in rows.items():
+            assert row["levels"] == opened.level_sizes(bytes.fromhex(key))
+            assert row["bytes"] == sum(row["levels"].values())
+            assert row["last_used"] == opened.last_used().get(bytes.fromhex(key))
+            assert row["pinned"] is False
+    assert (sorted(rows[lossy]["levels"]), rows[lost]["levels"]) == (["2", "raw"], {})
+    told = kvtool("store", "ls", "--store", mixed).fine().out.splitlines()
+    assert [line.split()[2] for line in told if used in line or lost in line] == ["raw", "none"]
+    assert len(told) == 1 + len(rows)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "meets"),
+    [
+        ("level=2", lambda row: "2" in row["levels"]),
+        ("level!=raw", lambda row: "raw" not in row["levels"]),
+        ("level=none", lambda row: not row["levels"]),
+        ("used<1h", lambda row: row["last_used"] is not None),
+        ("used>=1h", lambda row: row["last_used"] is None),
+        ("used=never tokens>20", lambda row: row["last_used"] is None and row["tokens"] > 20),
+        ("tokens<=40  bytes>1kB", lambda row: row["tokens"] <= 40 and row["bytes"] > 1000),
+        ("source~mill1.md", lambda row: row["source"].endswith("/mill1.md")),
+        ("'source~*ill[23].md' kind!=html", lambda row: row["source"][-4] in "23"),
+        ("pinned=yes", lambda row: False),
+        ("chunks>=1 pinned=no", lambda row: True),
+    ],
+)
+def test_a_filter_takes_what_meets_all_conditions(conditions: str, meets: Any, mixed: Path) -> None:
+    assert listed(mixed, "--filter", conditions) == [row for row in listed(mixed) if meets(row)]
+
+
+@pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
+def test_in_an_order(sort: str, mixed: Path) -> None:
+    told = [line.split() for line in kvtool("store", "ls", "--store", mixed, "--sort", sort).fine().out.splitlines()]
+    rows = {row["id"]: row for row in listed(mixed)}
+    found = [rows[line[0]] for line in told[1:]]
+    assert len(found) == len(rows)
+    keys = {
+        "used": lambda row: row["last_used"] is None,
+        "tokens": lambda row: row["tokens"],
+        "bytes": lambda row: row["bytes"],
+        "source": lambda row: row["source"],
+        "level": lambda row: not row["levels"],
+    }
+    values = [keys[sort.removeprefix("-")](row) for row in found]
+    assert values == sorted(values, reverse=sort.startswith("-"))
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--filter", "tokns>3"), "tokens"),
+        (("--filter", "tokens~3"), "knows no '~'"),
+        (("--filter", "tokens>many"), "whole number"),
+        (("--filter", "used<soon"), "30d"),
+        (("--filter", "used<nan"), "30d"),
+        (("--filter", "bytes>big"), "500kB"),
+        (("--filter", "level=7"), "lossless"),
+        (("--filter", "pinned=perhaps"), "yes or no"),
+        (("--filter", "all of it"), "no condition"),
+        (("--filter", "source='x"), "quotation mark"),
+        (("--sort", "xyz"), "known:"),
+    ],
+)
+def test_what_makes_no_sense_is_a_usage_error(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    kvtool("store", "ls", "--store", tmp_path, *args).failed(2, said)
