@@ -58,12 +58,13 @@ def verify(
                 repaired = writer.repair(damaged)
             left = store.verify(_fraction(sample))
         sizes = store.stats()
-    rows = [{"chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
+    rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
 
     def show() -> None:
         for row in rows:
-            run.out.print(f"damaged: {row['chunk']} {row['level']} layer {row['layer']}: {row['reason']}")
+            where = f"{row['chunk']} {row['level']} layer {row['layer']}: " if row["chunk"] else ""
+            run.out.print(f"damaged: {where}{row['reason']}")
         run.out.print(f"{value['records']} records, {len(rows)} damaged, {repaired} rows dropped for repair")
 
     run.out.result(value, human=show)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache.layout import atomic_write
+from kvtool.core.cache.side import read_json, write_json
 from kvtool.core.errors import NoSpaceError
 from kvtool.core.identity import Ids, StoreIdentity
 
@@ -24,7 +23,7 @@ def stored_verdict(store: Store, fingerprint: str) -> Verdict | None:
     from kvtool.core.fusion.gate import GATE_FORMAT, Verdict
 
     try:
-        row = json.loads(store.side_file(f"gate/{fingerprint}.json").read_text(encoding="utf-8"))
+        row = read_json(store.side_file(f"gate/{fingerprint}.json"))
         return Verdict.from_json(row) if row.get("format") == GATE_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # missing or unreadable: the gate is run again
@@ -39,7 +38,6 @@ def gate_store(store: Store, decoder: Decoder, identity: StoreIdentity, chunks: 
 
     verdict = run_gate(decoder, identity.fingerprint, identity.prefix, chunks, _QUESTION)
     if not store.read_only:
-        data = json.dumps(verdict.to_json(), indent=1).encode()
         with contextlib.suppress(OSError, NoSpaceError):  # then the gate is run again next time
-            atomic_write(store.side_file(f"gate/{identity.fingerprint}.json"), data)
+            write_json(store.side_file(f"gate/{identity.fingerprint}.json"), verdict.to_json())
     return verdict

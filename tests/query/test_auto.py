@@ -16,7 +16,18 @@ from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
 from kvtool.core.query import speeds
 from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.query.session import Session
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, write_corpus
+from tests.cli.working import (
+    CHUNKS,
+    PREFIX,
+    QUESTION,
+    SHORT,
+    Done,
+    chunks_of,
+    drop_records,
+    fail_gate,
+    kvtool,
+    write_corpus,
+)
 from tests.compress.making import make_fitted, make_plain
 
 CACHE_PAYS = PassSpeed(fixed=1e-4, row=1e-3, key=0.0)
@@ -147,10 +158,7 @@ def test_one_exact_chunk(path: Path, watch: Stopwatch) -> None:
 
 
 def test_the_gate_refuses(path: Path, watch: Stopwatch) -> None:
-    (verdict,) = (path / "gate").glob("*.json")
-    row = json.loads(verdict.read_text())
-    row["checks"][3] |= {"difference": 0.7312, "passed": False}
-    verdict.write_text(json.dumps(row | {"passed": False}))
+    fail_gate(path)
     kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT).failed(12, "law 4", "--force")
     assert watch.measured == []
     assert ask(path, "--force").json["controller"]["fusion"] == "union"
@@ -223,7 +231,7 @@ def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.M
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(speeds, "atomic_write", full)
+    monkeypatch.setattr(speeds, "write_json", full)
     assert ask(path).json["fusion"] == "union"
 
 

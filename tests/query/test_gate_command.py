@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, untouched, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, fail_gate, kvtool, untouched, write_corpus
 
 
 @pytest.fixture
 def failed(store: Path) -> Path:
     """A store whose model has failed."""
-    (verdict,) = (store / "gate").glob("*.json")
-    row = json.loads(verdict.read_text())
-    assert row["passed"] is True
-    row["checks"][3] |= {"difference": 0.7312, "passed": False}
-    verdict.write_text(json.dumps(row | {"passed": False}))
+    fail_gate(store)
     return store
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvtool.core.query.session import Session
 from kvtool.core.report import trial
-from tests.cli.working import QUESTION, Done, command, drop_records, environment, kvtool, untouched
+from tests.cli.working import QUESTION, Done, command, drop_records, environment, fail_gate, kvtool, untouched
 
 RUNS = ("--runs", "reuse,epic:4,blend:0.1,union:20%")
 NAMES = ["full", "reuse", "epic:4", "blend:0.1", "union:0.2"]
@@ -277,10 +277,7 @@ def test_a_question_that_fails(store: Path, batch: Path, results: Path, fused: l
 
 
 def test_the_gate(store: Path, batch: Path) -> None:
-    (verdict,) = (store / "gate").glob("*.json")
-    row = json.loads(verdict.read_text())
-    row["checks"][3] |= {"difference": 0.7312, "passed": False}
-    verdict.write_text(json.dumps(row | {"passed": False}))
+    fail_gate(store)
     quality(store, batch, "--limit", "1").failed(12, "law 4", "--force")
     quality(store, batch, "--limit", "1", "--force").fine()
     quality(store, batch, "--limit", "1", "--runs", "full").fine()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval import index as room
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.segment import Segment
@@ -152,7 +153,8 @@ def test_a_damaged_file_is_made_anew(store: Store, keep: int, built: list[int]) 
     wanted = answers(index_of(store), TEXTS)
     for path in sorted((store.path / FOLDER).iterdir()):
         path.write_bytes(path.read_bytes()[:keep])
-        assert Index.open(store.path / FOLDER) is None
+        with pytest.raises(DamagedError):
+            Index.open(store.path / FOLDER)
         assert answers(index_of(store), TEXTS) == wanted
     assert built == [6, 6, 6]
 

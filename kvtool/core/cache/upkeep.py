@@ -24,6 +24,7 @@ from kvtool.core.cache.environment import Snapshot
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.record import Kind, decode_record, unseal
+from kvtool.core.cache.side import damaged_files
 from kvtool.core.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 NO_LAYER = -1
 _UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
 _LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be renamed
+BESIDE = "beside"  # `table` of a damaged file beside the records: the retrieval index, vectors, what was measured
 Doomed = tuple[bytes, bytes]  # table, key
 _CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _TIMES = (tables.USED, tables.ADDED)
@@ -57,6 +59,11 @@ class Damage:
     reason: str
     table: str = ""
     key: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Where it is, for people: a table's name, `beside` of a file beside the records, else `store`."""
+        return self.table or "store"
 
 
 # ---- verify ------------------------------------------------------------------------------------------------------
@@ -108,6 +115,8 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
                 yield from _check_row(store, table, key, check)
     yield from _missing_records(store)
     yield from _missing_chunks(store)
+    for place, reason in damaged_files(store.path):
+        yield Damage("", "", NO_LAYER, f"{place} {reason}", BESIDE, os.fsencode(place).hex())
 
 
 def _keys_of(store: Store, table: bytes) -> list[bytes]:
@@ -214,6 +223,15 @@ def _sound(store: Store, table: bytes, kind: Kind, parse: Callable[[memoryview],
 
 
 # ---- repair ------------------------------------------------------------------------------------------------------
+
+
+def drop_files(root: Path, damages: list[Damage]) -> int:
+    """Remove damaged files beside the records: they are made anew when they are needed. Returns how many."""
+    wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
+    for place, _ in damaged_files(root):
+        if place in wrong:
+            (root / place).unlink(missing_ok=True)
+    return len(wrong)
 
 
 def plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[Doomed], list[FileEntry]]:

@@ -252,14 +252,16 @@ class Writer:
 
         Files of lost parts keep their entry, with an empty digest and settings: ingest sees them as changed.
         """
-        from kvtool.core.cache.upkeep import plan_repair
+        from kvtool.core.cache.upkeep import BESIDE, drop_files, plan_repair
 
         self._check_open()
+        damages = list(damages)
+        files = drop_files(self._store.path, damages)
         with self._environment().read() as snapshot:
-            doomed, marked = plan_repair(snapshot, list(damages))
+            doomed, marked = plan_repair(snapshot, [damage for damage in damages if damage.table != BESIDE])
         if doomed or marked:
             self._commit(list(map(_file_row, marked)), sorted(doomed), weighed=False)
-        return len(doomed) + len(marked)
+        return len(doomed) + len(marked) + files
 
     def compact(self) -> int:
         """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""

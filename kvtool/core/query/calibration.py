@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.layout import atomic_write
+from kvtool.core.cache.side import read_json, write_json
 from kvtool.core.query.defer import DEFAULT_THRESHOLD, PROBED, Threshold
 
 if TYPE_CHECKING:
@@ -39,14 +38,13 @@ def keep_threshold(store: Store, fingerprint: str, mode: str, value: float, fact
     OSError, NoSpaceError : the file cannot be written.
     """
     modes = _modes(store, fingerprint) | {mode: {"threshold": value, **facts}}
-    data = json.dumps({"format": FORMAT, "probed": PROBED, "modes": modes}, indent=1).encode()
-    atomic_write(store.side_file(_name(fingerprint)), data)
+    write_json(store.side_file(_name(fingerprint)), {"format": FORMAT, "probed": PROBED, "modes": modes})
 
 
 def _modes(store: Store, fingerprint: str) -> dict[str, Any]:
     """What was kept, by mode; nothing where that cannot be read, or was measured in another way."""
     try:
-        value = json.loads(store.side_file(_name(fingerprint)).read_text(encoding="utf-8"))
+        value = read_json(store.side_file(_name(fingerprint)))
         ours = value["format"] == FORMAT and value["probed"] == PROBED
         return dict(value["modes"]) if ours else {}
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,7 +19,8 @@ from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, qu
 from kvtool.core.query.choose import Chooser
 from kvtool.core.query.defer import spans
 from kvtool.core.query.reply import QueryOptions, Request
-from kvtool.core.retrieval.finder import How, Warn
+from kvtool.core.retrieval.finder import How
+from kvtool.core.retrieval.index import Warn
 from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
 from kvtool.core.trace import Trace, add_span
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import random
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.layout import atomic_write
+from kvtool.core.cache.side import read_json, write_json
 from kvtool.core.errors import DamagedError, NoSpaceError
 from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.source import StoreSource
@@ -125,17 +124,16 @@ class _SpeedFile:
         if self._store.read_only:
             return
         machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
-        data = json.dumps({"format": FORMAT, "machines": machines}, indent=1).encode()
         with contextlib.suppress(OSError, NoSpaceError):  # then it is measured again next time
-            atomic_write(self._store.side_file(self._name), data)
+            write_json(self._store.side_file(self._name), {"format": FORMAT, "machines": machines})
 
     def _value(self) -> dict[str, Any]:
         """What was kept; empty where that is nothing or nothing of ours."""
         try:
-            value = json.loads(self._store.side_file(self._name).read_text(encoding="utf-8"))
+            value = read_json(self._store.side_file(self._name))
         except (OSError, ValueError):
             return {}
-        ours = isinstance(value, dict) and value.get("format") == FORMAT and isinstance(value.get("machines"), dict)
+        ours = value.get("format") == FORMAT and isinstance(value.get("machines"), dict)
         return value if ours else {}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -14,7 +14,7 @@ from kvtool.core.cache.store import REPAIR
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
-from kvtool.core.retrieval.index import Index, index_of
+from kvtool.core.retrieval.index import Index, Warn, index_of
 from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
@@ -24,7 +24,6 @@ from kvtool.core.retrieval.vectors import Meaning, remember, remembered
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-Warn = Callable[[str, str], None]
 _DOCUMENTS = 16  # held unpacked
 
 
@@ -61,7 +60,7 @@ class Finder:
     def index(self) -> Index:
         """At the revision of the last question, or of the first use."""
         if self._index is None:
-            self._index = index_of(self._store)
+            self._index = index_of(self._store, self._warn)
         return self._index
 
     def follow(self) -> None:
@@ -150,7 +149,7 @@ class Finder:
         if ref not in self._meanings:
             if ref not in self._embedders:
                 self._embedders[ref] = Embedder(ref, offline)
-            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts)
+            self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts, self._warn)
         return self._meanings[ref]
 
     def _texts(self, rows: Sequence[int]) -> list[str]:

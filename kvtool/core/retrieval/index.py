@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtool.core.cache.side import TABLES
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
 from kvtool.core.retrieval.segment import Marked, Segment, digests
@@ -23,9 +25,10 @@ from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-INDEX_FORMAT = 3
+Warn = Callable[[str, str], None]
+INDEX_FORMAT = 4
 _KEY, _MARK = 20, 16  # bytes
-_STATE = "state.safetensors"
+_STATE = f"state{TABLES}"
 _TRIES = 3
 _GROWTH = 4  # a segment is merged with the one after it unless it is so many times as large
 _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process's, about to be named
@@ -165,7 +168,7 @@ class Index:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for part in self.parts:
             if not part.name:
-                part.name = f"segment-{secrets.token_hex(8)}.safetensors"
+                part.name = f"segment-{secrets.token_hex(8)}{TABLES}"
                 write_tables(folder / part.name, part.segment.tables.arrays, {})
         keys = sorted(self._files)
         marks = digests([self._files[key] for key in keys], _MARK)
@@ -175,17 +178,20 @@ class Index:
         names = json.dumps([part.name for part in self.parts])
         write_tables(folder / _STATE, arrays, {"revision": str(self.revision), "segments": names})
         _clean(folder, {part.name for part in self.parts} | {_STATE})
+        for older in folder.parent.glob("words-*"):  # of a kvtool before this
+            if older.name < folder.name:
+                shutil.rmtree(older, ignore_errors=True)
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:
-        """What is kept; None: nothing, or nothing whole."""
+        """What is kept; None: nothing. Raises DamagedError."""
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)
         return None
 
     @classmethod
-    def _open(cls, folder: Path) -> Index | None:
+    def _open(cls, folder: Path) -> Index:
         try:
             state = open_tables(folder / _STATE)
             names = json.loads(state.texts["segments"])
@@ -195,8 +201,8 @@ class Index:
             return cls(parts, (state["file_keys"], state["file_marks"]), int(state.texts["revision"]))
         except FileNotFoundError:
             raise
-        except (OSError, DamagedError, KeyError, ValueError, IndexError, TypeError):
-            return None
+        except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
+            raise DamagedError(f"{folder} cannot be read: {error}") from error
 
 
 def _clean(folder: Path, kept: set[str]) -> None:
@@ -206,8 +212,9 @@ def _clean(folder: Path, kept: set[str]) -> None:
                 path.unlink()
 
 
-def index_of(store: Store) -> Index:
-    """The store's index at its present revision: as kept, or brought up to date and kept.
+def index_of(store: Store, warn: Warn = lambda text, hint: None) -> Index:
+    """The store's index at its present revision: as kept, or brought up to date and kept. A damaged one is made anew
+    from the documents, and `warn` is told.
 
     Raises
     ------
@@ -215,7 +222,7 @@ def index_of(store: Store) -> Index:
     """
     folder = store.side_file(f"index/words-{INDEX_FORMAT}/{_STATE}").parent
     with store.view():
-        index, revision = Index.open(folder) or Index.empty(), store.documents_revision()
+        index, revision = _kept(folder, warn), store.documents_revision()
         newer = index.revision < revision
         if index.revision != revision:
             index.update(store)
@@ -223,3 +230,14 @@ def index_of(store: Store) -> Index:
                 with suppress(OSError):  # the disk is full: the index is a convenience
                     index.save(folder)
     return index
+
+
+def _kept(folder: Path, warn: Warn) -> Index:
+    try:
+        return Index.open(folder) or Index.empty()
+    except DamagedError as error:
+        warn(f"the retrieval index is damaged and was made anew: {error.message}", "")
+        with suppress(OSError):  # read-only: then it is made anew every time
+            shutil.rmtree(folder)
+            folder.mkdir(mode=0o700)
+        return Index.empty()

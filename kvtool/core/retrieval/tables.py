@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from kvtool.core.cache.side import check_table, tail_of
 from kvtool.core.errors import DamagedError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -34,27 +35,44 @@ class Tables:
 
 
 def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, str]) -> None:
-    """Write a safetensors file that appears whole or not at all. Raises OSError."""
+    """Write a file that appears whole or not at all: safetensors, and a digest behind it. Raises OSError."""
+    data = save({name: np.ascontiguousarray(one) for name, one in arrays.items()}, dict(texts))
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        temporary.write_bytes(save({name: np.ascontiguousarray(one) for name, one in arrays.items()}, dict(texts)))
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.write(tail_of(data))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def open_tables(path: Path) -> Tables:
-    """Map a file that :func:`write_tables` wrote.
+    """Map a file that :func:`write_tables` wrote. At the first time in a process all of it is read, for its digest.
 
     Raises
     ------
     OSError : it cannot be opened.
-    DamagedError : it is cut off, or none of ours.
+    DamagedError : it is cut off, does not match its digest, or is none of ours.
     """
+    view = check_table(path, *_mapped(path))
+    return _tables(path, view)
+
+
+def open_unsealed(path: Path) -> Tables:
+    """Map a file of a kvtool that wrote no digests. Raises as :func:`open_tables` does."""
+    return _tables(path, _mapped(path)[0])
+
+
+def _mapped(path: Path) -> tuple[memoryview, os.stat_result]:
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < _HEAD.size:
+        status = os.fstat(file.fileno())
+        if status.st_size < _HEAD.size:
             raise DamagedError(f"{path} is cut off")
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), status
+
+
+def _tables(path: Path, view: memoryview) -> Tables:
     try:
         (length,) = _HEAD.unpack_from(view)
         head: dict[str, Any] = json.loads(bytes(view[_HEAD.size : _HEAD.size + length]))

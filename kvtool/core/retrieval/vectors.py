@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtool.core.cache.side import TABLES
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.embed import Embedder
-from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.tables import Array, open_tables, write_tables
+from kvtool.core.retrieval.index import Index, Warn
+from kvtool.core.retrieval.tables import Array, open_tables, open_unsealed, write_tables
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-VECTORS_FORMAT = 1
+VECTORS_FORMAT = 2
 _ROWS_AT_ONCE = 1024  # widened to float32; they stay in a core's cache, which makes it ten times as fast as 65,536
-_REMEMBERED = "index/embedder.safetensors"
+_REMEMBERED, _UNSEALED = f"index/embedder{TABLES}", "index/embedder.safetensors"
 Texts = Callable[[Sequence[int]], list[str]]
 
 
@@ -36,12 +37,15 @@ class Vectors:
         self.keys, self.rows = keys, rows
 
     @classmethod
-    def open(cls, path: Path) -> Vectors:
-        """What is kept, or nothing."""
-        with suppress(OSError, DamagedError, KeyError, ValueError):
-            tables = open_tables(path)
-            if len(tables["keys"]) == len(tables["rows"]):
-                return cls(tables["keys"], tables["rows"])
+    def open(cls, path: Path, warn: Warn = lambda text, hint: None) -> Vectors:
+        """What is kept, or nothing; of what is damaged `warn` is told."""
+        try:
+            with suppress(FileNotFoundError, KeyError):
+                tables = open_tables(path)
+                if len(tables["keys"]) == len(tables["rows"]):
+                    return cls(tables["keys"], tables["rows"])
+        except (OSError, DamagedError) as error:
+            warn(f"the vectors of the chunks are damaged and are made anew: {error}", "")
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
 
     def places(self, wanted: Array) -> Array:
@@ -103,10 +107,12 @@ class Meaning:
         self._places = vectors.places(keys_of(index))
 
     @classmethod
-    def of(cls, store: Store, index: Index, embedder: Embedder, texts: Texts) -> Meaning:
+    def of(
+        cls, store: Store, index: Index, embedder: Embedder, texts: Texts, warn: Warn = lambda text, hint: None
+    ) -> Meaning:
         """Vectors of all living chunks; those that are missing are made and kept. Raises ModelError."""
-        path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}.safetensors")
-        vectors, living = Vectors.open(path), _living_rows(index)
+        path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
+        vectors, living = Vectors.open(path, warn), _living_rows(index)
 
         def encode(positions: Array) -> Array:
             return embedder.encode(texts(living[positions].tolist()))
@@ -114,6 +120,7 @@ class Meaning:
         if vectors.update(keys_of(index)[living], encode) and not store.read_only:
             with suppress(OSError):  # the disk is full: they are made again
                 write_tables(path, {"keys": vectors.keys, "rows": vectors.rows}, {"model": embedder.ref})
+                path.with_name(f"vectors-1-{embedder.digest}.safetensors").unlink(missing_ok=True)  # without a digest
         return cls(embedder, vectors, index)
 
     def __call__(self, question: str) -> Array:
@@ -143,7 +150,7 @@ def remember(store: Store, ref: str) -> None:
 
 def remembered(store: Store) -> str | None:
     """The embedding model of the last ingest that named one."""
-    try:
-        return open_tables(store.side_file(_REMEMBERED)).texts["model"]
-    except (OSError, DamagedError, KeyError):
-        return None
+    for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
+        with suppress(OSError, DamagedError, KeyError):
+            return opened(store.side_file(name)).texts["model"]
+    return None

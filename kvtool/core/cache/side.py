@@ -1,0 +1,113 @@
+"""Files beside the records: tables of the retrieval index, and small JSON. Each carries a digest of its own.
+
+A table ends in 24 bytes: ``kvtool`` with two bytes of format, and xxh3-128 over all before the digest. It is checked
+when a process maps it for the first time: after that it is mapped memory like the rest. A JSON object has its digest in
+a field; one without is of a kvtool that wrote none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvtool.core.cache.layout import atomic_write
+from kvtool.core.errors import DamagedError
+
+TABLES = ".tables"  # how the names of sealed tables end
+TAIL_BYTES = 24
+_MAGIC = b"kvtool\0\1"
+_DIGEST = "digest"
+_AT_ONCE = 2**24
+_FOLDERS = ("index", "gate", "speeds", "defer")
+
+_sound: set[tuple[int, ...]] = set()  # files that this process has checked, as they are
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def tail_of(data: bytes) -> bytes:
+    """What stands behind a table's bytes."""
+    return _MAGIC + xxhash.xxh3_128_digest(data + _MAGIC)
+
+
+def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryview:
+    """The bytes of a mapped table without its tail; hashed at the first time in this process.
+
+    Raises
+    ------
+    DamagedError : they are not those of the digest.
+    """
+    body = view[:-TAIL_BYTES]
+    known = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    if known not in _sound:
+        digest = xxhash.xxh3_128()
+        covered = view[: len(body) + len(_MAGIC)]
+        for at in range(0, len(covered), _AT_ONCE):
+            digest.update(covered[at : at + _AT_ONCE])
+        if len(view) < TAIL_BYTES or view[len(covered) :] != digest.digest() or covered[len(body) :] != _MAGIC:
+            raise DamagedError(f"{path} does not match its digest", "run `kvtool store verify --repair`")
+        _sound.add(known)
+    return body
+
+
+# ---- JSON --------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a JSON file beside the store. Raises OSError, NoSpaceError."""
+    atomic_write(path, json.dumps({_DIGEST: _digest_of(value), **value}, indent=1).encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Inverse of :func:`write_json`.
+
+    Raises
+    ------
+    OSError : it cannot be read.
+    ValueError : it is no JSON object, or not that of its digest.
+    """
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no object")
+    if value.pop(_DIGEST, None) not in (None, _digest_of(value)):
+        raise ValueError(f"{path} does not match its digest")
+    return value
+
+
+def _digest_of(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+# ---- all of a store's --------------------------------------------------------------------------------------------
+
+
+def damaged_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Files below a store's folder that do not match their digest: place and what is wrong."""
+    for folder in _FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            with contextlib.suppress(FileNotFoundError):  # replaced while we look
+                if (why := _wrong_with(path)) is not None:
+                    yield path.relative_to(root).as_posix(), why
+
+
+def _wrong_with(path: Path) -> str | None:
+    try:
+        if path.name.endswith(TABLES):
+            data = memoryview(path.read_bytes())
+            if len(data) < TAIL_BYTES or data[-TAIL_BYTES:] != tail_of(bytes(data[:-TAIL_BYTES])):
+                return "does not match its digest"
+        elif path.suffix == ".json":
+            read_json(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        return f"cannot be read: {error}"
+    return None

@@ -1,0 +1,137 @@
+"""Flipped and cut bytes of the index, the vectors and what is kept beside the records: found, told, made anew."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.upkeep import find_damage
+from kvtool.core.retrieval.finder import Finder, How
+from kvtool.core.retrieval.tables import open_tables, write_tables
+from kvtool.core.retrieval.vectors import remember, remembered
+from tests.retrieval.making import store_of
+
+TEXTS = {
+    "a": "The mill\n\nA grinder of bread.\n\nThe loaf.",
+    "b": "The river\n\nA stream, and a mill.",
+    "c": "Bread\n\nA loaf of bread from the mill at the river.",
+}
+QUESTIONS = ("mill river", "bread", "loaf stream")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with store_of(tmp_path / "store", TEXTS) as opened:
+        yield opened
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def cut(path: Path, bit: int) -> None:
+    path.write_bytes(path.read_bytes()[: bit // 8])
+
+
+WORDS = How("bm25")
+
+
+def found(store: Store, how: How = WORDS) -> tuple[list[object], list[str]]:
+    told: list[str] = []
+    finder = Finder(store, lambda text, hint: told.append(text))
+    return [finder.find(question, 3, how) for question in QUESTIONS], told
+
+
+@pytest.mark.parametrize("kind", ["state", "segment", "vectors"])
+@pytest.mark.parametrize(("spoil", "times"), [(flip, 25), (cut, 5)])
+def test_any_flipped_bit_of_the_index_is_found(
+    store: Store, static_model: Path, kind: str, spoil: Callable[[Path, int], None], times: int
+) -> None:
+    how = How("hybrid", str(static_model))
+    wanted, told = found(store, how)
+    assert told == []
+    some = random.Random(f"{kind} {times}")
+    for _ in range(times):
+        (path,) = (store.path / "index").rglob(f"{kind}*")
+        spoil(path, some.randrange(8 * path.stat().st_size))
+        (damage,) = find_damage(store, Fraction(1))
+        assert damage.kind == "beside"
+        assert path.name in damage.reason
+        rankings, told = found(store, how)
+        assert rankings == wanted
+        assert len(told) == 1
+        assert "made anew" in told[0]
+        assert list(find_damage(store, Fraction(1))) == []
+    assert found(store, how) == (wanted, [])
+
+
+def test_repair_drops_a_damaged_index(store: Store) -> None:
+    wanted = found(store)
+    (path,) = (store.path / "index").rglob("segment*")
+    flip(path, 1000)
+    with store.writer() as writer:
+        assert writer.repair(find_damage(store, Fraction(1))) == 1
+    assert not path.exists()
+    assert list(find_damage(store, Fraction(1))) == []
+    assert found(store) == wanted
+
+
+def test_an_index_of_before_gives_way(store: Store) -> None:
+    """It has no digests: it is made anew, once."""
+    old = store.side_file("index/words-3/state.safetensors")
+    old.write_bytes(b"old")
+    wanted = found(store)
+    assert not old.parent.exists()
+    assert found(store) == wanted
+    with store.writer() as writer:
+        writer.remove_file("b")
+    assert all(hit.passage.source != "b" for hits in found(store)[0] for hit in hits)  # type: ignore[attr-defined]
+
+
+def test_the_embedding_model_that_an_older_kvtool_noted_is_remembered(store: Store, tmp_path: Path) -> None:
+    assert remembered(store) is None
+    remember(store, "one")
+    sealed = store.path / "index" / "embedder.tables"
+    data = sealed.read_bytes()
+    shutil.move(sealed, store.path / "index" / "embedder.safetensors")
+    (store.path / "index" / "embedder.safetensors").write_bytes(data[:-24])
+    assert remembered(store) == "one"
+    remember(store, "two")
+    assert remembered(store) == "two"
+
+
+def test_a_table_is_hashed_once_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import xxhash
+
+    write_tables(tmp_path / "x.tables", {}, {"a": "b"})
+    assert open_tables(tmp_path / "x.tables").texts == {"a": "b"}
+    monkeypatch.setattr(xxhash, "xxh3_128", None)
+    assert open_tables(tmp_path / "x.tables").texts == {"a": "b"}
+
+
+def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store: Store) -> None:
+    path = store.side_file("defer/x.json")
+    value = {"format": 1, "modes": {"union": {"threshold": 0.75}}}
+    write_json(path, value)
+    sound = path.read_bytes()
+    reported = 0
+    for bit in range(0, 8 * len(sound), 7):
+        path.write_bytes(sound)
+        flip(path, bit)
+        try:
+            assert read_json(path) == value or "digest" not in str(path.read_bytes())
+        except (ValueError, RecursionError):
+            reported += 1
+    assert reported > 0.8 * 8 * len(sound) / 7
+    path.write_bytes(sound.replace(b"0.75", b"0.35"))
+    (damage,) = find_damage(store, Fraction(1))
+    assert damage.reason == "defer/x.json cannot be read: " + str(path) + " does not match its digest"
