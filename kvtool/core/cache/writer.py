@@ -144,23 +144,31 @@ class Writer:
     def commit_file(self, entry: FileEntry, documents: Sequence[DocumentEntry]) -> None:
         """Store a file with its documents, in one transaction with what is left of their chunks; durable on return.
 
+        Chunks that wait for other files go on waiting: what does not fit any more is one document's, not a batch's.
         Documents that the file had before and has no more are removed; their chunks stay until :meth:`collect`.
 
         Raises
         ------
         ValueError : a document names a chunk that was never put, or the entry names other documents.
-        NoSpaceError : the file was not stored, and chunks still buffered for it are forgotten.
+        NoSpaceError : the file was not stored, and all chunks still buffered are forgotten.
         """
         self._check_open()
         if sorted(entry.documents) != sorted(document.source for document in documents):
             raise ValueError("a file entry must name exactly its documents")
         self._check_references(documents)
+        own = {ref.chunk_id for document in documents for ref in document.chunks}
+        others = {place: pending for place, pending in self._pending.items() if place[0] not in own}
         try:
-            rows = self._pending_rows() + [_document_row(document) for document in documents] + [_file_row(entry)]
+            rows = self._pending_rows(own) + [_document_row(document) for document in documents] + [_file_row(entry)]
             self._commit(rows, self._stale_documents(entry.path, set(entry.documents)))
+        except BaseException:
+            others = {}
+            raise
         finally:
             self._forget_pending()
-        self._fresh.clear()
+            self._pending = others
+            self._pending_bytes = sum(len(layer) for pending in others.values() for layer in pending.layers)
+        self._fresh = {chunk_id for chunk_id, _ in others}
 
     def remove_file(self, path: str) -> bool:
         """Forget a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
@@ -278,10 +286,12 @@ class Writer:
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def _pending_rows(self) -> list[Row]:
+    def _pending_rows(self, only: set[bytes] | None = None) -> list[Row]:
         with self._environment().read() as snapshot:
             rows: list[Row] = []
             for (chunk_id, level), pending in self._pending.items():
+                if only is not None and chunk_id not in only:
+                    continue
                 rows += _chunk_rows(snapshot, chunk_id, level, pending)
         return rows
 

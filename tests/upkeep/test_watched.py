@@ -1,0 +1,65 @@
+"""A watcher counts a folder's bytes while commands write to it: never above the budget, whatever they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.report import CompressOptions
+from kvtool.core.errors import NoSpaceError
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.urls import open_blobs
+from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
+from tests.upkeep.watching import Watcher, bytes_in
+
+
+def test_ingest(fresh: Any, tmp_path: Path) -> None:
+    path, folder = tmp_path / "fresh", tmp_path / "in"
+    write_corpus(folder, 2)
+    fresh(folder).fine()
+    budget = 2 * bytes_in(path)
+    write_corpus(folder, 12)
+    with Watcher(path) as watcher:
+        fresh(folder, "--max-size", str(budget)).failed(14, "over its budget", "kvtool store prune")
+    assert 0.7 * budget < watcher.most <= budget
+    there = len(listing(path))
+    assert 2 < there < 12
+    kvtool("store", "budget", str(budget), "--store", path).fine()
+    with Watcher(path) as watcher:
+        fresh(folder).failed(14, "the budget with `kvtool store budget SIZE`")
+        kvtool("query", QUESTION, "--store", path, *SHORT).fine()
+    assert watcher.most <= budget
+    assert len(listing(path)) >= there  # what was committed stays
+    assert damages(path) == []
+    fresh(folder, "--max-size", str(10**9)).fine()  # a flag wins for its command
+    assert len(listing(path)) == 12
+
+
+def test_compress(plain: Path) -> None:
+    budget = int(1.1 * bytes_in(plain))
+    with Watcher(plain) as watcher, pytest.raises(NoSpaceError):
+        compress(plain, CompressOptions(levels=("lossless", "1", "2"), questions=0, max_size=budget))
+    assert watcher.most <= budget
+    assert damages(plain) == []
+
+
+def test_pull(plain: Path, tmp_path: Path) -> None:
+    blobs = open_blobs((tmp_path / "tier").as_uri(), 10.0)
+    with Store.open(plain) as store:
+        push(store, blobs)
+    target, budget = tmp_path / "here", int(0.75 * bytes_in(plain))
+    with Store.create_or_open(target):
+        pass
+    with Watcher(target) as watcher, pytest.raises(NoSpaceError):
+        pull(target, blobs, max_size=budget)
+    assert watcher.most <= budget
+    kvtool("store", "budget", str(3 * budget), "--store", target).fine()
+    pull(target, blobs)
+    assert damages(target) == []
+    assert len(listing(target)) == len(listing(plain))
+    blobs.close()
