@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,18 @@ def test_pull(plain: Path, tmp_path: Path) -> None:
     assert damages(target) == []
     assert len(listing(target)) == len(listing(plain))
     blobs.close()
+
+
+def test_the_index_leaves_the_reserve_of_the_disk_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions are answered all the same: the index is made again for each."""
+    from kvtool.core.cache import space
+    from kvtool.core.retrieval import tables
+
+    monkeypatch.setattr(space, "_SMALL_FILE", 0)
+    shutil.rmtree(store / "index")
+    (store / "index").mkdir()
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    with pytest.raises(OSError, match="No space left"):
+        tables.write_tables(store / "index" / "large.safetensors", {}, {"text": "x"})
+    kvtool("query", QUESTION, "--store", store, *SHORT).fine()
+    assert not [path for path in (store / "index").rglob("*") if path.is_file()]

@@ -26,6 +26,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from kvtool.core.cache.space import check_file
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError
 
 FORMAT = 1
@@ -81,6 +82,7 @@ def atomic_write(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
+        check_file(path.parent, len(data))
         _write_new(temporary, data)
         temporary.replace(path)
     except OSError as error:

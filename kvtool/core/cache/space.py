@@ -14,6 +14,7 @@ import lmdb
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 _DEFAULT_RESERVE = 64 * 2**20
+_SMALL_FILE = 64 * 1024  # what tells who writes, and what was dropped, has to fit on a full disk
 _HINT = "free some disk space, or make the store smaller with `kvtool store prune` or `kvtool compress --drop-raw`"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -49,6 +50,17 @@ def check_disk(folder: Path, need: int, reusable: int) -> None:
             f"{folder} has {megabytes(free)} free; {megabytes(need)} and a reserve of {megabytes(spare)} are needed",
             _HINT,
         )
+
+
+def check_file(folder: Path, size: int) -> None:
+    """Refuse a file beside the records that would fill the disk, before it is begun.
+
+    Raises
+    ------
+    OSError : `ENOSPC`, as the disk itself would say: whoever writes what can be made again goes on without.
+    """
+    if size > _SMALL_FILE and disk_free(folder) - reserve() < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(folder))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from kvtool.core.cache.side import check_table, tail_of
+from kvtool.core.cache.space import check_file
 from kvtool.core.errors import DamagedError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -39,6 +40,7 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
     data = save({name: np.ascontiguousarray(one) for name, one in arrays.items()}, dict(texts))
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
+        check_file(path.parent, len(data))
         with temporary.open("xb") as file:
             file.write(data)
             file.write(tail_of(data))
