@@ -58,6 +58,49 @@ def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
     assert damages(store) == []
 
 
+def break_level(store: Path, chunk: str, level: str) -> None:
+    """Flip a bit of the first record at a level."""
+    with Store.open(store) as opened:
+        record = opened.read_kv(bytes.fromhex(chunk), level, 0)
+        assert record is not None
+        payload = bytes(record[1])
+    data = next((store / "data").glob("gen-*/data.mdb"))
+    broken = bytearray(payload)
+    broken[len(broken) // 2] ^= 4
+    content = data.read_bytes()
+    assert payload in content
+    data.write_bytes(content.replace(payload, bytes(broken)))  # a page that was given up may hold a copy
+
+
+def levels_of(store: Path, chunk: str) -> list[str]:
+    with Store.open(store) as opened:
+        return opened.levels(bytes.fromhex(chunk))
+
+
+@pytest.mark.parametrize(("broken", "left"), [("1", ["2", "raw"]), ("2", ["1", "raw"]), ("raw", ["1", "2", "raw"])])
+def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store: Path) -> None:
+    kvtool("compress", "--level", "1", "--level", "2", "--predictor", "mean", "--questions", "0", "--store", store)
+    before = payloads(store)
+    chunk = chunks_of(store, "mill2.md")[1]
+    assert levels_of(store, chunk) == ["1", "2", "raw"]
+    break_level(store, chunk, broken)
+    assert statuses(ask(store, "--level", broken, "--fusion", "reuse").json)[1] == "miss"
+    assert levels_of(store, chunk) == left
+    assert payloads(store) == before
+    assert damages(store) == []
+
+
+def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
+    """Of a compressed store one level is damaged: the chunk is computed, and what else there was of it is kept."""
+    compress = ("compress", "--level", "1", "--level", "2", "--predictor", "mean", "--questions", "0")
+    kvtool(*compress, "--drop-raw", "--store", store).fine()
+    chunk = chunks_of(store, "mill2.md")[1]
+    break_level(store, chunk, "1")
+    assert statuses(ask(store, "--level", "1", "--fusion", "reuse").json)[1] == "miss"
+    assert levels_of(store, chunk) == ["2", "raw"]
+    assert damages(store) == []
+
+
 def test_full_needs_no_cache_and_fills_none(store: Path) -> None:
     chunk = chunks_of(store, "mill2.md")[2]
     whole = ask(store, "--fusion", "full").json

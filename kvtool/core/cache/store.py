@@ -417,6 +417,11 @@ class Store:
         """Levels of which all layers are stored, sorted."""
         return list(self.level_sizes(chunk_id))
 
+    def levels_here(self, chunk_id: bytes) -> list[str]:
+        """The same of this folder alone, whatever a shared store behind it offers."""
+        with self._read() as snapshot:
+            return list(_levels_of(snapshot, chunk_id))
+
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
         """Bytes of the records of each level of which all layers are stored, by level, sorted."""
         with self._read() as snapshot:

@@ -44,6 +44,7 @@ Doomed = tuple[bytes, bytes]  # table, key
 class _Pending:
     info: ChunkInfo
     layers: tuple[bytes, ...]
+    replace: bool = False
 
 
 class Writer:
@@ -98,12 +99,15 @@ class Writer:
         """Replace what is known of the codec levels."""
         self._commit([_codec_row(state)])
 
-    def put_chunk(self, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
+    def put_chunk(
+        self, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes], *, replace: bool = False
+    ) -> None:
         """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
 
         Parameters
         ----------
         layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order.
+        replace : also records that are stored and sound; else these stay as they are.
 
         Raises
         ------
@@ -114,7 +118,7 @@ class Writer:
         _check_layers(chunk_id, info, level, layers)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
-            self._pending[place] = _Pending(info, tuple(layers))
+            self._pending[place] = _Pending(info, tuple(layers), replace)
             self._pending_bytes += sum(map(len, layers))
             self._fresh.add(place[0])
         if self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at > BATCH_SECONDS:
@@ -132,6 +136,10 @@ class Writer:
     def has_chunk(self, chunk_id: bytes) -> bool:
         """Whether the chunk is stored or waits to be."""
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
+
+    def has_level(self, chunk_id: bytes, level: str) -> bool:
+        """Whether the chunk is stored at this level or waits to be."""
+        return (chunk_id, level) in self._pending or level in self._store.levels_here(chunk_id)
 
     def flush(self) -> None:
         """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
@@ -424,11 +432,11 @@ def _document_row(document: DocumentEntry) -> Row:
 
 
 def _chunk_rows(snapshot: Snapshot, chunk_id: bytes, level: str, pending: _Pending) -> list[Row]:
-    """Rows that are not stored yet, or stored damaged: a sound row is never written again with other bytes."""
+    """Rows that are not stored yet, or stored damaged: a sound row is written again only where it is to be replaced."""
     rows = _info_rows(snapshot, chunk_id, pending.info)
     for number, record in enumerate(pending.layers):
         key = keys.record_key(chunk_id, level, number)
-        if not _is_sound_record(snapshot, chunk_id, key):
+        if pending.replace or not _is_sound_record(snapshot, chunk_id, key):
             rows.append((tables.RECORDS, key, record))
     key = keys.level_key(chunk_id, level)
     row = keys.LevelRow(len(pending.layers), len(pending.info.token_ids), sum(map(len, pending.layers)))

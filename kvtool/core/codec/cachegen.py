@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,12 +19,15 @@ from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.refines import check_of
 from kvtool.core.errors import DamagedError, KvtoolError
 
 PREDICTORS = {"mean": Predictor.MEAN, "anchor": Predictor.ANCHOR}
 _PLAIN = tuple(PREDICTORS.values())
 _LEAST_SPREAD = 2**-10  # of the RMS: what means in bfloat16 leave over must not be hundreds of steps
 _LAYERS = 3  # of a model whose layers nobody knows: only the paper's thirds need them
+
+_NO_BASES: Mapping[str, Payload] = MappingProxyType({})
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
@@ -107,7 +111,7 @@ def encode_levels(
     levels: Sequence[str],
     profile: Profile | None = None,
     *,
-    bases: Sequence[str] = (),
+    bases: Mapping[str, Payload] = _NO_BASES,
     predictor: str = "auto",
     layers: int = _LAYERS,
 ) -> dict[str, list[Payload]]:
@@ -119,7 +123,7 @@ def encode_levels(
     Parameters
     ----------
     keys, values : `[kv_heads, tokens, head_dim]`.
-    bases : coarser levels of this layer that are stored already, made with this profile.
+    bases : records of this layer at coarser levels that are stored already, made with this profile.
     predictor : `auto`, `mean` or `anchor`: without a profile; `auto` takes the cheaper one for each side.
     layers : of the model.
 
@@ -132,11 +136,11 @@ def encode_levels(
         raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
     if profile is not None and predictor == "auto":
         finest = transform.finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
-        there = {*levels, *bases}
-        return {
-            level: _transformed(profile, layer, level, finest, coarser(level) in there, sides, keys.dtype).pack()
-            for level in levels
-        }
+        made: dict[str, list[Payload]] = {level: [bases[level]] for level in bases}
+        for level in sorted(levels, key=LOSSY.index, reverse=True):  # coarsest first: a finer one names it
+            base = made.get(coarser(level) or "")
+            made[level] = _transformed(profile, layer, level, finest, base, sides, keys.dtype).pack()
+        return {level: made[level] for level in levels}
     return {level: _plain(level, layer, layers, sides, predictor, keys.dtype).pack() for level in levels}
 
 
@@ -145,12 +149,13 @@ def _transformed(
     layer: int,
     level: str,
     finest: transform.I16,
-    refine: bool,
+    base: Sequence[Payload] | None,
     sides: torch.Tensor,
     dtype: torch.dtype,
 ) -> Coded:
     numbers = coarsened(finest, LOSSY.index(level))
-    coded = transform.pack(profile, layer, level, numbers, refine)
+    check = 0 if base is None else check_of(base)
+    coded = transform.pack(profile, layer, level, numbers, base is not None, check)
     made = transform.sides_of(profile, layer, level, torch.from_numpy(numbers), [coded], dtype)
     return replace(coded, errors=_errors(sides, made.float()))
 

@@ -11,7 +11,7 @@ offset     type         field
 8          I            tokens
 12         I            columns of the first stream (a multiple of 64)
 16         4I           words of the streams; 0 for those that there are not
-32         4I           placed escapes, marked escapes, 0, bytes of side information
+32         4I           placed escapes, marked escapes, check of the base, bytes of side information
 48         f, f         step of K, of V (untransformed predictors)
 56         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
 64         16s          digest of the profile, or zeros
@@ -24,6 +24,9 @@ offset     type         field
 Transformed records have one stream, K's and V's columns side by side. Others have one for K, one for V, and one more
 for each side whose predictor is ANCHOR, in this order. A marked escape stands in a stream as a symbol of its own; a
 placed one belongs to a column that is not coded.
+
+The check is `check_of` (refines.py) the very record that is refined: another one of its level, made elsewhere, rounds
+otherwise. 0: older records do not state it.
 """
 
 from __future__ import annotations
@@ -136,6 +139,7 @@ class Coded:
     Attributes
     ----------
     base : number of the level it refines; 0: it stands alone.
+    base_check : of the record it refines (`check_of`); 0: it is not stated.
     columns : of the first stream.
     escapes : numbers that no symbol of their table stands for.
     """
@@ -151,6 +155,7 @@ class Coded:
     errors: tuple[float, float] = (0.0, 0.0)
     profile: bytes = NO_PROFILE
     side: bytes = b""
+    base_check: int = 0
 
     def pack(self) -> list[Payload]:
         """The record as parts, to be joined."""
@@ -166,7 +171,7 @@ class Coded:
             *[0] * (_MOST_STREAMS - len(words)),
             len(self.escapes.places),
             len(self.escapes.marked),
-            0,
+            self.base_check,
             len(self.side),
             *self.steps,
             *self.errors,
@@ -185,14 +190,14 @@ class Coded:
         """
         fields = _header(payload)
         predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
-        words, (placed, marked, nothing, side), numbers = fields[7:11], fields[11:15], fields[15:19]
+        words, (placed, marked, check, side), numbers = fields[7:11], fields[11:15], fields[15:19]
         if predictors is None or columns % LANES:
             raise DamagedError("a compressed record with an unknown predictor or layout")
         if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
             raise DamagedError("a compressed record whose step or error is no number")
         count = streams_of(predictors)
         size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
-        if size != len(payload) or any(words[count:]) or nothing:
+        if size != len(payload) or any(words[count:]) or (check and not base):
             what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
             raise DamagedError(f"a compressed record {what}")
         cut = _Cut(payload, _HEADER.size)
@@ -208,6 +213,7 @@ class Coded:
             steps=numbers[:2],
             errors=numbers[2:],
             profile=fields[19],
+            base_check=check,
         )
 
 

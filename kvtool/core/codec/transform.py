@@ -20,6 +20,7 @@ from kvtool.core.codec.numbers import HostNumbers, Numbers
 from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
 from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.refines import check_of
 from kvtool.core.errors import DamagedError
 
 I16 = npt.NDArray[np.int16]
@@ -43,8 +44,13 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
     return out
 
 
-def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -> Coded:
-    """A record of a level's numbers `[tokens, stride]`, alone or as what the coarser level lacks. States no error."""
+def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool, base_check: int = 0) -> Coded:
+    """A record of a level's numbers `[tokens, stride]`, alone or as what the coarser level lacks. States no error.
+
+    Parameters
+    ----------
+    base_check : of the coarser level's record.
+    """
     own = profile.coded(level, layer)
     marked = np.empty(0, np.int16)
     if refine and own.fine is not None:
@@ -67,6 +73,7 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool) -
         streams=(stream,),
         escapes=Escapes(places.astype(np.uint32), numbers.reshape(-1)[places], marked),
         profile=profile.digest,
+        base_check=base_check,
     )
 
 
@@ -178,8 +185,9 @@ def _base_of(coded: Coded, item: Encoded) -> tuple[Coded, Encoded]:
     if item.base is None:
         raise DamagedError("a compressed record without the level that it refines")
     base = Coded.parse(item.base.payload)
-    if (base.level, base.tokens) != (coded.base, coded.tokens):
-        raise DamagedError("a compressed record that refines another one")
+    other = coded.base_check and coded.base_check != check_of([item.base.payload])
+    if other or (base.level, base.tokens) != (coded.base, coded.tokens):
+        raise DamagedError("a compressed record that refines another one than is stored")
     return base, item.base
 
 

@@ -12,7 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.cachegen import encode_levels
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LOSSY, coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
@@ -121,13 +121,14 @@ class Encoder:
         keys, values = kv.keys[layer], kv.values[layer]
         kv_heads, tokens, head_dim = keys.shape
         lossy = [level for level in levels if level in LOSSY]
+        refined = [base for base in bases if base not in lossy and base in map(coarser, lossy)]
         made = encode_levels(
             keys,
             values,
             layer,
             lossy,
             self._profile,
-            bases=bases,
+            bases={base: read_records(self._store, [chunk], base, layer)[0].payload for base in refined},
             predictor=self._options.predictor,
             layers=len(kv.keys),
         )

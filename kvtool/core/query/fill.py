@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
-from kvtool.core.compress.chunks import exact_level, read_chunk
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.base import Profiles
+from kvtool.core.compress.chunks import EXACT, read_chunk
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.identity import NEIGHBOUR, StoreIdentity
@@ -15,6 +16,7 @@ from kvtool.core.ingest.compute import encode_chunk
 from kvtool.core.ingest.prepare import WantedChunk
 from kvtool.core.ingest.sensitivity import Sensitivity
 from kvtool.core.lead_ins import open_lead_in
+from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 
@@ -38,16 +40,13 @@ def fill_holes(
     try:
         with store.writer(wait) as writer:
             for chunk in wanted:
-                if _exact_is_sound(store, chunk.chunk_id):  # only what was made of it is damaged
-                    for level in LOSSY:
-                        writer.drop_level([chunk.chunk_id], level)
-                    continue
+                if _clean(store, writer, chunk, len(decoder.layers)):
+                    continue  # only what was made of it was damaged
                 is_prefix = chunk.chunk_id == identity.prefix_id
                 lead_in = LeadIn(decoder, ()) if is_prefix else open_lead_in(store, decoder, identity.lead_in)
                 kvs = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])
                 sensitivity = b"" if is_prefix else Sensitivity(decoder, identity).of([chunk.ids], kvs)[0]
                 layers = encode_chunk(chunk.chunk_id, kvs[0], "raw")
-                writer.drop_chunks([chunk.chunk_id])  # what is left of a damaged one
                 writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), "raw", layers)
     except KvtoolError as error:
         warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
@@ -56,18 +55,30 @@ def fill_holes(
     return len(wanted)
 
 
-def _exact_is_sound(store: Store, chunk_id: bytes) -> bool:
-    """Whether the chunk's description, and a record of it that loses nothing, can be read in all layers."""
-    level = exact_level(store, chunk_id)
-    if level is None:
-        return False
+def _clean(store: Store, writer: Writer, chunk: WantedChunk, layers: int) -> bool:
+    """Drop of a chunk what cannot be read, and nothing else; whether a level that loses nothing is left."""
+    wanted = chunk.info(layers, b"")
     try:
-        info = store.chunk_info(chunk_id)
-        if info is not None:
-            read_chunk(store, chunk_id, level, info.layers)
+        info = store.chunk_info(chunk.chunk_id)
+    except DamagedError:
+        info = None
+    if info is not None and (info.token_ids, info.lead_in, info.layers) != (chunk.ids, wanted.lead_in, layers):
+        writer.drop_chunks([chunk.chunk_id])  # another chunk's
+        return False
+    profiles = ProfileShelf(store)
+    here = store.levels_here(chunk.chunk_id)
+    sound = [level for level in here if _reads(store, chunk.chunk_id, level, layers, profiles)]
+    for level in {*here, "raw"} - {*sound}:  # raw: records that no row counts any more
+        writer.drop_level([chunk.chunk_id], level)
+    return info is not None and any(level in EXACT for level in sound)
+
+
+def _reads(store: Store, chunk_id: bytes, level: str, layers: int, profiles: Profiles) -> bool:
+    try:
+        read_chunk(store, chunk_id, level, layers, profiles)
     except DamagedError:
         return False
-    return info is not None
+    return True
 
 
 def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:

@@ -21,7 +21,7 @@ class Group:
     ----------
     key : of what it is of, in hex; what : the same for people.
     most : bytes of all of them.
-    levels : of a chunk's records, in the order of their names.
+    levels : of a chunk's records, in the order of their names; `replaces`: in the place of what is stored.
     """
 
     key: str
@@ -29,6 +29,7 @@ class Group:
     names: Sequence[str]
     most: int = MOST_BYTES
     levels: tuple[str, ...] = ()
+    replaces: bool = False
 
 
 class Groups:

@@ -15,6 +15,7 @@ from kvtool.core.cache.identity import chunk_id as chunk_id_of
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.refines import base_level, check_of, stated_check
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import checks
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
@@ -150,12 +151,16 @@ def mark_of_records(records: Sequence[bytes]) -> str:
 
 def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
     """The coarser level that a record refines; raises DamagedError."""
-    if level not in LOSSY:
-        return None
-    from kvtool.core.codec.payload import base_of as number_of
+    return base_level(level, decode_record(chunk_id, record)[1]) if level in LOSSY else None
 
-    number = number_of(decode_record(chunk_id, record)[1])
-    return LOSSY[number - 1] if number else None
+
+def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
+    """The coarser level that a stored one refines; None: none, or its record cannot be read."""
+    try:
+        record = store.read_kv(chunk_id, level, 0)
+        return base_level(level, record[1]) if record is not None else None
+    except DamagedError:
+        return None
 
 
 def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes]) -> None:
@@ -165,6 +170,14 @@ def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[byt
         raise DamagedError("these are not the records that the catalogue names")
     if any(base_of(chunk_id, level, record) != meant.base for record in records):
         raise DamagedError("they refine another level than the catalogue says")
+
+
+def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool:
+    """Whether a store's records of a level are those that a catalogue means, and sound."""
+    try:
+        return mark_of_records(records_of(store, chunk_id, level, chunk.layers)) == chunk.levels[level].mark
+    except DamagedError:
+        return False
 
 
 # ---- the catalogue of a local store ----
@@ -224,7 +237,13 @@ def survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Da
 
 def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: int) -> Level:
     records = records_of(store, chunk_id, level, layers)
-    return Level(size, mark_of_records(records), base_of(chunk_id, level, records[0]))
+    base = base_of(chunk_id, level, records[0])
+    if base is not None:
+        for record, refined in zip(records, records_of(store, chunk_id, base, layers), strict=True):
+            check, other = (decode_record(chunk_id, one)[1] for one in (record, refined))
+            if stated_check(check) not in (0, check_of([other])):
+                raise DamagedError(f"it refines another record of level {base} than is stored")
+    return Level(size, mark_of_records(records), base)
 
 
 def profile_value(store: Store, digest: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
+from kvtool.core.remote.bundles import Bundle, bundles, with_bases
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, chunk_name, digest_of, file_name, kv_names
 from kvtool.core.remote.groups import Group, Groups
 from kvtool.core.remote.limits import MOST_BYTES
@@ -110,7 +112,6 @@ class _Pull:
         self._state(there, mirror)
         self._describe(there)
         self._records(there, levels)
-        self.writer.flush()
         self._files(there, newer)
         if delete:
             self._forget(there)
@@ -187,26 +188,39 @@ class _Pull:
         self.writer.describe(infos)
 
     def _records(self, there: Catalogue, levels: Sequence[str] | None) -> None:
-        wanted = []
+        wanted: list[tuple[str, Bundle]] = []
         for key, chunk in there.chunks.items():
-            stored = self.store.levels(bytes.fromhex(key))
-            asked = _with_bases(chunk, chunk.levels if levels is None else levels)
-            self.report.chunks.there += sum(level in stored for level in asked)
-            wanted += [(key, level) for level in asked if level not in stored]
-        self.events.total(len(wanted))
-        for group, records in self._fetched(_records_of(key, there.chunks[key], level) for key, level in wanted):
+            chunk_id = bytes.fromhex(key)
+            stored = self.store.levels(chunk_id)
+            asked = with_bases(chunk, chunk.levels if levels is None else levels)
+            is_theirs = functools.partial(local.holds_level, self.store, chunk_id, chunk)
+            found = bundles(chunk, asked, stored, is_theirs)
+            self.report.chunks.there += len(asked) - sum(len(one.levels) for one in found)
+            wanted += [(key, one) for one in found]
+        self.events.total(sum(len(one.levels) for _, one in wanted))
+        for group, records in self._fetched(_records_of(key, there.chunks[key], one) for key, one in wanted):
             with self._noted(group):
                 self._put(group, there.chunks[group.key], records)
-            self.events.advance(1)
+            self.events.advance(len(group.levels))
+        self.writer.flush()
 
     def _put(self, group: Group, chunk: Chunk, records: list[bytes]) -> None:
-        (level,), chunk_id = group.levels, bytes.fromhex(group.key)
+        chunk_id = bytes.fromhex(group.key)
         info = self.store.chunk_info(chunk_id)
         if info is None:
             raise DamagedError("its description did not come")
-        local.check_level(chunk_id, chunk, level, records)
-        self.writer.put_chunk(chunk_id, info, level, records)
-        self.report.chunks.moved += 1
+        parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
+        by_level = dict(zip(group.levels, parts, strict=True))
+        for level, own in by_level.items():
+            local.check_level(chunk_id, chunk, level, own)
+            base = chunk.levels[level].base
+            if base is not None and base not in by_level and not self.writer.has_level(chunk_id, base):
+                raise DamagedError(f"level {base}, which it refines, did not come")
+        if group.replaces:
+            self.writer.flush()  # so that all of it is in one transaction
+        for level, own in by_level.items():
+            self.writer.put_chunk(chunk_id, info, level, own, replace=group.replaces)
+        self.report.chunks.moved += len(by_level)
 
     def _files(self, there: Catalogue, newer: bool) -> None:
         mine = self._own_files()
@@ -246,25 +260,14 @@ class _Pull:
         self.writer.collect(keep=[bytes.fromhex(key) for key in there.chunks])
 
 
-def _records_of(key: str, chunk: Chunk, level: str) -> Group:
-    names = kv_names(key, chunk, level)
-    return Group(key, f"chunk {key} at level {level}", names, chunk.levels[level].size, (level,))
+def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
+    names = [name for level in bundle.levels for name in kv_names(key, chunk, level)]
+    what = f"chunk {key} at level {', '.join(bundle.levels)}"
+    most = sum(chunk.levels[level].size for level in bundle.levels)
+    return Group(key, what, names, most, bundle.levels, bundle.replaces)
 
 
 def _is_wanted(there: File, mine: File | None, newer: bool) -> bool:
     if mine is None or mine.mark == there.mark:
         return mine is None
     return not newer or (there.mtime_ns, there.mark) > (mine.mtime_ns, mine.mark)
-
-
-def _with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
-    """Those of these levels that a chunk has, each behind the coarser one that it refines."""
-    found: list[str] = []
-    for level in levels:
-        chain: list[str] = []
-        at: str | None = level
-        while at is not None and at in chunk.levels and at not in found and at not in chain:
-            chain.append(at)
-            at = chunk.levels[at].base
-        found += reversed(chain)
-    return found

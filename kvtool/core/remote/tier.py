@@ -19,6 +19,7 @@ from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, kv_names
 from kvtool.core.remote.limits import MOST_BYTES
+from kvtool.core.remote.mirror import drop_stale, read_before
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.urls import open_blobs, place_of
@@ -26,6 +27,7 @@ from kvtool.core.remote.urls import open_blobs, place_of
 Warn = Callable[[str, str], None]
 Place = tuple[bytes, str]  # chunk id, level
 _ADOPTED = "remote/adopted.json"
+_CATALOGUE = "remote/catalogue"  # the one that was taken over last
 _MOST_TOLD = 10  # damages, one by one
 _RULES = 2  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
 
@@ -44,6 +46,7 @@ class Tier(Store):
 
     _blobs: Blobs | None = None
     _there: Catalogue | None = None
+    _digest = ""  # of the catalogue that was found
     _warn: Warn = staticmethod(lambda text, hint: None)
     timeout = TIMEOUT
 
@@ -119,13 +122,17 @@ class Tier(Store):
 
     def _adopt(self, blobs: Blobs, there: Catalogue, lock_wait: float) -> None:
         """Take over what the catalogue describes, once for each catalogue."""
-        digest, mark = digest_of(there.pack()), self.side_file(_ADOPTED)
-        done = json.dumps({"catalogue": digest, "rules": _RULES}).encode()
+        packed, mark = there.pack(), self.side_file(_ADOPTED)
+        self._digest = digest_of(packed)
+        done = json.dumps({"catalogue": self._digest, "rules": _RULES}).encode()
         with suppress(OSError):
             if mark.read_bytes() == done:
                 return
+        last = self.side_file(_CATALOGUE)
         with self.writer(lock_wait) as writer:
             report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self.timeout, mirror=True)
+            drop_stale(self, writer, there, read_before(last))
+            atomic_write(last, packed)
         for damage in report.damaged[:_MOST_TOLD]:
             self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
         if len(report.damaged) > _MOST_TOLD:
@@ -268,12 +275,20 @@ class Tier(Store):
         if whole:
             try:
                 with self.writer() as writer:
+                    mine = self._is_in_force()
                     for chunk in whole:
-                        with suppress(ValueError):  # of another length than its description: the answer had a hole
-                            writer.put_chunk(*chunk)
+                        if mine or chunk[2] not in LOSSY:  # else it may refine what another process has dropped
+                            with suppress(ValueError):  # of another length than its description: a hole in the answer
+                                writer.put_chunk(*chunk)
             except KvtoolError as error:  # locked, full, read-only
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
         self._fetched = {}
+
+    def _is_in_force(self) -> bool:
+        """Whether the catalogue that was taken over last is the one that was fetched by. Writer lock held."""
+        with suppress(OSError):
+            return digest_of(self.side_file(_CATALOGUE).read_bytes()) == self._digest
+        return False
 
     def close(self) -> None:
         """As for any store; and the tier is let go of."""

@@ -1,0 +1,141 @@
+"""Levels of one chunk that were made on two machines, each of which rounds in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.cache.record import KVHeader, encode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.chunks import read_chunk
+from kvtool.core.errors import DamagedError
+from kvtool.core.levels import ProfileShelf
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
+from tests.codec.synthetic import KV, encoded, model, profile
+
+CHUNK = id_of("f0.0")
+
+
+def kv_of(layer: int, machine: int) -> KV:
+    """The same chunk as two machines compute it."""
+    keys, values = model().kv(layer, TOKENS)
+    noise = torch.Generator().manual_seed(machine)
+    return keys + 0.3 * machine * torch.rand(keys.shape, generator=noise), values
+
+
+def compressed(path: Path, levels: Sequence[str], machine: int) -> Path:
+    """A store whose first chunk is there at some levels, each refining the next coarser one of them."""
+    with Store.open(make_store(path)) as store, store.writer() as writer:
+        writer.set_manifest({"identity": {"fingerprint": "model", "model": "tiny"}})
+        of = profile()
+        writer.put_profile(of.digest, of.data, {"profile": of.digest.hex()})
+        made = [encoded(*kv_of(layer, machine), levels, of, layer) for layer in range(LAYERS)]
+        for level in levels:
+            records = []
+            for layer, one in enumerate(made):
+                heads, tokens, dim = one[level].shape
+                header = KVHeader("float32", heads, tokens, dim, dim, level, layer)
+                records.append(encode_record(CHUNK, header, [one[level].payload]))
+            writer.put_chunk(CHUNK, info_of("f0.0"), level, records)
+    return path
+
+
+def read(store: Store, level: str) -> torch.Tensor:
+    return read_chunk(store, CHUNK, level, LAYERS, ProfileShelf(store)).keys
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Iterator[Blobs]:
+    with closing(open_blobs(f"file://{tmp_path / 'shared'}")) as opened:
+        yield opened
+
+
+def sent(path: Path, blobs: Blobs, **options: bool) -> dict[str, torch.Tensor]:
+    """Push, and what is read at each lossy level there."""
+    with Store.open(path) as store:
+        push(store, blobs, **options)
+        return {level: read(store, level) for level in store.levels(CHUNK) if level != "raw"}
+
+
+def test_a_level_is_pulled_with_the_very_one_that_it_refines(blobs: Blobs, tmp_path: Path) -> None:
+    theirs = sent(compressed(tmp_path / "one", ["1", "2", "3"], machine=0), blobs)
+    place = compressed(tmp_path / "other", ["3", "4"], machine=1)
+    with Store.open(place) as store:
+        own = read(store, "4")
+        report = pull(place, blobs)
+        assert report.damaged == []
+        assert report.chunks.moved == 3
+        for level, found in theirs.items():
+            assert torch.equal(read(store, level), found)
+        assert torch.equal(read(store, "4"), own)  # it stands alone: nothing sound is lost
+        assert store.levels(CHUNK) == ["1", "2", "3", "4", "raw"]
+        assert pull(place, blobs).chunks.moved == 0
+
+
+def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> None:
+    sent(compressed(tmp_path / "one", ["1", "3"], machine=0), blobs)
+    place = compressed(tmp_path / "other", ["2", "3"], machine=1)
+    with Store.open(place) as store:
+        own = {level: read(store, level) for level in ("2", "3")}
+        assert pull(place, blobs).chunks.moved == 1
+        assert all(torch.equal(read(store, level), found) for level, found in own.items())
+        read(store, "1")
+
+
+def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_path: Path) -> None:
+    sent(compressed(tmp_path / "one", ["1", "2"], machine=0), blobs)
+    for name in [one for one in blobs.names("kv/") if f"{CHUNK.hex()}/2-" in one]:
+        blobs.put({name: b"damaged"})
+    place = compressed(tmp_path / "other", ["2", "3"], machine=1)
+    with Store.open(place) as store:
+        own = {level: read(store, level) for level in ("2", "3")}
+        report = pull(place, blobs)
+        assert [row["what"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 2, 1"]
+        assert all(torch.equal(read(store, level), found) for level, found in own.items())
+    assert [row["what"] for row in pull(tmp_path / "new", blobs).damaged] == [
+        f"chunk {CHUNK.hex()} at level {level}" for level in "21"
+    ]
+
+
+def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path: Path) -> None:
+    """A store that an older kvtool mixed."""
+    one = compressed(tmp_path / "one", ["1", "2"], machine=0)
+    with Store.open(one) as store, Store.open(compressed(tmp_path / "other", ["2"], machine=1)) as other:
+        records = [other.read_kv(CHUNK, "2", layer) for layer in range(LAYERS)]
+        with store.writer() as writer:
+            made = [encode_record(CHUNK, found[0], [found[1]]) for found in records if found is not None]
+            writer.put_chunk(CHUNK, info_of("f0.0"), "2", made, replace=True)
+        with pytest.raises(DamagedError, match="refines another one"):
+            read(store, "1")
+        read(store, "2")
+        report = push(store, blobs)
+        assert [row["what"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 1"]
+    assert sorted(read_catalogue(blobs).chunks[CHUNK.hex()].levels) == ["2", "raw"]
+
+
+def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_path: Path) -> None:
+    """It holds a level of one machine; another one has pushed its own, and what refines that."""
+    sent(compressed(tmp_path / "one", ["2"], machine=0), blobs)
+    with Tier.open_url(blobs.url) as tier:
+        read(tier, "2")
+        tier.note_access([CHUNK])
+    with Store.open(local_place(blobs.url)) as front:
+        assert front.levels(CHUNK) == ["2"]
+    theirs = sent(compressed(tmp_path / "other", ["1", "2"], machine=1), blobs)
+    with Tier.open_url(blobs.url) as tier:
+        assert tier.levels_here(CHUNK) == []
+        for level in ("1", "2"):
+            assert torch.equal(read(tier, level), theirs[level])
+        tier.note_access([CHUNK])
+    with Tier.open_url(blobs.url) as tier:
+        assert tier.levels_here(CHUNK) == ["1", "2"]
