@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache import environment as tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
@@ -27,7 +28,7 @@ from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
 from tests.cache import making
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of
-from tests.cli.working import files_below
+from tests.cli.working import Done, files_below, kvtool
 
 MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
 WORDS = ("kv", "file", "head2", "profile/notes.txt", "catalogue/2024.csv", "kv/me/raw-1/0", "chunk/holiday.jpg")
@@ -235,6 +236,22 @@ def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs
     assert push(store, blobs, delete=True, yes=True).removed == 15
 
 
+def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
+    def run(*more: str) -> Done:
+        return kvtool("store", "push", url, "--store", store.path, *more)
+
+    run().fine()
+    forget(store, "f1", "f2")
+    value = run("--delete", "--dry-run", "--json").fine().json
+    assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 15, 2)
+    assert value["removed_bytes"] > 0
+    run("--delete", "--json").failed(2, "2 of 3 documents", "--yes")
+    assert "15 removed" in run("--delete", "--yes").fine().out
+    blobs.delete([HEAD])
+    put_foreign(blobs)
+    run().failed(12, "is not empty")
+
+
 # ---- two at once ------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +281,31 @@ def test_a_sweep_follows_the_catalogue_in_force(
     assert pull(tmp_path / "pulled", blobs).damaged == []
     with Store.open(tmp_path / "pulled") as pulled:
         assert {entry.source for entry in pulled.documents()} == {"f0", "f1", "f2", "g"}
+
+
+def test_what_came_back_into_force_is_not_reclaimed(
+    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A version that only the oldest catalogue counts on is pushed anew, by one who begins later and ends sooner."""
+    for number in range(3):
+        with store.writer() as writer:
+            add_file(writer, "f1", [f"version {number}"])
+        push(store, blobs)
+    with other.writer() as writer:
+        add_file(writer, "f1", ["version 0"])
+    with Store.open(new_store(tmp_path / "third", files=0)) as third:
+        with third.writer() as writer:
+            add_file(writer, "h", ["h.0"])
+
+        def meanwhile() -> None:
+            blobs.hold("push-another")  # so nothing is reclaimed by this one
+            pushed_by(other, url)()
+            blobs.release("push-another")
+
+        after_first(monkeypatch, blobs, "get", meanwhile)
+        push(third, blobs)
+    assert len(read_catalogue(blobs).files) == 5
+    assert is_whole(blobs)
 
 
 def test_a_head_that_changes_while_a_sweep_deletes(
@@ -365,6 +407,27 @@ def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs
     assert len(list(blobs.names("catalogue/"))) == 3
     assert is_whole(blobs)
     assert pull(tmp_path / "pulled", blobs).damaged == []
+
+
+def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_MOST_BEFORE", 3)
+    blobs.hold("push-other")
+    for number in range(6):
+        with store.writer() as writer:
+            add_file(writer, "f1", [f"version {number}"])
+        push(store, blobs)
+    (head,) = blobs.get([HEAD])
+    assert head is not None
+    assert len(unseal_head(head).before) == 3
+    assert len(list(blobs.names("catalogue/"))) == 6  # nothing was deleted
+
+
+def test_what_is_lost_here_stays_there(store: Store, blobs: Blobs) -> None:
+    push(store, blobs)
+    with store.writer() as writer:
+        writer._commit([], [(tables.CHUNKS, id_of("f1.0"))])
+    push(store, blobs)
+    assert id_of("f1.0").hex() in read_catalogue(blobs).chunks
 
 
 def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None:

@@ -20,7 +20,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _LEFT_BEHIND = re.compile(re.escape(TEMPORARY) + r"[0-9]+-[0-9A-Za-z-]+")
 _AT_ONCE = 64  # files that wait for the disk together
 _THREADS = 8
-_TRIES = 3  # a folder may be removed, being empty, between entering it and writing to it
+_TRIES = 3  # between which a folder may be removed, being empty
 
 
 @contextmanager
@@ -69,7 +69,7 @@ class Writing:
         names = list(values)
         for at in range(0, len(names), _AT_ONCE):
             some = {name: values[name] for name in names[at : at + _AT_ONCE]}
-            _again_if_gone(lambda some=some: self._write_some(parts, some))  # type: ignore[misc]
+            again_if_gone(lambda some=some: self._write_some(parts, some))  # type: ignore[misc]
 
     def close(self) -> None:
         """Let go of the threads."""
@@ -106,7 +106,8 @@ def is_left_behind(name: str, modified: float, now: float) -> bool:
     return name.startswith(TEMPORARY) and bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
 
 
-def _again_if_gone(job: Callable[[], None]) -> None:
+def again_if_gone(job: Callable[[], None]) -> None:
+    """Do something in a folder that another process may just be removing, because it is empty."""
     for attempt in range(_TRIES):
         try:
             return job()

@@ -18,7 +18,7 @@ from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.errors import NoSpaceError, RemoteError
 from kvtool.core.remote.blobs import seconds_held
 from kvtool.core.remote.catalogue import HEAD
-from kvtool.core.remote.descend import Writing, is_left_behind, opened
+from kvtool.core.remote.descend import Writing, again_if_gone, is_left_behind, opened
 from kvtool.core.remote.limits import MOST_BYTES, most_bytes
 
 _LOCK = "head.lock"
@@ -103,13 +103,15 @@ class FolderBlobs:
         """See Blobs. The file's time counts, which the file system sets."""
         with self._explained("written"):
             make_folder(self._root)
-            with opened(self._root, (_LEASES,), make=True) as folder:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-                handle = os.open(name, flags, 0o600, dir_fd=folder)
-                try:
-                    os.utime(handle)
-                finally:
-                    os.close(handle)
+            again_if_gone(lambda: self._touch(name))
+
+    def _touch(self, name: str) -> None:
+        with opened(self._root, (_LEASES,), make=True) as folder:
+            handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+            try:
+                os.utime(handle)
+            finally:
+                os.close(handle)
 
     def held(self) -> set[str]:
         """See Blobs."""

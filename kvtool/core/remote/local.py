@@ -246,6 +246,11 @@ def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: 
     return Level(size, mark_of_records(records), base)
 
 
+def is_complete(store: Store, mine: Catalogue) -> bool:
+    """Whether the store's catalogue has all chunks that its documents consist of."""
+    return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)
+
+
 def profile_value(store: Store, digest: str) -> bytes:
     """A codec profile or a learned lead-in; raises DamagedError."""
     key = bytes.fromhex(digest)

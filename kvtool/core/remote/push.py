@@ -20,7 +20,6 @@ from kvtool.core.remote.catalogue import (
     catalogue_name,
     digest_of,
     seal_head,
-    unseal_head,
 )
 from kvtool.core.remote.lease import Lease
 from kvtool.core.remote.reading import check_same_identity, read_head
@@ -121,8 +120,10 @@ class _Push:
 
     def _joined(self, mine: Catalogue, there: Catalogue) -> Catalogue:
         joined = join(mine, there, self.newer)
-        # What is damaged here may be whole there: then nothing is known to be of no more use.
-        return joined if self.report.damaged else without_superseded(joined, mine)
+        less = without_superseded(joined, mine)
+        if less == joined or self.report.damaged or not local.is_complete(self.store, mine):
+            return joined  # what is damaged or lost here may be whole there
+        return less
 
     def _swap(self, head: bytes | None, there: Catalogue | None, joined: Catalogue) -> bool:
         packed = joined.pack()
@@ -131,7 +132,7 @@ class _Push:
         self.blobs.settle()
         before: tuple[str, ...] = ()
         if head is not None and there is not None:
-            before = self.sweep.reclaim(unseal_head(head), joined, there)
+            before = self.sweep.reclaim(head, joined, there)
         return self.blobs.swap(HEAD, head, seal_head(Head(digest, before)))
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, Catalogue, Head, catalogue_name, digest_of, is_own, unseal_head
+from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
 from kvtool.core.remote.lease import Lease
 from kvtool.core.remote.reading import catalogue_of, read_head
 from kvtool.core.remote.report import Events, TransferReport
 
 KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
+_MOST_BEFORE = 64  # that a head names, while other pushes leave no time to reclaim them
 _AT_ONCE = 1000
 
 
@@ -112,9 +113,13 @@ class Sweep:
         _, wanted = self._in_force()
         return not gone & wanted
 
-    def reclaim(self, head: Head, joined: Catalogue, there: Catalogue) -> tuple[str, ...]:
-        """Delete what only catalogues long out of force count on; which ones still stand, for the next head."""
-        before = tuple(dict.fromkeys((head.catalogue, *head.before)))
+    def reclaim(self, head: bytes, joined: Catalogue, there: Catalogue) -> tuple[str, ...]:
+        """Delete what only catalogues long out of force count on; which ones still stand, for the next head.
+
+        Nothing where `head` is no longer in force: another push may count on just that by now.
+        """
+        was = unseal_head(head)
+        before = tuple(dict.fromkeys((was.catalogue, *was.before)))
         kept, old = before[:KEPT], before[KEPT:]
         if not old:
             return before
@@ -123,8 +128,8 @@ class Sweep:
             doomed = self._counted_on(old) - wanted
             names = {catalogue_name(one) for one in old} - {catalogue_name(digest_of(joined.pack()))}
             for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
-                if not alone():
-                    return before
+                if not alone() or self.blobs.get([HEAD])[0] != head:
+                    return before[:_MOST_BEFORE]
                 self._delete(some)
         return kept
 
