@@ -158,7 +158,10 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
                 f"served   {served.questions} questions; {served.hit_rate:.1%} of {served.hits + served.misses} chunks "
                 "were found"
             )
-        run.out.print(f"disk     {sizes['disk_free'] / 1e9:,.1f} GB free")
+        of = "" if sizes["budget"] is None else f" of a budget of {sizes['budget'] / 1e6:,.1f} MB"
+        run.out.print(
+            f"disk     {sizes['folder_bytes'] / 1e6:,.1f} MB used{of}; {sizes['disk_free'] / 1e9:,.1f} GB free"
+        )
 
     run.out.result(value, human=show)
 
@@ -175,7 +178,7 @@ def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
         Section("Levels", tables=(Table(columns, tuple(levels)),)),
         Section("Served", tables=(Table(tuple(value["served"]), (tuple(value["served"].values()),)),)),
     ]
-    names = ("files", "documents", "chunks", "tokens", "records", "bytes", "disk_free")
+    names = ("files", "documents", "chunks", "tokens", "records", "bytes", "folder_bytes", "budget", "disk_free")
     facts = {name: value[name] for name in ("path", "model", "dtype", "fingerprint", "gate")}
     about.write_page(run, "Store", facts | {name: value["store"][name] for name in names}, sections)
 

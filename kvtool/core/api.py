@@ -30,6 +30,10 @@ from kvtool.core.remote.urls import is_url, open_blobs
 
 if TYPE_CHECKING:
     from kvtool.core.query.session import Session
+    from kvtool.core.upkeep.budget import Budget
+    from kvtool.core.upkeep.compact import Compacted
+    from kvtool.core.upkeep.job import PruneReport
+    from kvtool.core.upkeep.plan import Plan
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Warn = Callable[[str, str], None]
@@ -136,6 +140,41 @@ class Cache:
         self.close()
         with closing(open_blobs(url)) as blobs:
             return pull(self._folder(), blobs, events=events or TransferEvents(warn=self._warn), **options)
+
+    @_alone
+    def forget(self, *targets: str, **options: Any) -> Plan:
+        """Forget documents, by path, folder, glob or chunk's id; `options` are those of `core.upkeep.forget.forget`."""
+        from kvtool.core.upkeep.forget import forget
+
+        self.close()
+        return forget(self._folder(), targets, **options)
+
+    @_alone
+    def prune(self, **options: Any) -> PruneReport:
+        """Make the store smaller; `options` are the fields of `PruneOptions`."""
+        from kvtool.core.upkeep.job import PruneOptions, prune
+
+        self.close()
+        return prune(self._folder(), PruneOptions(**options))
+
+    @_alone
+    def compact(self, **options: Any) -> Compacted:
+        """Give free pages, and what nothing refers to, back to the disk."""
+        from kvtool.core.upkeep.compact import compact
+
+        self.close()
+        return compact(self._folder(), **options)
+
+    @_alone
+    def budget(self, *size: int | None) -> Budget:
+        """The size budget that the store keeps to, in bytes; with a size it becomes that, with None it is lifted."""
+        from kvtool.core.upkeep.budget import keep_budget, read_budget
+
+        self.close()
+        if size:
+            return keep_budget(self._folder(), size[0])
+        with Store.open(self._folder()) as store:
+            return read_budget(store)
 
     @_alone
     def close(self) -> None:

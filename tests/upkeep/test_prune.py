@@ -239,3 +239,39 @@ def test_a_killed_compaction_is_reclaimed_by_the_next_writer(tmp_path: Path) -> 
         assert not old.exists()
         assert young.exists()  # somebody may be writing it
         check_file(store, "f0")
+
+
+def test_the_same_from_python(tmp_path: Path) -> None:
+    import kvtool as package
+
+    path = make_store(tmp_path / "store", files=6, dim=DIM)
+    with package.open(path) as cache:
+        assert cache.forget("f0").sources == ("f0",)
+        assert cache.compact().after == pytest.approx(bytes_in(path), abs=500)
+        assert cache.budget(bytes_in(path) // 2).budget == cache.budget().budget
+        report = cache.prune(yes=True)
+        assert report.reached
+        assert report.goal is not None
+        assert report.after <= report.goal
+        assert cache.budget(None).budget is None
+
+
+def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
+    """Through the command: 13 as long as damage is left, 0 once it is gone."""
+    from kvtool.core.cache import environment as tables
+
+    with Store.open(fitted) as store, store.writer() as pen:
+        store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
+        pen.fold_access()
+        with store._read() as snapshot:
+            rows = [(table, next(iter(snapshot.keys(table)))) for table in tables.TABLES if table != tables.META]
+            values = [bytearray(snapshot.get(table, key) or b"") for table, key in rows]
+        for (table, key), value in zip(rows, values, strict=True):
+            value[-1] ^= 1
+            store._current().write(lambda write, at=table + key, new=bytes(value): write.put(at, new), 0)
+    assert kvtool("store", "verify", "--store", fitted, "--json").fine(13).json["repaired"] == 0
+    done = kvtool("store", "verify", "--repair", "--store", fitted, "--json").fine().json
+    assert done["repaired"] >= len(rows)
+    assert len(done["damaged"]) >= len(rows)
+    assert damages(fitted) == []
+    assert kvtool("store", "verify", "--store", fitted).fine().code == 0
