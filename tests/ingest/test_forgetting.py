@@ -34,8 +34,9 @@ def test_a_file_that_is_gone_is_forgotten_by_its_name(fresh: Any, folder: Path, 
 
 def test_a_folder_that_is_gone_is_forgotten(fresh: Any, folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
-    dry = fresh(folder, "--sync", "--dry-run").fine().json
-    assert dry["documents"]["removed"] == 2
+    dry = fresh(folder, "--sync", "--dry-run").fine()
+    assert dry.json["documents"]["removed"] == 2
+    assert "would be forgotten" in dry.err
     assert len(names(tmp_path)) == 2
     assert fresh(folder, "--sync").fine().json["documents"]["removed"] == 2
     assert names(tmp_path) == set()

@@ -264,7 +264,8 @@ class _Job:
         for failure in found.failures:
             self._fail(failure.path, failure.error)
         for path in walked.missing:
-            self._warn(f"{path} is not there any more: what the store holds of it is forgotten")
+            would = "would be" if self.options.dry_run else "is"
+            self._warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
         for path in walked.bare:
             self._warn(f"{path}: no readable file in this folder")
 
