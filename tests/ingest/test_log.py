@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvtool as package
 from kvtool.core.ingest import job
 from tests.cli.working import kvtool, write_corpus
 
@@ -82,3 +84,18 @@ def test_lock_wait_takes_a_duration(wait: str, fresh: Any, tmp_path: Path) -> No
 
 def test_a_lock_wait_that_is_no_duration(fresh: Any, tmp_path: Path) -> None:
     fresh(write_corpus(tmp_path / "in", 1, 1), "--lock-wait", "10x").failed(2, "lock-wait")
+
+
+def test_every_command_of_the_documentation(fresh: Any, tmp_path: Path) -> None:
+    """As it stands there, in other places: silent, and 0."""
+    fresh(write_corpus(tmp_path / "documents", 2, 1)).fine()
+    places = {"/srv/documents": tmp_path / "documents", "/var/lib/kvtool/store": tmp_path / "fresh"}
+    places |= {"/var/log/kvtool": tmp_path}
+    page = (Path(package.__file__).parent / "docs" / "cron.md").read_text()
+    lines = re.findall(r"kvtool ((?:ingest|store) .*--quiet.*)", page)
+    assert len(lines) == 4
+    for line in lines:
+        for there, here in places.items():
+            line = line.replace(there, str(here))
+        done = kvtool(*shlex.split(line))
+        assert (done.code, done.out, done.err) == (0, "", "")
