@@ -16,6 +16,7 @@ from kvtool.core.remote.report import Events, TransferReport
 
 _SMALL_AT_ONCE = 256
 _CHUNKS_AT_ONCE = 64
+_READ_AT_ONCE = 32  # values of some megabytes each
 
 Gaps = dict[str, list[str]]  # level, names of its blobs that have to be sent
 
@@ -93,8 +94,8 @@ class Sender:
         if not self.verify:
             return dict(zip(names, self.blobs.sizes(names), strict=True))
         found = {}
-        for at in range(0, len(names), _SMALL_AT_ONCE):
-            some = names[at : at + _SMALL_AT_ONCE]
+        for at in range(0, len(names), _READ_AT_ONCE):
+            some = names[at : at + _READ_AT_ONCE]
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 found[name] = len(value) if value is not None and local.is_sound(name, value) else 0
         return found
