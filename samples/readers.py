@@ -277,7 +277,7 @@ def main() -> int:
     from kvtool.core.ingest.job import ingest
     from kvtool.core.ingest.report import IngestOptions
 
-    options = IngestOptions((given.folder / "corpus",), model=given.model, split=SplitSettings(64), lead_in="prefix")
+    options = IngestOptions((given.folder / "corpus",), model=given.model, split=SplitSettings(max_tokens=64), lead_in="prefix")
     ingest(given.folder / "store", options)
     outcome = run(given.folder / "store", given.folder / "corpus", given.folder, given.processes, given.questions)
     for line in (*outcome.failures, *outcome.differences):

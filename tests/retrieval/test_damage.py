@@ -16,6 +16,7 @@ from kvtool.core.cache.upkeep import find_damage
 from kvtool.core.retrieval.finder import Finder, How
 from kvtool.core.retrieval.tables import open_tables, write_tables
 from kvtool.core.retrieval.vectors import remember, remembered
+from tests.cli.working import kvtool
 from tests.retrieval.making import store_of
 
 TEXTS = {
@@ -83,6 +84,18 @@ def test_repair_drops_a_damaged_index(store: Store) -> None:
     assert not path.exists()
     assert list(find_damage(store, Fraction(1))) == []
     assert found(store) == wanted
+
+
+def test_verify_tells_of_a_damaged_index(store: Store) -> None:
+    found(store)
+    (path,) = (store.path / "index").rglob("state*")
+    flip(path, 99)
+    done = kvtool("store", "verify", "--store", store.path, "--json").fine(13)
+    (row,) = done.json["damaged"]
+    assert row["kind"] == "beside"
+    assert row["reason"] == f"{path.relative_to(store.path)} does not match its digest"
+    assert kvtool("store", "verify", "--store", store.path, "--repair", "--json").fine().json["repaired"] == 1
+    kvtool("store", "verify", "--store", store.path).fine()
 
 
 def test_an_index_of_before_gives_way(store: Store) -> None:
