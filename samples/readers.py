@@ -277,7 +277,8 @@ def main() -> int:
     from kvtool.core.ingest.job import ingest
     from kvtool.core.ingest.report import IngestOptions
 
-    options = IngestOptions((given.folder / "corpus",), model=given.model, split=SplitSettings(max_tokens=64), lead_in="prefix")
+    split = SplitSettings(max_tokens=64)
+    options = IngestOptions((given.folder / "corpus",), model=given.model, split=split, lead_in="prefix")
     ingest(given.folder / "store", options)
     outcome = run(given.folder / "store", given.folder / "corpus", given.folder, given.processes, given.questions)
     for line in (*outcome.failures, *outcome.differences):
