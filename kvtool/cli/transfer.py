@@ -41,10 +41,10 @@ def push(
     with (
         closing(open_blobs(url, settings.remote_timeout)) as blobs,
         Store.open(store_path(settings.store)) as store,
-        _events(run) as events,
+        events_of(run) as events,
     ):
         report = run_push(store, blobs, delete=delete, verify=verify, dry_run=dry_run, yes=yes, events=events)
-    return _told(run, [report], report.to_json())
+    return told(run, [report], report.to_json())
 
 
 @takes("remote_timeout")
@@ -66,7 +66,7 @@ def pull(
     settings = run.settings
     levels = [check_level(one) for one in list_of(level)] or None
     budget = size_in_bytes(max_size) if max_size is not None else None
-    with closing(open_blobs(url, settings.remote_timeout)) as blobs, _events(run) as events:
+    with closing(open_blobs(url, settings.remote_timeout)) as blobs, events_of(run) as events:
         report = run_pull(
             store_path(settings.store),
             blobs,
@@ -77,7 +77,7 @@ def pull(
             timeout=settings.remote_timeout,
             events=events,
         )
-    return _told(run, [report], report.to_json())
+    return told(run, [report], report.to_json())
 
 
 @takes("remote_timeout")
@@ -87,13 +87,13 @@ def sync(run: Run, url: Url) -> int | None:
     from kvtool.core.remote.urls import open_blobs
 
     settings = run.settings
-    with closing(open_blobs(url, settings.remote_timeout)) as blobs, _events(run) as events:
+    with closing(open_blobs(url, settings.remote_timeout)) as blobs, events_of(run) as events:
         reports = run_sync(store_path(settings.store), blobs, lock_wait=settings.lock_wait, events=events)
-    return _told(run, reports, {report.direction: report.to_json() for report in reports})
+    return told(run, reports, {report.direction: report.to_json() for report in reports})
 
 
 @contextmanager
-def _events(run: Run) -> Iterator[Events]:
+def events_of(run: Run) -> Iterator[Events]:
     """A bar for each direction, from the moment its length is known."""
     from kvtool.core.remote.report import Events
 
@@ -113,7 +113,7 @@ def _events(run: Run) -> Iterator[Events]:
             shown.pop().__exit__(None, None, None)
 
 
-def _told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
+def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
     for report in reports:
         for row in report.damaged:
             run.out.warning(f"left out: {row['what']}: {row['reason']}")

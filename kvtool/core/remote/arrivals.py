@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.core.errors import KvtoolError, RemoteError
-from kvtool.core.remote.blobs import Blobs, Reader
+from kvtool.core.remote.blobs import Readable, Reader
 from kvtool.core.remote.limits import MOST_BYTES
 
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
@@ -33,7 +33,7 @@ class Arrivals:
     alive : nothing has gone wrong so far.
     """
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
         self._asked: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()

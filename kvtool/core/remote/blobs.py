@@ -26,6 +26,21 @@ class Reader(Protocol):
         ...
 
 
+class Readable(Protocol):
+    """What a pull needs of a place of values: a shared tier, or a pack.
+
+    Attributes
+    ----------
+    url : as people are shown it.
+    """
+
+    url: str
+
+    def reader(self) -> Reader:
+        """A stream of values of its own. Raises RemoteError."""
+        ...
+
+
 class Blobs(Protocol):
     """Named values of a shared tier. Names are ASCII, with `/` between their parts. Methods raise RemoteError.
 

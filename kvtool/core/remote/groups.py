@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtool.core.remote import local
 from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.blobs import Readable
 from kvtool.core.remote.limits import MOST_BYTES
 
 _AHEAD = 4  # groups that are asked for before the first is there
@@ -41,7 +41,7 @@ class Groups:
     damaged : told of what is missing, damaged or larger than it may be, and why; its group is left out.
     """
 
-    def __init__(self, blobs: Blobs, timeout: float, damaged: Callable[[str, str], None]) -> None:
+    def __init__(self, blobs: Readable, timeout: float, damaged: Callable[[str, str], None]) -> None:
         self._blobs, self._timeout, self._damaged = blobs, timeout, damaged
 
     def fetch(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:

@@ -15,7 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import local
-from kvtool.core.remote.blobs import TIMEOUT, Blobs
+from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
 from kvtool.core.remote.bundles import Bundle, bundles, with_bases
 from kvtool.core.remote.catalogue import Catalogue, Chunk, File, chunk_name, digest_of, file_name, kv_names
 from kvtool.core.remote.groups import Group, Groups
@@ -63,7 +63,7 @@ def pull(
 def adopt(
     store: Store,
     writer: Writer,
-    blobs: Blobs,
+    blobs: Readable,
     there: Catalogue,
     levels: Sequence[str] | None,
     delete: bool = False,
@@ -94,7 +94,7 @@ def sync(path: Path, blobs: Blobs, *, lock_wait: float = 0.0, events: Events | N
 
 class _Pull:
     def __init__(
-        self, store: Store, writer: Writer, blobs: Blobs, report: TransferReport, timeout: float, events: Events
+        self, store: Store, writer: Writer, blobs: Readable, report: TransferReport, timeout: float, events: Events
     ) -> None:
         self.store, self.writer, self.blobs = store, writer, blobs
         self.report, self.timeout, self.events = report, timeout, events

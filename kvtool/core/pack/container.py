@@ -1,0 +1,127 @@
+"""The file itself: a zip whose members are stored as they are, written beside its place and put there whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from kvtool.core.cache.layout import TEMPORARY, sync_folder
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
+
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BROKEN = (zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, ValueError, LookupError, EOFError)
+
+
+class PackWriter:
+    """Adds members to a pack that is not there yet."""
+
+    def __init__(self, file: zipfile.ZipFile) -> None:
+        self._file = file
+
+    def add(self, name: str, data: bytes) -> None:
+        """A member with these bytes."""
+        member = zipfile.ZipInfo(name, _EPOCH)
+        member.external_attr = 0o600 << 16
+        self._file.writestr(member, data)
+
+
+@contextmanager
+def writing(path: Path, force: bool) -> Iterator[PackWriter]:
+    """Write a pack; it stands at `path` when all of it is durable, or never.
+
+    Raises
+    ------
+    UsageError : there is something already, and nobody said `force`; or no such folder.
+    NoSpaceError : the disk is full.
+    """
+    if os.path.lexists(path) and not force:
+        raise UsageError(f"{path} is there already", "name another file, or replace it with --force")
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        with open(handle, "w+b") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as pack:
+                yield PackWriter(pack)
+            file.flush()
+            os.fsync(file.fileno())
+        _put(temporary, path, force)
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoSpaceError(f"no space to write {path}", "free some disk space, or name another disk") from error
+        reason = error.strerror or str(error)
+        raise UsageError(f"{path} cannot be written: {reason}", "name a file in a folder that is yours") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _put(temporary: Path, path: Path, force: bool) -> None:
+    """In its place; without `force` never over what came there meanwhile."""
+    if force:
+        temporary.replace(path)
+        return
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise UsageError(f"{path} is there already", "name another file, or replace it with --force") from None
+    except OSError:  # a file system without links
+        temporary.rename(path)
+
+
+class PackReader:
+    """Members of a pack by name. No name is ever a path: nothing is unpacked."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UsageError where there is no such file, DamagedError where it is no pack."""
+        self.path = path
+        self._file = _opened(path)
+        try:
+            self._zip = zipfile.ZipFile(self._file)
+            self._members = {member.filename: member for member in self._zip.infolist()}
+        except _BROKEN as error:
+            self._file.close()
+            raise DamagedError(f"{path} is no pack, or is cut off: {error}", "get the pack again") from error
+
+    def size(self, name: str) -> int:
+        """Bytes of a member; 0 where there is none."""
+        member = self._members.get(name)
+        return 0 if member is None else member.file_size
+
+    def get(self, name: str, most: int) -> bytes | None:
+        """A member, None where there is none; empty where it is damaged, packed or larger than `most`."""
+        member = self._members.get(name)
+        if member is None:
+            return None
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            return b""
+        if member.file_size > most:
+            return b""
+        try:
+            return self._zip.read(member)
+        except _BROKEN:
+            return b""
+        except OSError as error:
+            raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._zip.close()
+        self._file.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        if not path.is_file():  # nor a FIFO, which would hang
+            raise UsageError(f"there is no pack at {path}", "name a file that `kvtool store export` wrote")
+        return path.open("rb")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}", "check who owns it") from error

@@ -1,0 +1,198 @@
+"""Store → pack: files with their documents, the chunks that they need, at some levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache import keys
+from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError, StoreNotFoundError
+from kvtool.core.identity import StoreIdentity
+from kvtool.core.pack.container import PackWriter, writing
+from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
+from kvtool.core.pack.tensors import to_safetensors
+from kvtool.core.remote import local
+from kvtool.core.remote.catalogue import (
+    Catalogue,
+    Chunk,
+    File,
+    Head,
+    Level,
+    chunk_name,
+    digest_of,
+    file_name,
+    seal_head,
+)
+from kvtool.core.remote.report import Events
+from kvtool.core.upkeep.naming import named_documents
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What a pack holds.
+
+    Attributes
+    ----------
+    chunks : at a level each. `bytes` : of the file.
+    damaged : what the store could not give, and why; it was left out.
+    """
+
+    path: str
+    documents: int = 0
+    files: int = 0
+    chunks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    damaged: list[dict[str, str]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` shows it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def export(
+    path: Path,
+    pack: Path,
+    *,
+    only: Sequence[str] = (),
+    levels: Sequence[str] | None = None,
+    force: bool = False,
+    events: Events | None = None,
+) -> ExportReport:
+    """Write a store, or a part of it, into one file. At most one chunk at a level is held in memory.
+
+    Parameters
+    ----------
+    only : documents (see `core/upkeep/naming`); a file with several is taken whole. Empty: all.
+    levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
+    force : replace a file that is there.
+
+    Raises
+    ------
+    StoreNotFoundError : nothing was ever ingested.
+    UsageError : a word of `only` means nothing, or the file is there already.
+    NoSpaceError : the disk is full.
+    """
+    started, report = time.perf_counter(), ExportReport(str(pack))
+    with Store.open(path) as store:
+        identity = StoreIdentity.from_manifest(store.manifest())
+        if identity is None:
+            raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
+        entries = _chosen(store, only)
+        with writing(pack, force) as out:
+            _Export(store, identity, out, levels, report, events or Events()).run(entries)
+    report.bytes, report.seconds = pack.stat().st_size, time.perf_counter() - started
+    return report
+
+
+def _chosen(store: Store, only: Sequence[str]) -> list[FileEntry]:
+    entries = list(store.files())
+    if not only:
+        return entries
+    sources = set(named_documents(store, only))
+    return [entry for entry in entries if sources & {entry.path, *entry.documents}]
+
+
+@dataclass(slots=True)
+class _Export:
+    store: Store
+    identity: StoreIdentity
+    out: PackWriter
+    levels: Sequence[str] | None
+    report: ExportReport
+    events: Events
+
+    def run(self, entries: Sequence[FileEntry]) -> None:
+        files, wanted = self._files(entries)
+        chunks: dict[str, Chunk] = {}
+        self.events.total(len(wanted) + 1)
+        for chunk_id in (self.identity.prefix_id, *wanted):
+            self._noting(f"chunk {chunk_id.hex()}", lambda one=chunk_id: self._chunk(one, chunks))  # type: ignore[misc]
+            self.events.advance(1)
+        profiles = self._profiles(chunks)
+        catalogue = Catalogue(self.store.manifest()["identity"], self._meta(), profiles, files, chunks)
+        packed = catalogue.pack()
+        self.out.add(CATALOGUE, packed)
+        self.out.add(HEAD, seal_head(Head(digest_of(packed))))
+
+    def _files(self, entries: Iterable[FileEntry]) -> tuple[dict[str, File], list[bytes]]:
+        """Every file, and the chunks that its documents need, each once."""
+        files: dict[str, File] = {}
+        wanted: dict[bytes, None] = {}
+        for entry in entries:
+            self._noting(entry.path, lambda one=entry: self._file(one, files, wanted))  # type: ignore[misc]
+        return files, list(wanted)
+
+    def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
+        key, value = keys.name_key(entry.path), local.file_value(self.store, entry)
+        _, documents = local.open_file(key, value)
+        files[key.hex()] = File(digest_of(value), entry.mtime_ns)
+        self.out.add(file_name(key.hex(), files[key.hex()]), value)
+        wanted.update((ref.chunk_id, None) for document in documents for ref in document.chunks)
+        self.report.files += 1
+        self.report.documents += len(documents)
+
+    def _chunk(self, chunk_id: bytes, chunks: dict[str, Chunk]) -> None:
+        info = self.store.chunk_info(chunk_id)
+        if info is None:
+            if chunk_id == self.identity.prefix_id:  # an empty one has no record
+                return
+            raise DamagedError("its description is lost")
+        key, value = chunk_id.hex(), local.chunk_value(chunk_id, info)
+        found = chunks[key] = Chunk(digest_of(value), info.layers, {})
+        self.out.add(chunk_name(key, found), value)
+        there = self.store.levels(chunk_id)
+        everything = self.levels is None or chunk_id == self.identity.prefix_id
+        for level in there if everything else [one for one in there if one in (self.levels or ())]:
+            what = f"chunk {key} at level {level}"
+            self._noting(what, lambda one=level: self._level(chunk_id, found, one))  # type: ignore[misc]
+
+    def _level(self, chunk_id: bytes, chunk: Chunk, level: str) -> None:
+        """A level, behind the one that it refines."""
+        if level in chunk.levels:
+            return
+        records = local.records_of(self.store, chunk_id, level, chunk.layers)
+        base = local.base_of(chunk_id, level, records[0])
+        if base is not None:
+            self._level(chunk_id, chunk, base)
+        maker = self.store.made_with(chunk_id, level)
+        chunk.levels[level] = Level(sum(map(len, records)), local.mark_of_records(records), base, maker)
+        try:
+            self.out.add(kv_member(chunk_id.hex(), chunk, level), to_safetensors(chunk_id, level, records))
+        except DamagedError:
+            del chunk.levels[level]
+            raise
+        self.report.chunks += 1
+
+    def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
+        """Those that records, new records or the lead-in need."""
+        named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
+        named |= {str(self.store.codec_state().get("profile", "")), self.identity.lead_in.rows}
+        named.add(str(self.store.lead_in_state().get("digest", "")))
+        taken = [one.hex() for one in self.store.profile_digests() if one.hex() in named]
+        sound: list[str] = []
+        for digest in taken:
+            self._noting(f"profile {digest}", lambda one=digest: self._profile(one, sound))  # type: ignore[misc]
+        return tuple(sound)
+
+    def _profile(self, digest: str, sound: list[str]) -> None:
+        self.out.add(f"profile/{digest}", local.profile_value(self.store, digest))
+        sound.append(digest)
+
+    def _meta(self) -> dict[str, str]:
+        values = {name: local.meta_value(self.store, name) for name in local.META}
+        for name, value in values.items():
+            self.out.add(f"meta/{name}-{digest_of(value)}", value)
+        return {name: digest_of(value) for name, value in values.items()}
+
+    def _noting(self, what: str, give: Callable[[], None]) -> None:
+        """What is damaged in the store is left out, and said."""
+        try:
+            give()
+        except DamagedError as error:
+            self.report.damaged.append({"what": what, "reason": error.message})

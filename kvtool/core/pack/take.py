@@ -1,0 +1,149 @@
+"""Pack → store, by the rules of a pull: what is there already is skipped, every value is checked before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError
+from kvtool.core.pack.container import PackReader
+from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
+from kvtool.core.pack.tensors import MOST_HEADER, from_safetensors
+from kvtool.core.remote import local
+from kvtool.core.remote.catalogue import Catalogue, digest_of, unseal_head
+from kvtool.core.remote.limits import most_bytes
+from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.reading import check_same_identity
+from kvtool.core.remote.report import Events, TransferReport
+
+_AGAIN = "get the pack again, or export it again"
+_SECONDS = 600.0  # for a value to come off the disk
+
+
+def take(
+    path: Path, pack: Path, *, lock_wait: float = 0.0, max_size: int | None = None, events: Events | None = None
+) -> TransferReport:
+    """Take a pack into a store, which is made where there is none. Run again to resume.
+
+    KV becomes durable in batches, then every document in a transaction of its own. Of a file that both have in two
+    versions the one changed last stays. What of the pack is damaged is left out, and in the report.
+
+    Raises
+    ------
+    UsageError : there is no such file.
+    DamagedError : its index, or what it says of its model, is damaged: nothing was written.
+    StoreFormatError : the store was made with another model or other settings, or a newer kvtool wrote the pack.
+    NoSpaceError, StoreLockedError : what came stays.
+    """
+    with closing(PackReader(pack)) as reader:
+        there = _catalogue(reader)
+        blobs = PackBlobs(reader, there)
+        _check_manifest(blobs, there, pack)
+        _check_identity(path, there, pack)
+        with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
+            return adopt(store, writer, blobs, there, None, newer=True, timeout=_SECONDS, events=events)
+
+
+@contextmanager
+def _of_the_pack(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"the index of {path} is damaged: nothing was taken from it", _AGAIN) from error
+    except StoreFormatError as error:
+        raise StoreFormatError(f"{path} was written by a newer kvtool", "update kvtool") from error
+
+
+def _catalogue(reader: PackReader) -> Catalogue:
+    with _of_the_pack(reader.path):
+        head = unseal_head(reader.get(HEAD, most_bytes(HEAD)) or b"")
+        packed = reader.get(CATALOGUE, most_bytes(CATALOGUE)) or b""
+        if digest_of(packed) != head.catalogue:
+            raise DamagedError("its catalogue is another one")
+        return Catalogue.unpack(packed)
+
+
+def _check_manifest(blobs: PackBlobs, there: Catalogue, pack: Path) -> None:
+    """Before a store is made for it."""
+    with _of_the_pack(pack):
+        name = f"meta/manifest-{there.meta.get('manifest', '')}"
+        value = blobs.value(name, most_bytes(name))
+        if value is None or not local.is_sound(name, value):
+            raise DamagedError("it does not say what it was made with")
+        if local.open_meta("manifest", value).get("identity") != there.identity:
+            raise DamagedError("it was made with something else than its index says")
+
+
+def _check_identity(path: Path, there: Catalogue, pack: Path) -> None:
+    try:
+        with Store.open(path) as store:
+            mine = store.manifest()
+    except (StoreNotFoundError, DamagedError):  # made anew, or told of when it is opened for writing
+        return
+    if mine:
+        try:
+            check_same_identity(there.identity, mine.get("identity", {}), str(path))
+        except StoreFormatError as error:
+            hint = f"import {pack.name} into a store of its own: --store FOLDER"
+            raise StoreFormatError(f"{error.message} than {pack}", hint) from error
+
+
+class PackBlobs:
+    """A pack's members by the names of a tier's blobs, as a pull reads them."""
+
+    def __init__(self, pack: PackReader, there: Catalogue) -> None:
+        self.url = str(pack.path)
+        self._pack, self._there = pack, there
+        self._member = ""  # whose records were read last: a chunk's layers are asked for one after the other
+        self._records: Mapping[str, bytes] = {}
+
+    def value(self, name: str, most: int) -> bytes | None:
+        """A blob, None where there is none, empty where it is damaged or larger than `most`."""
+        if not name.startswith("kv/"):
+            return self._pack.get(name, min(most, most_bytes(name)))
+        found = self._record(name)
+        return b"" if found is not None and len(found) > most else found
+
+    def _record(self, name: str) -> bytes | None:
+        _, key, rest, _ = name.split("/")
+        level, chunk = rest.rpartition("-")[0], self._there.chunks[key]
+        member = kv_member(key, chunk, level)
+        if member != self._member:
+            self._member, self._records = member, {}
+            most = chunk.levels[level].size + min(MOST_HEADER, 2**10 * chunk.layers + 2**12)
+            data = self._pack.get(member, most)
+            if data is None:
+                return None
+            try:
+                records = from_safetensors(bytes.fromhex(key), level, chunk.layers, data)
+            except DamagedError:
+                records = []
+            stem = name.rpartition("/")[0]
+            self._records = {f"{stem}/{layer}": record for layer, record in enumerate(records)}
+        elif not self._records and not self._pack.size(member):
+            return None
+        return self._records.get(name, b"")
+
+    def reader(self) -> _Reader:
+        """See Readable."""
+        return _Reader(self)
+
+
+class _Reader:
+    def __init__(self, blobs: PackBlobs) -> None:
+        self._blobs = blobs
+        self._asked: list[tuple[str, int]] = []
+
+    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
+        """See Reader."""
+        self._asked += zip(names, most, strict=True)
+
+    def take(self) -> bytes | None:
+        """See Reader."""
+        return self._blobs.value(*self._asked.pop(0))
+
+    def close(self) -> None:
+        """See Reader."""
+        self._asked.clear()

@@ -1,0 +1,5 @@
+"""The fixtures of the tests of packs."""
+
+from tests.cli.working import tiny
+
+__all__ = ["tiny"]

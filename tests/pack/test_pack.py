@@ -1,0 +1,280 @@
+"""Packs: what goes in comes out, bit for bit; what is damaged or hostile does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
+from kvtool.core.pack import container
+from kvtool.core.pack.give import export
+from kvtool.core.pack.take import take
+from tests.cli.working import CHUNKS, chunks_of, damages, kvtool, listing, prefix_chunk, write_corpus
+from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two documents at all levels, nested, with measured losses."""
+    plain = make_plain(tiny, tmp_path_factory.mktemp("plain"))
+    path = make_fitted(plain, tmp_path_factory.mktemp("fitted"))
+    with Store.open(path) as store, store.writer() as writer:
+        state = store.codec_state()
+        writer.set_codec_state(state | {"losses": {state["profile"]: {"2": {"kl_answer": 0.004}}}})
+    return path
+
+
+@pytest.fixture(scope="module")
+def packed(fitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pack = tmp_path_factory.mktemp("pack") / "all.kvpack"
+    assert export(fitted, pack).damaged == []
+    return pack
+
+
+@pytest.fixture
+def pack(packed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(packed, tmp_path / "copy.kvpack"))
+
+
+def contents(path: Path) -> tuple[object, ...]:
+    with Store.open(path) as store:
+        documents = [(one.source, one.kind, one.text, one.chunks) for one in store.documents()]
+        infos = [(chunk, store.chunk_info(chunk)) for chunk in store.chunk_ids()]
+        facts = store.manifest(), store.codec_state(), store.profile_digests(), list(store.files())
+    return documents, infos, facts, [rows(path, level) for level in ("raw", *LOSSY)]
+
+
+def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path) -> None:
+    report = take(tmp_path / "new", pack)
+    assert report.damaged == []
+    assert contents(tmp_path / "new") == contents(fitted)
+    assert damages(tmp_path / "new") == []
+    chunk = chunks_of(fitted, "mill0.md")[0]
+    assert losses_of(tmp_path / "new", chunk) == {"2": 0.004}
+    again = take(tmp_path / "new", pack)
+    assert (again.files.moved, again.chunks.moved, again.damaged) == (0, 0, [])
+    assert again.files.there == 2
+
+
+def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None:
+    chunk = chunks_of(fitted, "mill0.md")[0]
+    with zipfile.ZipFile(pack) as opened, Store.open(fitted) as store:
+        (name,) = [one for one in opened.namelist() if one.startswith(f"kv/{chunk}/raw-")]
+        tensors = load(opened.read(name))
+        for layer in range(4):
+            header, payload = store.read_kv(bytes.fromhex(chunk), "raw", layer)
+            keys, values = tensors[f"layers.{layer}.k"], tensors[f"layers.{layer}.v"]
+            assert keys.shape == values.shape == (header.kv_heads, header.tokens, header.head_dim_k)
+            assert torch.equal(
+                torch.cat([keys.flatten(), values.flatten()]), torch.frombuffer(payload, dtype=keys.dtype)
+            )
+        (name,) = [one for one in opened.namelist() if one.startswith(f"kv/{chunk}/2-")]
+        assert bytes(load(opened.read(name))["layers.3"].numpy()) == rows(fitted, "2")[chunk, 3]
+    assert os.stat(pack).st_mode & 0o077 == 0 or pack.name == "copy.kvpack"
+
+
+def test_the_page_tells_how(pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its example runs as it stands there."""
+    page = files("kvtool").joinpath("docs/packs.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    pack.rename(pack.with_name("corpus.kvpack"))
+    monkeypatch.chdir(pack.parent)
+    exec(compile(code, "packs.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("torch.Size([")
+
+
+def test_the_same_store_is_the_same_file(fitted: Path, packed: Path, tmp_path: Path) -> None:
+    export(fitted, tmp_path / "again.kvpack")
+    assert (tmp_path / "again.kvpack").read_bytes() == packed.read_bytes()
+
+
+def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
+    """A level comes with those that it refines, the prompt's own beginning always; others stay where they are."""
+    part = tmp_path / "part.kvpack"
+    done = kvtool("store", "export", part, "--store", fitted, "--only", "*mill1.md", "--level", "3", "--json").fine()
+    assert (done.json["documents"], done.json["bytes"]) == (1, part.stat().st_size)
+    new = ("--store", tmp_path / "new")
+    kvtool("store", "import", part, *new).fine()
+    assert [Path(one["source"]).name for one in listing(tmp_path / "new")] == ["mill1.md"]
+    found = levels_in(tmp_path / "new")
+    assert found.pop(prefix_chunk(tmp_path / "new")) == ["raw"]
+    assert {tuple(levels) for levels in found.values()} == {("3", "4")}
+    kvtool("store", "export", tmp_path / "all.kvpack", "--store", fitted).fine()
+    row = kvtool("store", "import", tmp_path / "all.kvpack", *new, "--json").fine().json
+    assert row["direction"] == "import"
+    assert (row["files"], row["chunks"]["there"]) == ({"moved": 1, "there": 1}, 2 * len(found) + 1)
+    assert contents(tmp_path / "new") == contents(fitted)
+
+
+def test_no_file_is_replaced_unasked(fitted: Path, tmp_path: Path) -> None:
+    target = tmp_path / "there.kvpack"
+    target.write_text("mine")
+    kvtool("store", "export", target, "--store", fitted).failed(2, "is there already", "--force")
+    assert target.read_text() == "mine"
+    kvtool("store", "export", target, "--store", fitted, "--force").fine()
+    assert zipfile.is_zipfile(target)
+    assert os.stat(target).st_mode & 0o077 == 0
+    kvtool("store", "export", tmp_path / "no" / "x.kvpack", "--store", fitted).failed(2, "cannot be written")
+    kvtool("store", "export", tmp_path / "x", "--store", fitted, "--only", "nothing.md").failed(2, "no document")
+    kvtool("store", "export", tmp_path / "x", "--store", tmp_path / "none").failed(10)
+    kvtool("store", "import", tmp_path / "none.kvpack", "--store", tmp_path / "new").failed(2, "no pack")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["there.kvpack"]
+
+
+def test_a_full_disk_leaves_nothing(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(container.os, "fsync", full)
+    with pytest.raises(NoSpaceError):
+        export(fitted, tmp_path / "x.kvpack")
+    assert list(tmp_path.glob("*kvpack*")) == list(tmp_path.glob(".tmp*")) == []
+
+
+def test_only_into_a_store_of_the_same_identity(tiny: Path, pack: Path, tmp_path: Path) -> None:
+    corpus, other = write_corpus(tmp_path / "in", 1, 1), tmp_path / "other"
+    kvtool("ingest", corpus, "--store", other, "--model", tiny, *CHUNKS, "--lead-in", "bos").fine()
+    before = contents(other)
+    kvtool("store", "import", pack, "--store", other).failed(12, "lead_in", "--store FOLDER")
+    assert contents(other) == before
+
+
+def test_the_budget_holds(pack: Path, tmp_path: Path) -> None:
+    kvtool("store", "import", pack, "--store", tmp_path / "new", "--max-size", "600kB").failed(14)
+    assert damages(tmp_path / "new") == []
+
+
+# ---- damage ------------------------------------------------------------------------------------------------------
+
+
+def change(pack: Path, name: str, edit: Callable[[bytes], bytes], **facts: Any) -> None:
+    """Write a pack anew with one member changed."""
+    with zipfile.ZipFile(pack) as old:
+        members = {one.filename: old.read(one) for one in old.infolist()}
+    (found,) = [one for one in members if one.startswith(name)][:1]
+    with zipfile.ZipFile(pack, "w") as new:
+        for member, data in members.items():
+            new.writestr(member, edit(data) if member == found else data, **(facts if member == found else {}))
+
+
+def flipped(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("name", ["head", "catalogue", "meta/manifest"])
+def test_a_damaged_index_is_refused_before_anything_is_written(name: str, pack: Path, tmp_path: Path) -> None:
+    change(pack, name, flipped)
+    kvtool("store", "import", pack, "--store", tmp_path / "new").failed(13, "nothing was taken")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("cut", [0, 100, 0.5, -1])
+def test_a_pack_that_is_cut_off(cut: float, pack: Path, tmp_path: Path) -> None:
+    data = pack.read_bytes()
+    pack.write_bytes(data[: int(cut * len(data)) if 0 < cut < 1 else int(cut)])
+    kvtool("store", "import", pack, "--store", tmp_path / "new").failed(13, "pack")
+    assert not (tmp_path / "new").exists()
+
+
+def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
+    """In the file as it lies there: whatever is taken in is sound, and what is not is named."""
+    data, pack, whole = packed.read_bytes(), tmp_path / "x.kvpack", contents_of(packed, tmp_path / "whole")
+    for number in range(12):
+        at = (len(data) - 1) * number // 11
+        pack.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+        new = tmp_path / f"new{number}"
+        try:
+            report = take(new, pack)
+        except DamagedError:
+            assert not new.exists()
+            continue
+        assert damages(new) == []
+        assert report.damaged or contents(new) == whole
+        for level in ("raw", *LOSSY):
+            assert rows(new, level).items() <= rows(tmp_path / "whole", level).items()
+        shutil.rmtree(new)
+
+
+def contents_of(pack: Path, path: Path) -> tuple[object, ...]:
+    take(path, pack)
+    return contents(path)
+
+
+def longer(data: bytes) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    next(iter(one for name, one in header.items() if name != "__metadata__"))["shape"] = [2**32 - 1, 2**31]
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [
+        ("kv/", flipped),
+        ("kv/", longer),
+        ("kv/", lambda data: (2**62).to_bytes(8, "little") + data[8:]),
+        ("kv/", lambda data: data + bytes(2**22)),
+        ("kv/", lambda data: b""),
+        ("chunk/", flipped),
+        ("file/", lambda data: data[:-1]),
+        ("profile/", flipped),
+    ],
+)
+def test_a_damaged_member_is_left_out_and_named(
+    name: str, edit: Callable[[bytes], bytes], pack: Path, tmp_path: Path
+) -> None:
+    change(pack, name, edit)
+    done = kvtool("store", "import", pack, "--store", tmp_path / "new", "--json")
+    assert done.code == 13
+    assert done.json["damaged"]
+    assert "left out: " in done.err
+    assert damages(tmp_path / "new") == []
+
+
+def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
+    """Members stand as they are: one that is packed is none."""
+    change(pack, "kv/", lambda data: bytes(2**26), compress_type=zipfile.ZIP_DEFLATED)
+    report = take(tmp_path / "new", pack)
+    assert len(report.damaged) == 1
+
+
+def test_names_are_never_paths(pack: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(pack, "a") as opened:
+        opened.writestr("../../escaped", "x")
+        opened.writestr("/tmp/kvtool-escaped", "x")
+    assert take(tmp_path / "deep" / "new", pack).damaged == []
+    assert not (tmp_path / "escaped").exists()
+    assert not Path("/tmp/kvtool-escaped").exists()
+
+
+def test_what_the_store_cannot_give_is_left_out(fitted: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(fitted, tmp_path / "store"))
+    chunk = chunks_of(path, "mill0.md")[0]
+    replace_record(path, chunk, "4", 1, flip)
+    done = kvtool("store", "export", tmp_path / "x.kvpack", "--store", path, "--json")
+    assert done.code == 13
+    assert all(chunk in row["what"] for row in done.json["damaged"])
+    assert take(tmp_path / "new", tmp_path / "x.kvpack").damaged == []
+    assert "4" not in levels_in(tmp_path / "new")[chunk]
+
+
+def test_a_fifo_and_a_folder_are_no_packs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path):
+        with pytest.raises(UsageError, match="no pack"):
+            take(tmp_path / "new", path)
