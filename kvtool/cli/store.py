@@ -67,7 +67,8 @@ def verify(
         for row in rows:
             where = f"{row['chunk']} {row['level']} layer {row['layer']}: " if row["chunk"] else ""
             run.out.print(f"damaged: {where}{row['reason']}")
-        run.out.print(f"{value['records']} records, {len(rows)} damaged, {repaired} rows dropped for repair")
+        if rows or run.out.verbosity >= 0:
+            run.out.print(f"{value['records']} records, {len(rows)} damaged, {repaired} rows dropped for repair")
 
     run.out.result(value, human=show)
     return EXIT_DAMAGED if left else None

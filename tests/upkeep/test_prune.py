@@ -275,3 +275,12 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
     assert len(done["damaged"]) >= len(rows)
     assert damages(fitted) == []
     assert kvtool("store", "verify", "--store", fitted).fine().code == 0
+
+
+def test_lines_of_a_crontab_are_silent_on_success(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=3, dim=DIM)
+    kvtool("store", "budget", str(2 * bytes_in(path)), "--store", path).fine()
+    for words in (("prune", "--cold", "30d"), ("prune",), ("compact",), ("verify", "--sample", "1/7", "--repair")):
+        done = kvtool("store", *words, "--store", path, "--quiet").fine()
+        assert (done.out, done.err) == ("", "")
+    assert len(with_kv(path)) == 3
