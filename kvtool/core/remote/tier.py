@@ -13,11 +13,19 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import KVRead, Store, read_record
 from kvtool.core.codec.levels import LOSSY
-from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, StoreLockedError
+from kvtool.core.errors import (
+    DamagedError,
+    KvtoolError,
+    NoSpaceError,
+    RemoteError,
+    StoreFormatError,
+    StoreLockedError,
+)
 from kvtool.core.places import cache_dir
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, kv_names
+from kvtool.core.remote.front import bytes_of, default_budget, make_room
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.mirror import drop_stale, read_before
 from kvtool.core.remote.pull import adopt
@@ -108,7 +116,9 @@ class Tier(Store):
         except StoreFormatError as error:
             warn(f"{error.message}: only what is here already is used", f"start anew: remove {self.path}")
             return
-        except StoreLockedError as error:
+        except (StoreLockedError, NoSpaceError) as error:
+            if not self.manifest():
+                raise
             warn(f"what is new at {blobs.url} was not taken over: {error.message}", "")
         except RemoteError as error:
             if not self.manifest():
@@ -131,6 +141,8 @@ class Tier(Store):
         last = self.side_file(_CATALOGUE)
         with self.writer(lock_wait) as writer:
             report = adopt(self, writer, blobs, there, levels=(), delete=True, timeout=self.timeout, mirror=True)
+            if self.budget() is None and not last.exists():  # later on it is what its owner wants
+                writer.set_budget(default_budget(self.path))
             drop_stale(self, writer, there, read_before(last))
             atomic_write(last, packed)
         for damage in report.damaged[:_MOST_TOLD]:
@@ -275,6 +287,8 @@ class Tier(Store):
         if whole:
             try:
                 with self.writer() as writer:
+                    records = [record for chunk in whole for record in chunk[3]]
+                    make_room(self, writer, super().level_sizes, sum(map(bytes_of, records)))
                     mine = self._is_in_force()
                     for chunk in whole:
                         if mine or chunk[2] not in LOSSY:  # else it may refine what another process has dropped

@@ -1,0 +1,112 @@
+"""The store in front of a tier keeps what is asked for, within its budget."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool.core.cache import space
+from kvtool.core.cache.store import Store
+from kvtool.core.remote import front
+from kvtool.core.remote.push import push
+from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.urls import open_blobs
+from kvtool.core.upkeep.budget import keep_budget
+from tests.cache.making import LAYERS, id_of, make_store
+
+FILES, DIM = 12, 8192  # a chunk takes 1 MB
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A tier of 12 chunks that nobody has asked yet."""
+    with Store.open(make_store(tmp_path / "store", FILES, 1, DIM)) as store:
+        with store.writer() as writer:
+            writer.set_manifest(IDENTITY)
+        with closing(open_blobs(f"file://{tmp_path / 'shared'}")) as blobs:
+            push(store, blobs)
+    return f"file://{tmp_path / 'shared'}"
+
+
+IDENTITY = {
+    "identity": {
+        "model": "tiny",
+        "fingerprint": "model",
+        "dtype": "bfloat16",
+        "prefix": [],
+        "answer_header": [],
+        "lead_in": {"mode": "none", "ids": []},
+        "split": {},
+    }
+}
+
+
+def ask(url: str, number: int, told: list[str]) -> None:
+    """Read a chunk as a question does."""
+    chunk = id_of(f"f{number}.0")
+    with Tier.open_url(url, warn=lambda text, hint: told.append(text)) as tier:
+        for layer in range(LAYERS):
+            assert isinstance(tier.read_layer([chunk], "raw", layer)[0], tuple)
+        tier.note_access([chunk])
+
+
+def here(url: str) -> list[int]:
+    with Store.open(local_place(url)) as store:
+        return [number for number in range(FILES) if store.levels(id_of(f"f{number}.0"))]
+
+
+def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "disk_free", lambda path: 30 * 10**9)
+    Tier.open_url(url).close()
+    with Store.open(local_place(url)) as store:
+        assert 15 * 10**9 <= store.stats()["budget"] <= 16 * 10**9
+    keep_budget(local_place(url), None)
+    Tier.open_url(url).close()
+    with Store.open(local_place(url)) as store:
+        assert store.budget() is None  # its owner's word counts
+
+
+def test_what_was_not_asked_for_longest_gives_way(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(1_700_000_000)
+    monkeypatch.setattr("kvtool.core.cache.access.time", SimpleNamespace(time=lambda: next(clock)))
+    told: list[str] = []
+    Tier.open_url(url).close()
+    budget = space.folder_bytes(local_place(url)) + 6 * 10**6
+    keep_budget(local_place(url), budget)
+    for number in range(FILES):
+        ask(url, number, told)
+        ask(url, 0, told)
+        assert space.folder_bytes(local_place(url)) <= budget
+        assert {0, number} <= set(here(url))
+    kept = here(url)
+    assert 3 <= len(kept) <= 6
+    assert kept == [0, *range(FILES - len(kept) + 1, FILES)]
+    assert told == []
+    with Store.open(local_place(url)) as store:
+        assert len(store.sources()) == FILES
+    ask(url, 1, told)  # fetched again
+    assert 1 in here(url)
+
+
+def test_a_budget_that_was_lowered_is_met(url: str) -> None:
+    for number in range(6):
+        ask(url, number, [])
+    assert len(here(url)) == 6
+    budget = space.folder_bytes(local_place(url)) - 3 * 10**6
+    keep_budget(local_place(url), budget)
+    told: list[str] = []
+    ask(url, 7, told)
+    assert space.folder_bytes(local_place(url)) <= budget
+    assert 7 in here(url)
+    assert told == []
+
+
+def test_half_of_the_disk_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").write_bytes(bytes(1000))
+    for free, budget in ((100, 1050), (10**12, front.MOST_BYTES), (0, 1000)):
+        monkeypatch.setattr(space, "disk_free", lambda path, free=free: free)
+        assert front.default_budget(tmp_path) == budget
