@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,22 @@ def store_path(store: str) -> Path:
     return Path(store) if store else data_dir() / "store"
 
 
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365 * 86400}
-
-
 def duration(text: str, flag: str) -> float:
-    """`30d`, `12h`, `10m`, `2w`, `90` (seconds) → seconds."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdwy]?)\s*", text.lower())
-    if not found:
+    """`30d`, `12h`, `10m`, `2w`, `90` (seconds) → seconds.
+
+    Raises
+    ------
+    UsageError : it is no length of time.
+    """
+    from kvtool.core.durations import seconds
+
+    try:
+        found = seconds(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
         raise UsageError(f"{flag}: {text!r} is no time", "such as 30d, 12h or 10m")
-    return float(found[1]) * _SECONDS[found[2]]
+    return found
 
 
 def list_of(given: list[str] | None) -> list[str]:

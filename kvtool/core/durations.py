@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
 
 
 def seconds(text: str) -> float:
@@ -14,5 +14,5 @@ def seconds(text: str) -> float:
     ------
     ValueError : it is neither.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)\s*", text, re.IGNORECASE | re.ASCII)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w|y)\s*", text, re.IGNORECASE | re.ASCII)
     return float(found[1]) * _UNITS[found[2].lower()] if found else float(text.strip())

@@ -276,6 +276,7 @@ def test_verify(store: Path) -> None:
     done = kvtool("store", "verify", "--store", store, "--json")
     assert done.code == 13
     assert done.json["damaged"][0] | {"reason": ""} == {
+        "kind": "records",
         "chunk": chunks_of(store, "mill0.md")[0],
         "level": "raw",
         "layer": 2,
