@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,34 @@ def test_all_files_of_the_folder_count(tmp_path: Path) -> None:
     assert space.folder_bytes(path) == bytes_in(path) == before + 10**6
     with Store.open(path) as store, store.writer(max_size=10**6) as pen, pytest.raises(NoSpaceError):
         add_file(pen, "f1", ["f1.0"])
+
+
+def test_threads_that_read_go_on_while_the_budget_is_met(tmp_path: Path) -> None:
+    """Near the budget the map becomes as small as the file may be, for one commit: readers of the process wait."""
+    path = make_store(tmp_path / "store", files=1, dim=DIM)
+    stop, rounds, wrong = threading.Event(), [0, 0], []
+
+    def read(store: Store, number: int) -> None:
+        try:
+            while not stop.is_set():
+                check_file(store, "f0", dim=DIM)
+                rounds[number] += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    with Store.open(path) as store:
+        threads = [threading.Thread(target=read, args=(store, number)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        with store.writer(max_size=1_000_000) as pen:
+            for number in range(10):
+                added = fill(pen, 1 + 100 * number)
+                for taken in range(1, added + 1):
+                    pen.remove_file(f"f{100 * number + taken}")
+                pen.collect()
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert min(rounds) > 5
+    assert bytes_in(path) <= 1_000_000
