@@ -11,7 +11,10 @@ import torch
 
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
+from kvtool.core.codec import CODECS
 from kvtool.core.compress.chunks import read_chunk
+from kvtool.core.compress.encode import Encoder
+from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.levels import ProfileShelf
 from kvtool.core.remote.blobs import Blobs
@@ -139,3 +142,22 @@ def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_pa
         tier.note_access([CHUNK])
     with Tier.open_url(blobs.url) as tier:
         assert tier.levels_here(CHUNK) == ["1", "2"]
+
+
+def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
+    """The exact record is this machine's, the stored level another's: a finer one stands alone."""
+    with Store.open(compressed(tmp_path / "one", ["2", "3"], machine=0)) as store, store.writer() as writer:
+        exact = []
+        for layer in range(LAYERS):
+            keys, values = kv_of(layer, machine=1)
+            header = KVHeader("float32", *keys.shape[:2], keys.shape[2], keys.shape[2], "raw", layer)
+            exact.append(encode_record(CHUNK, header, CODECS["raw"].encode(keys, values, layer)))
+        writer.put_chunk(CHUNK, info_of("f0.0"), "raw", exact, replace=True)
+        writer.flush()
+        before = read(store, "2")
+        report, events = CompressReport(), CompressEvents()
+        Encoder(store, writer, ProfileShelf(store), profile(), CompressOptions(), report, events).run([CHUNK], ["1"])
+        assert report.warnings == []
+        assert torch.equal(read(store, "2"), before)
+        difference = (read(store, "1") - read(store, "raw")).norm() / read(store, "raw").norm()
+        assert difference < (before - read(store, "raw")).norm() / read(store, "raw").norm()

@@ -11,6 +11,7 @@ from kvtool.core.cache.record import OVERHEAD_BYTES, KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.cachegen import encode_levels
 from kvtool.core.codec.levels import LOSSY, coarser
 from kvtool.core.codec.payload import Coded
@@ -106,8 +107,11 @@ class Encoder:
         kv = read_chunk(self._store, chunk, source, info.layers)
         started = time.perf_counter()
         records: dict[str, list[bytes]] = {level: [] for level in levels}
+        lossy = [level for level in levels if level in LOSSY]
+        below = {coarser(level) for level in lossy} - {*lossy} if self._profile is not None else ()
+        refined = [base for base in bases if base in below and self._made_of(chunk, kv, base)]
         for layer in range(info.layers):
-            for level, record in self._layer(chunk, kv, layer, levels, bases):
+            for level, record in self._layer(chunk, kv, layer, levels, refined):
                 records[level].append(record)
         self._report.encode_seconds += time.perf_counter() - started
         self._report.encoded_bytes += 2 * kv.keys.numel() * kv.keys.element_size() * len(levels)
@@ -115,20 +119,32 @@ class Encoder:
         for level in reversed(levels):  # the coarser first: what refines it is never stored without it
             self._writer.put_chunk(chunk, info, level, records[level])
 
+    def _made_of(self, chunk: bytes, kv: ChunkKV, level: str) -> bool:
+        """Whether a stored level was made of just this exact KV; one that was pulled may round otherwise, and what
+        refines it would have to be refined by whoever made it."""
+        for layer in range(len(kv.keys)):
+            keys, values = kv.keys[layer], kv.values[layer]
+            (item,) = read_records(self._store, [chunk], level, layer)
+            payload = b"".join(CODECS[level].encode(keys, values, layer, self._profile))
+            own = Encoded(payload, item.shape, item.dtype)
+            stored, made = (CODECS[level].decode([one], layer, self._shelf)[0] for one in (item, own))
+            if not all(torch.equal(one, other) for one, other in zip(stored, made, strict=True)):
+                return False
+        return True
+
     def _layer(
         self, chunk: bytes, kv: ChunkKV, layer: int, levels: Sequence[str], bases: Sequence[str]
     ) -> Iterator[tuple[str, bytes]]:
         keys, values = kv.keys[layer], kv.values[layer]
         kv_heads, tokens, head_dim = keys.shape
         lossy = [level for level in levels if level in LOSSY]
-        refined = [base for base in bases if base not in lossy and base in map(coarser, lossy)]
         made = encode_levels(
             keys,
             values,
             layer,
             lossy,
             self._profile,
-            bases={base: read_records(self._store, [chunk], base, layer)[0].payload for base in refined},
+            bases={base: read_records(self._store, [chunk], base, layer)[0].payload for base in bases},
             predictor=self._options.predictor,
             layers=len(kv.keys),
         )
