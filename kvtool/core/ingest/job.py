@@ -209,7 +209,7 @@ class _Job:
         from kvtool.core.retrieval.vectors import remembered
 
         assert self.store is not None
-        finder = Finder(self.store)
+        finder = Finder(self.store, self._warn)
         with suppress(DamagedError):  # of a document that was there before: `store verify` tells, and so does a query
             index, ref = finder.index, self.options.embedder or remembered(self.store)
             if ref is not None and len(index):
