@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, size_in_bytes, store_path
+from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.cli.upkeep import budget_of_run
 from kvtool.cli.watch import Watch
 from kvtool.core.compress.report import CompressOptions, CompressReport
 
@@ -68,7 +69,7 @@ def compress(
         max_loss=max_loss,
         predictor=predictor,
         questions=questions,
-        max_size=None if max_size is None else size_in_bytes(max_size),
+        max_size=budget_of_run(run, max_size),
         model=settings.model,
         device=settings.device,
         dtype=settings.dtype,

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import size_in_bytes, store_path, system_text
+from kvtool.cli.parsing import store_path, system_text
+from kvtool.cli.upkeep import budget_of_run
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
 from kvtool.core.ingest.log import EventLog
@@ -62,7 +63,7 @@ def ingest(
         exclude=tuple(exclude or ()),
         sync=sync,
         dry_run=dry_run,
-        max_size=size_in_bytes(max_size) if max_size else None,
+        max_size=budget_of_run(run, max_size),
         fail_fast=not continue_on_error,
         embedder=settings.embedder,
     )

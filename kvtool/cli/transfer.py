@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import list_of, size_in_bytes, store_path
+from kvtool.cli.parsing import list_of, store_path
+from kvtool.cli.upkeep import budget_of_run
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
 
@@ -65,7 +66,7 @@ def pull(
 
     settings = run.settings
     levels = [check_level(one) for one in list_of(level)] or None
-    budget = size_in_bytes(max_size) if max_size is not None else None
+    budget = budget_of_run(run, max_size)
     with closing(open_blobs(url, settings.remote_timeout)) as blobs, events_of(run) as events:
         report = run_pull(
             store_path(settings.store),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import duration, size_in_bytes, store_path
-from kvtool.core.errors import EXIT_NO_SPACE
+from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError
 
 if TYPE_CHECKING:
     from kvtool.core.upkeep.budget import Budget
@@ -19,6 +20,20 @@ Targets = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and do nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it even where more than half would go.")]
+
+
+def budget_of_run(run: Run, max_size: str | None) -> int | None:
+    """`--max-size` in bytes; where the store has a budget of its own, it is said that this one takes its place."""
+    from kvtool.core.cache.store import Store
+
+    if max_size is None:
+        return None
+    size = size_in_bytes(max_size)
+    with suppress(KvtoolError), Store.open(store_path(run.settings.store)) as store:  # else the command itself tells
+        own = store.budget()
+        if own is not None and own != size:
+            run.out.status(f"--max-size {_mb(size)} takes the place of the store's own budget of {_mb(own)}")
+    return size
 
 
 @takes()

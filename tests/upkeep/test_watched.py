@@ -37,7 +37,8 @@ def test_ingest(fresh: Any, tmp_path: Path) -> None:
     assert watcher.most <= budget
     assert len(listing(path)) >= there  # what was committed stays
     assert damages(path) == []
-    fresh(folder, "--max-size", str(10**9)).fine()  # a flag wins for its command
+    done = fresh(folder, "--max-size", str(10**9)).fine()  # a flag wins for its command, and it is said
+    assert "takes the place of the store's own budget" in done.err
     assert len(listing(path)) == 12
 
 
