@@ -10,14 +10,15 @@ import typer
 from kvtool.cli.listing import ls
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.pack import export, import_
-from kvtool.cli.parsing import store_path
+from kvtool.cli.parsing import ManyValues, store_path
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.core.errors import EXIT_DAMAGED, UsageError
 
 app = new_app("Look after the store: statistics, listing, verification, sharing, upkeep.")
-for _command in (ls, push, pull, sync, forget, budget, prune, compact, pin, unpin, export):
+for _command in (ls, push, pull, sync, forget, budget, prune, compact, pin, unpin):
     app.command()(_command)
+app.command(cls=ManyValues)(export)
 app.command("import")(import_)
 
 

@@ -29,6 +29,7 @@ from kvtool.core.remote.tier import open_store
 from kvtool.core.remote.urls import is_url, open_blobs
 
 if TYPE_CHECKING:
+    from kvtool.core.pack.give import ExportReport
     from kvtool.core.query.session import Session
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.compact import Compacted
@@ -140,6 +141,22 @@ class Cache:
         self.close()
         with closing(open_blobs(url)) as blobs:
             return pull(self._folder(), blobs, events=events or TransferEvents(warn=self._warn), **options)
+
+    @_alone
+    def export(self, pack: str | Path, *, events: TransferEvents | None = None, **options: Any) -> ExportReport:
+        """Write the store, or a part of it, into one file; `options` are those of `core.pack.give.export`."""
+        from kvtool.core.pack.give import export
+
+        self.close()
+        return export(self._folder(), Path(pack), events=events or TransferEvents(warn=self._warn), **options)
+
+    @_alone
+    def take(self, pack: str | Path, *, events: TransferEvents | None = None, **options: Any) -> TransferReport:
+        """Take a pack into the store, as `store import` does; `options` are those of `core.pack.take.take`."""
+        from kvtool.core.pack.take import take
+
+        self.close()
+        return take(self._folder(), Path(pack), events=events or TransferEvents(warn=self._warn), **options)
 
     @_alone
     def forget(self, *targets: str, **options: Any) -> Plan:

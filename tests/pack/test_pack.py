@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+import kvtool as kvtool_api
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
@@ -58,8 +59,10 @@ def contents(path: Path) -> tuple[object, ...]:
 
 
 def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path) -> None:
-    report = take(tmp_path / "new", pack)
-    assert report.damaged == []
+    with kvtool_api.open(tmp_path / "new") as cache:
+        assert cache.take(pack).damaged == []
+        assert cache.export(tmp_path / "back.kvpack").documents == 2
+    assert (tmp_path / "back.kvpack").read_bytes() == pack.read_bytes()
     assert contents(tmp_path / "new") == contents(fitted)
     assert damages(tmp_path / "new") == []
     chunk = chunks_of(fitted, "mill0.md")[0]
@@ -104,7 +107,9 @@ def test_the_same_store_is_the_same_file(fitted: Path, packed: Path, tmp_path: P
 def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
     """A level comes with those that it refines, the prompt's own beginning always; others stay where they are."""
     part = tmp_path / "part.kvpack"
-    done = kvtool("store", "export", part, "--store", fitted, "--only", "*mill1.md", "--level", "3", "--json").fine()
+    done = kvtool(
+        "store", "export", part, "--store", fitted, "--level", "3", "--only", "*mill1.md", "mill1.md", "--json"
+    ).fine()
     assert (done.json["documents"], done.json["bytes"]) == (1, part.stat().st_size)
     new = ("--store", tmp_path / "new")
     kvtool("store", "import", part, *new).fine()

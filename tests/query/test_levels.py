@@ -256,7 +256,7 @@ def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: p
 @pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload", "not these numbers"])
 @pytest.mark.parametrize("level", ["2", "4"])
 def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitted: Path) -> None:
-    """Answered as if it were missing; what is lossy of it goes, and the exact record serves the next time."""
+    """Answered as if it were missing; it goes, and what refines it; the exact record serves the next time."""
     know(fitted, l1=0.001, l2=0.5, l3=0.5, l4=0.5)
     one, two, *others = chunks_of(fitted, "mill0.md")
     sound = ask(fitted, "--level", "raw").json
@@ -270,7 +270,7 @@ def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitt
     assert {chunk["id"] for chunk in done.json["chunks"] if chunk["status"] == "miss"} == {two}
     assert ("not stored" if hurt == "gone" else "damaged") in done.json["chunks"][1]["reason"]
     assert done.err.count("was computed in place") == 1
-    assert levels_in(fitted)[two] == ["raw"]
+    assert levels_in(fitted)[two] == [*(coarser for coarser in "34" if coarser > level), "raw"]
     assert all("1" in levels_in(fitted)[chunk] for chunk in (one, *others))
     again = ask(fitted)
     assert statuses(again) <= {"hit", "exact"}
@@ -310,13 +310,13 @@ def test_a_lossy_record_is_never_exact(fitted: Path) -> None:
 
 
 def test_what_is_exact_and_sound_is_not_computed_again(fitted: Path) -> None:
-    """A damaged lossy record costs nothing but itself: the exact rows stay, byte for byte."""
+    """A damaged lossy record costs nothing but itself and what refines it: the exact rows stay, byte for byte."""
     know(fitted, l1=0.5, l2=0.001, l3=0.5, l4=0.5)
     one = chunks_of(fitted, "mill0.md")[0]
     before = read_all(fitted, one, "raw")
     replace_record(fitted, one, "2", 0, flip)
     assert "miss" in statuses(ask(fitted))
-    assert levels_in(fitted)[one] == ["raw"]
+    assert levels_in(fitted)[one] == ["3", "4", "raw"]
     assert read_all(fitted, one, "raw") == before
 
 
