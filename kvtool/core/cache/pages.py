@@ -129,8 +129,10 @@ def meta_of(page: bytes) -> Meta:
     """
     if len(page) < _META_BYTES:
         raise DamagedError("it is truncated")
-    flags = struct.unpack_from("=H", page, 10)[0]
-    if flags != _META_FLAG or struct.unpack_from("=IIQ", page, _HEADER_BYTES) != (_MAGIC, _VERSION, 0):
+    number, *header = struct.unpack_from("=QHHHH", page)
+    if number > 1 or header != [0, _META_FLAG, 0, 0]:
+        raise DamagedError("a meta page is damaged")
+    if struct.unpack_from("=IIQ", page, _HEADER_BYTES) != (_MAGIC, _VERSION, 0):
         raise DamagedError("a meta page is damaged")
     free, main = (_TREE.unpack_from(page, _HEADER_BYTES + at) for at in (24, 24 + _TREE.size))
     last_page, transaction = struct.unpack_from("=QQ", page, _HEADER_BYTES + 24 + 2 * _TREE.size)

@@ -168,6 +168,12 @@ class Tree:
             raise DamagedError("the index points outside the file")
         return page
 
+    def pages_of(self, leaf: Leaf, at: int) -> tuple[int, int]:
+        """The first page of a large value, and how many it has."""
+        page = self.page_of(leaf, at)
+        header = self._file.read(page * self.meta.page_size, BIG_HEADER_BYTES)
+        return page, self._check_big(page, header, leaf.values[at][1])
+
     def has(self, key: bytes) -> bool:
         """Whether there is a value; reads none of it."""
         return _index(self._leaf_of(key), key) is not None
@@ -199,6 +205,9 @@ class Tree:
                 return
             node = self._node(page, low, high)
             if isinstance(node, Leaf):
+                found = _index(node, key)
+                if found is not None and node.values[found][2]:
+                    self.pages_of(node, found)
                 return
             at = _child_at(node, key)
             for beside in (at - 1, at + 1):
@@ -305,10 +314,12 @@ class Tree:
         if not 2 <= page <= self.meta.last_page:
             raise DamagedError("the index points outside the file")
 
-    def _check_big(self, page: int, header: bytes, size: int) -> None:
+    def _check_big(self, page: int, header: bytes, size: int) -> int:
         number, flags, pages = _BIG_HEADER.unpack(header)
-        if number != page or flags != _OVERFLOW or pages * self.meta.page_size < len(header) + size:
+        too_few = pages * self.meta.page_size < len(header) + size
+        if number != page or flags != _OVERFLOW or too_few or page + pages - 1 > self.meta.last_page:
             raise DamagedError(f"the pages of a value, from {page} on, are not what the index says")
+        return int(pages)
 
 
 def _index(leaf: Leaf | None, key: bytes) -> int | None:

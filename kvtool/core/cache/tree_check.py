@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvtool.core.cache.tree import BIG_HEADER_BYTES, Branch, Leaf, Tree
+from kvtool.core.cache.tree import Branch, Leaf, Tree
 from kvtool.core.errors import DamagedError
 
 _FREE, _DATA = 0, 1
@@ -16,8 +16,12 @@ def damaged_pages(tree: Tree) -> Iterator[str]:
         used = bytearray(tree.meta.last_page + 1)
         yield from _damaged_tree(tree, _DATA, used)
         yield from _damaged_tree(tree, _FREE, used)
-        if any(not 2 <= page <= tree.meta.last_page or used[page] for page in tree.free_pages()):
-            yield "the list of free pages names pages that are in use"
+        for page in tree.free_pages():
+            if not 2 <= page <= tree.meta.last_page or used[page]:
+                raise DamagedError("the list of free pages names pages that are in use")
+            used[page] = 1
+        if used.count(0) != 2:  # the meta pages
+            yield "there are pages that are neither in use nor free"
     except DamagedError as error:
         yield error.message
 
@@ -42,7 +46,7 @@ def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
 
 def _beside(tree: Tree, node: Branch | Leaf) -> Iterator[tuple[int, int]]:
     """Where large values stand: the first page of each, and how many."""
-    for at, (_, size, big) in enumerate(node.values if isinstance(node, Leaf) else ()):
+    for at, (_, _, big) in enumerate(node.values if isinstance(node, Leaf) else ()):
         if big:
             assert isinstance(node, Leaf)
-            yield tree.page_of(node, at), -(-(BIG_HEADER_BYTES + size) // tree.meta.page_size)
+            yield tree.pages_of(node, at)
