@@ -40,6 +40,10 @@ class Counts:
     beside: int
     keys: int
 
+    def __str__(self) -> str:
+        pages = self.branches + self.leaves
+        return f"{self.keys} keys in {pages} pages, {self.beside} beside them, {self.depth} deep"
+
 
 @dataclass(frozen=True, slots=True)
 class Meta:

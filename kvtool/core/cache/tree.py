@@ -265,9 +265,14 @@ class Tree:
 
     def free_pages(self, full: bool = True) -> Iterator[int]:
         """Pages that nothing uses. `full`: False: each list's length alone is looked at, and none comes."""
+        last = 0
         for _, _, leaf in self.pages(0):
             for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
                 wanted = size if full else min(size, _NUMBER.size)
+                freed = _NUMBER.unpack(leaf.keys[at])[0] if len(leaf.keys[at]) == _NUMBER.size else _NO_PAGE
+                if not last < freed <= self.meta.transaction:
+                    raise DamagedError("the list of free pages is damaged")
+                last = freed
                 data = self._value(leaf, at, wanted)  # type: ignore[arg-type]
                 count = _NUMBER.unpack_from(data)[0] if len(data) >= _NUMBER.size else _NO_PAGE
                 if (count + 1) * _NUMBER.size > size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvtool.core.cache.pages import Counts
 from kvtool.core.cache.tree import Branch, Leaf, Tree
 from kvtool.core.errors import DamagedError
 
@@ -28,20 +29,23 @@ def damaged_pages(tree: Tree) -> Iterator[str]:
 
 def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
     """One tree beside what the meta page counts of it."""
-    branches = leaves = keys = deepest = 0
+    branches = leaves = keys = beside = deepest = 0
     for page, depth, node in tree.pages(number):
         deepest = max(deepest, depth)
         branches += isinstance(node, Branch)
         if isinstance(node, Leaf):
             leaves, keys = leaves + 1, keys + len(node.keys)
-        for at, pages in [(page, 1), *_beside(tree, node)]:
+        values = list(_beside(tree, node))
+        beside += sum(pages for _, pages in values)
+        for at, pages in [(page, 1), *values]:
             if any(used[at : at + pages]):
                 raise DamagedError(f"page {at} of the index is used twice")
             used[at : at + pages] = b"\1" * pages
     counted = tree.meta.counts[number]
-    if (counted.depth, counted.branches, counted.leaves, counted.keys) != (deepest, branches, leaves, keys):
+    found = Counts(deepest, branches, leaves, beside, keys)
+    if counted != found:
         what = "data" if number else "free pages"
-        yield f"the index of {what} has {keys} keys in {leaves} pages; {counted.keys} in {counted.leaves} are counted"
+        yield f"the index of {what} has {found}; counted are {counted}"
 
 
 def _beside(tree: Tree, node: Branch | Leaf) -> Iterator[tuple[int, int]]:
