@@ -44,7 +44,7 @@ COMMANDS = {
     "fit": "Learn the lead-in from the store's own chunks.",
     "query": "Ask a question over the ingested documents.",
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
-    "store": "Look after the store: statistics, listing, verification.",
+    "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",
     "config": "Show the settings and where they come from.",
 }

@@ -256,7 +256,8 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         assert cache.budget(None).budget is None
 
 
-def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
+@pytest.mark.parametrize("words", [("verify", "--repair"), ("repair",)])
+def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[str, ...]) -> None:
     """Through the command: 13 as long as damage is left, 0 once it is gone."""
     from kvtool.core.cache import environment as tables
 
@@ -270,7 +271,7 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
             value[-1] ^= 1
             store._current().write(lambda write, at=table + key, new=bytes(value): write.put(at, new), 0)
     assert kvtool("store", "verify", "--store", fitted, "--json").fine(13).json["repaired"] == 0
-    done = kvtool("store", "verify", "--repair", "--store", fitted, "--json").fine().json
+    done = kvtool("store", *words, "--store", fitted, "--json").fine().json
     assert done["repaired"] >= len(rows)
     assert len(done["damaged"]) >= len(rows)
     assert damages(fitted) == []

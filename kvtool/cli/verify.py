@@ -1,0 +1,67 @@
+"""`kvtool store verify|repair`: whether a store is sound, and what is to be done where it is not."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Annotated
+
+import typer
+
+from kvtool.cli.options import Run, takes
+from kvtool.cli.parsing import store_path
+from kvtool.core.errors import EXIT_DAMAGED, UsageError
+
+
+@takes()
+def verify(
+    run: Run,
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged; it is computed again.")] = False,
+    sample: Annotated[
+        str | None, typer.Option("--sample", metavar="1/7", help="Check this part of the chunks.", show_default=False)
+    ] = None,
+) -> int | None:
+    """Check every digest and every reference."""
+    return _verify(run, repair, _fraction(sample))
+
+
+@takes()
+def repair(run: Run) -> int | None:
+    """Drop what is damaged; it is computed again. The same as `verify --repair`."""
+    return _verify(run, True, None)
+
+
+def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
+    from kvtool.core.cache.store import Store
+
+    with Store.open(store_path(run.settings.store)) as store:
+        damaged = store.verify(sample)
+        left, repaired = damaged, 0
+        if damaged and repairs:
+            with store.writer(run.settings.lock_wait) as writer:
+                repaired = writer.repair(damaged)
+            left = store.verify(sample)
+        sizes = store.stats()
+    rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
+    value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
+
+    def show() -> None:
+        for row in rows:
+            where = f"{row['chunk']} {row['level']} layer {row['layer']}: " if row["chunk"] else ""
+            run.out.print(f"damaged: {where}{row['reason']}")
+        if rows or run.out.verbosity >= 0:
+            run.out.print(f"{value['records']} records, {len(rows)} damaged, {repaired} rows dropped for repair")
+
+    run.out.result(value, human=show)
+    return EXIT_DAMAGED if left else None
+
+
+def _fraction(text: str | None) -> Fraction | None:
+    if text is None:
+        return None
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"--sample: {text!r} is not a fraction", "such as 1/7") from error
+    if not 0 < value <= 1:
+        raise UsageError(f"--sample: {text!r} is not between 0 and 1", "such as 1/7")
+    return value
