@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import access, environment, layout, writer
+from kvtool.core.cache import access, environment, keys, layout, writer
 from kvtool.core.cache import store as module
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
-from kvtool.core.cache.record import encode_record
+from kvtool.core.cache.record import Kind, encode_record, unseal
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -186,6 +187,26 @@ def test_edit_remove_collect(tmp_path: Path) -> None:
         assert writer.collect() == 0
         assert sorted(store.chunk_ids()) == sorted([id_of("f0.0"), id_of("new")])
         assert store.verify() == []
+
+
+def test_a_change_by_an_older_kvtool_counts_as_one_of_documents(tmp_path: Path) -> None:
+    """It counts changes of documents alone, and knows no second number: the retrieval index must not stay as it is."""
+    with Store.open(make_store(tmp_path / "store")) as store:
+        with store.writer() as writer:
+            writer.collect()
+            writer.drop_level([id_of("f1.0")], "raw")
+        before, revision = store.documents_revision(), store.revision()
+        assert before < revision
+        older = keys.seal_number(keys.REVISION_KEY, revision + 1)
+        store._current().write(lambda one: one.put(environment.META + keys.REVISION_KEY, older), 0)
+        assert store.documents_revision() == store.revision() == revision + 1
+        with store.writer() as writer:
+            writer.drop_level([id_of("f1.1")], "raw")
+        assert (store.documents_revision(), store.revision()) == (revision + 1, revision + 2)
+        with store._read() as snapshot:  # its verify takes all but the first for JSON, and would drop what is none
+            rows = dict(snapshot.items(environment.META))
+        for key in rows.keys() - {keys.REVISION_KEY, keys.STORE_KEY}:
+            assert isinstance(json.loads(bytes(unseal(key, Kind.MANIFEST, rows[key]))), dict)
 
 
 def test_a_file_that_gives_fewer_documents(tmp_path: Path) -> None:

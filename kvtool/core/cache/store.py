@@ -257,11 +257,7 @@ class Store:
 
     def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self._read() as snapshot:
-            data = snapshot.get(lmdb_tables.META, key)
-        if data is None:
-            return {}
-        value: dict[str, Any] = load_json(_unseal_named(key, Kind.MANIFEST, data, what))
-        return value
+            return _json_of(snapshot, key, what)
 
     def profile(self, digest: bytes) -> memoryview | None:
         """Bytes of a codec profile by its digest. Raises DamagedError."""
@@ -288,11 +284,16 @@ class Store:
             return number_of(snapshot, keys.REVISION_KEY) or 0
 
     def documents_revision(self) -> int:
-        """The revision at which documents changed last; the retrieval index is keyed by it."""
+        """The revision at which documents changed last; the retrieval index is keyed by it.
+
+        An older kvtool counts changes of documents only, and leaves alone what tells them from others: where that does
+        not go with the revision, the revision itself is the one.
+        """
         self._follow()
         with self._read() as snapshot:
-            found = number_of(snapshot, keys.DOCUMENTS_KEY)  # None: of a kvtool that counted changes of documents only
-            return found if found is not None else number_of(snapshot, keys.REVISION_KEY) or 0
+            revision = number_of(snapshot, keys.REVISION_KEY) or 0
+            counted = _json_of(snapshot, keys.DOCUMENTS_KEY, "a counter")
+        return int(counted["documents"]) if counted.get("revision") == revision else revision
 
     def concerns(self) -> list[str]:
         """Permissions that a careful owner would want to change."""
@@ -583,6 +584,12 @@ def number_of(snapshot: Snapshot, key: bytes) -> int | None:
     """A counter; None where it was never written. Raises DamagedError."""
     data = snapshot.get(lmdb_tables.META, key)
     return None if data is None else keys.unseal_number(key, data)
+
+
+def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:
+    data = snapshot.get(lmdb_tables.META, key)
+    value: dict[str, Any] = {} if data is None else load_json(_unseal_named(key, Kind.MANIFEST, data, what))
+    return value
 
 
 def chunk_info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:

@@ -162,7 +162,7 @@ def _check_record(key: bytes, data: memoryview) -> None:
 
 
 def _check_meta(key: bytes, data: memoryview) -> None:
-    if key in (keys.REVISION_KEY, keys.DOCUMENTS_KEY):
+    if key == keys.REVISION_KEY:
         keys.unseal_number(key, data)
     else:
         load_json(unseal(key, Kind.STORE if key == keys.STORE_KEY else Kind.MANIFEST, data))

@@ -310,8 +310,8 @@ class Writer:
         new, documents = self._next_revision()
         if any(table in (tables.FILES, tables.DOCUMENTS) for table, _ in touched):
             documents = new
-        numbers = ((keys.REVISION_KEY, new), (keys.DOCUMENTS_KEY, documents))
-        return [(tables.META, key, keys.seal_number(key, number)) for key, number in numbers]
+        revision = (tables.META, keys.REVISION_KEY, keys.seal_number(keys.REVISION_KEY, new))
+        return [revision, _meta_row(keys.DOCUMENTS_KEY, {"documents": documents, "revision": new})]
 
     def _next_revision(self) -> tuple[int, int]:
         """The number of the next revision, and of the one at which documents changed last."""
