@@ -148,3 +148,15 @@ def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store:
     path.write_bytes(sound.replace(b"0.75", b"0.35"))
     (damage,) = find_damage(store, Fraction(1))
     assert damage.reason == "defer/x.json cannot be read: " + str(path) + " does not match its digest"
+
+
+@pytest.mark.parametrize("spoil", [flip, cut])
+def test_a_damaged_name_of_the_embedding_model_is_told(
+    store: Store, static_model: Path, spoil: Callable[[Path, int], None]
+) -> None:
+    """Questions would be answered by words alone, and nobody would know."""
+    Finder(store).embed(str(static_model))
+    (path,) = (store.path / "index").glob("embedder*")
+    spoil(path, 8 * 20)
+    _, told = found(store, How("auto"))
+    assert any("the name of the embedding model is damaged" in text for text in told)

@@ -211,7 +211,7 @@ class _Job:
         assert self.store is not None
         finder = Finder(self.store, self._warn)
         with suppress(DamagedError):  # of a document that was there before: `store verify` tells, and so does a query
-            index, ref = finder.index, self.options.embedder or remembered(self.store)
+            index, ref = finder.index, self.options.embedder or remembered(self.store, self._warn)
             if ref is not None and len(index):
                 self.events.status(f"vectors by {ref}")
                 self._embed(finder, ref)

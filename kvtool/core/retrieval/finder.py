@@ -129,7 +129,7 @@ class Finder:
     def _meaning(self, how: How) -> Meaning | None:
         if how.retriever == "bm25":
             return None
-        ref = how.embedder or remembered(self._store)
+        ref = how.embedder or remembered(self._store, self._warn)
         if ref is None:
             if how.retriever == "auto":
                 return None

@@ -148,9 +148,14 @@ def remember(store: Store, ref: str) -> None:
         write_tables(store.side_file(_REMEMBERED), {}, {"model": ref})
 
 
-def remembered(store: Store) -> str | None:
-    """The embedding model of the last ingest that named one."""
+def remembered(store: Store, warn: Warn = lambda text, hint: None) -> str | None:
+    """The embedding model of the last ingest that named one; where that is damaged, `warn` is told."""
     for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
-        with suppress(OSError, DamagedError, KeyError):
+        try:
             return opened(store.side_file(name)).texts["model"]
+        except DamagedError as error:
+            hint = "name it once more: `kvtool ingest PATH --embedder MODEL`"
+            warn(f"the name of the embedding model is damaged, so meaning is left out: {error.message}", hint)
+        except (OSError, KeyError):  # none was named
+            continue
     return None
