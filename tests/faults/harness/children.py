@@ -1,0 +1,82 @@
+"""Work in a forked child, so that what kills it is seen. The parent must have one thread and no store open."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a child ended.
+
+    Attributes
+    ----------
+    killed_by : name of the signal that ended it, `SECONDS` where it hung; "": none.
+    value : what its work returned.
+    trouble : the traceback of an exception that its work let out.
+    """
+
+    killed_by: str
+    value: Any = None
+    trouble: str = ""
+
+
+def in_child(work: Callable[[], Any], seconds: float = SECONDS, kill_after: float | None = None) -> Ended:
+    """Run `work`, whose result must be JSON, in a child of this process.
+
+    Parameters
+    ----------
+    kill_after : seconds after which it gets SIGKILL.
+    """
+    out, into = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(out)
+        _child(work, into)
+    os.close(into)
+    said, hung = _read(out, time.monotonic() + (seconds if kill_after is None else kill_after))
+    if hung:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if hung and kill_after is None:
+        return Ended(f"hung for {seconds:.0f} s")
+    if os.WIFSIGNALED(status):
+        return Ended(signal.Signals(os.WTERMSIG(status)).name)
+    return Ended("", **json.loads(said))
+
+
+def _child(work: Callable[[], Any], into: int) -> None:
+    """Never returns."""
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for handle in (0, 1, 2):
+        os.dup2(quiet, handle)
+    try:
+        said = {"value": work()}
+    except BaseException:
+        said = {"trouble": traceback.format_exc()}
+    with os.fdopen(into, "wb") as file:
+        file.write(json.dumps(said).encode())
+    os._exit(0)
+
+
+def _read(handle: int, deadline: float) -> tuple[bytes, bool]:
+    """All that is written, and whether that took too long."""
+    parts = []
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        while (left := deadline - time.monotonic()) > 0:
+            if select.select([file], [], [], left)[0]:
+                part = file.read(1 << 16)
+                if not part:
+                    return b"".join(parts), False
+                parts.append(part)
+    return b"".join(parts), True

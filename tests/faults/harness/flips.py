@@ -1,0 +1,196 @@
+"""Part A: a fault, then everything is verified, read and asked; beside the same of the sound subject."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache import upkeep
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import KvtoolError
+from tests.faults.harness.children import Ended, in_child
+from tests.faults.harness.injury import Fault
+from tests.faults.harness.reading import REPORTED, Compared, Facts, Known, ask_all, read_all
+from tests.faults.harness.subject import Subject, copy, decoder_of
+
+WRONG = ("wrong tensor", "wrong passage", "crash", "unexpected error", "not noticed")
+FINE = ("reported", "made anew", "no effect")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a fault: one of `WRONG` or `FINE`, and the words about it."""
+
+    fault: Fault
+    what: str
+    why: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return self.what in WRONG
+
+
+class Range:
+    """A subject with its truth, ready for faults. One thread, no store open: it forks.
+
+    Parameters
+    ----------
+    place : a folder for the copies; on a memory disk where there is one, for they are many.
+    decoded : how many chunks take turns in being decoded, besides all being read.
+    """
+
+    def __init__(self, subject: Subject, place: Path, decoded: int = 4) -> None:
+        self.subject, self.place, self._decoded = subject, place, decoded
+        self.decoder = decoder_of(subject)
+        with closing(Store.open(subject.store)) as store:
+            self.known = Known.of(store)
+        self.truth = {part: self._truth(part) for part in ("store", "tier", "pack") if self._source(part).exists()}
+
+    def _source(self, part: str) -> Path:
+        return {"store": self.subject.store, "tier": self.subject.tier, "pack": self.subject.pack}[part]
+
+    def _truth(self, part: str) -> Facts:
+        copy(self._source(part), self._copy(part))
+        facts = Facts()
+        for dice in range(self._decoded):
+            ended = in_child(lambda dice=dice: asdict(self._read(part, dice)))
+            if ended.value is None or ended.value["said"]:
+                said = ended.value["said"] if ended.value else ended.trouble
+                raise RuntimeError(f"the sound {part} is not sound: {ended.killed_by} {said}")
+            facts.tensors |= ended.value["tensors"]
+            facts.passages |= ended.value["passages"]
+        return facts
+
+    def _copy(self, part: str) -> Path:
+        return self.place / (f"{part}.kvpack" if part == "pack" else part)
+
+    def suffer(self, fault: Fault, number: int) -> Outcome:
+        """One fault, on a copy of its own."""
+        where = copy(self._source(fault.part), self._copy(fault.part))
+        fault.strike(where)
+        checked = in_child(lambda: self._verify(fault.part))
+        read = in_child(lambda: asdict(self._read(fault.part, number)))
+        what, why = self._judge(fault, where, checked, read)
+        return Outcome(fault, what, why)
+
+    def _judge(self, fault: Fault, where: Path, checked: Ended, read: Ended) -> tuple[str, str]:
+        if read.killed_by:
+            return "crash", read.killed_by
+        for ended in (read, checked):
+            if ended.trouble:
+                return "unexpected error", ended.trouble
+        found = Compared.of(self.truth[fault.part], Facts(**read.value))
+        if found.wrong_tensors:
+            return "wrong tensor", ", ".join(found.wrong_tensors[:3])
+        if found.wrong_passages:
+            return "wrong passage", ", ".join(found.wrong_passages[:3])
+        verified = [f"verify ended by {checked.killed_by}"] if checked.killed_by else checked.value
+        if found.said or verified:
+            return "reported", (found.said or (*verified, ""))[0]
+        if found.missing:
+            return "reported", f"{found.missing} missed"
+        if not fault.live:
+            return "no effect", "nothing is kept there"
+        if _replaced(fault, self._source(fault.part), where):
+            return "made anew", ""
+        return "not noticed", ""
+
+    # ---- in the child ----
+
+    def _read(self, part: str, dice: int) -> Facts:
+        home = self.place / "home"
+        shutil.rmtree(home, ignore_errors=True)
+        os.environ["KVTOOL_HOME"] = str(home)
+        try:
+            warned: list[str] = []
+            with closing(self._open(part, warned)) as store:
+                facts = read_all(store, self.known, dice % self._decoded)
+                facts.said += warned
+                ask_all(store, self.decoder, facts)
+                return facts
+        except KvtoolError as error:
+            if error.exit_code not in REPORTED:
+                raise
+            return Facts(said=[error.message])
+
+    def _open(self, part: str, warned: list[str]) -> Store:
+        if part == "store":
+            return Store.open(self._copy(part))
+        if part == "tier":
+            from kvtool.core.remote.tier import Tier
+
+            return Tier.open_url(f"file://{self._copy(part)}", warn=lambda text, hint: warned.append(text))
+        return import_pack(self._copy(part), self.place / "imported", warned)
+
+    def _verify(self, part: str) -> list[str]:
+        """What `store verify` says; of a tier, what a pull of all of it says."""
+        os.environ["KVTOOL_HOME"] = str(self.place / "home")
+        if part == "store":
+            return verified(self._copy(part))
+        if part == "tier":
+            return pulled(self._copy(part), self.place / "pulled")
+        return []
+
+
+def verified(path: Path) -> list[str]:
+    """As its child does it."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            upkeep.verify_here(str(path), "1")
+        except KvtoolError as error:
+            return [error.message]
+    return [json.loads(line)["reason"] for line in said.getvalue().splitlines()]
+
+
+def pulled(tier: Path, to: Path) -> list[str]:
+    """Into a new store."""
+    from kvtool.core.remote.pull import pull
+    from kvtool.core.remote.urls import open_blobs
+
+    shutil.rmtree(to, ignore_errors=True)
+    try:
+        with closing(open_blobs(f"file://{tier}")) as blobs:
+            return [row["reason"] for row in pull(to, blobs).damaged]
+    except KvtoolError as error:
+        if error.exit_code not in REPORTED:
+            raise
+        return [error.message]
+
+
+def import_pack(pack: Path, to: Path, warned: list[str]) -> Store:
+    """A new store of it."""
+    from kvtool.core.pack.take import take
+
+    shutil.rmtree(to, ignore_errors=True)
+    warned += [row["reason"] for row in take(to, pack).damaged]
+    return Store.open(to)
+
+
+def _replaced(fault: Fault, sound: Path, where: Path) -> bool:
+    """Whether the injured file is gone, or is another than we made it."""
+    if fault.file == ".":
+        return False
+    path, was = where / fault.file, (sound / fault.file).read_bytes()
+    if not path.exists():
+        return True
+    injured = was[: fault.at] if fault.bit is None else _flipped(was, fault.at, fault.bit)
+    return path.read_bytes() != injured
+
+
+def _flipped(data: bytes, at: int, bit: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+def suffer_all(range_: Range, faults: Iterable[Fault], told: Callable[[Outcome], Any]) -> None:
+    """One fault after the other."""
+    for number, fault in enumerate(faults):
+        told(range_.suffer(fault, number))

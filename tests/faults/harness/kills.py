@@ -1,0 +1,125 @@
+"""Part B: `kill -9` at a random moment of each command; what is there then, and that the next run completes."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faults.harness.children import Ended, in_child
+from tests.faults.harness.works import Bases, Kept, Work, committed, kept_in, leftovers, make_old
+
+_TRIES = 4  # runs for each kill that is wanted: some end before it comes
+SECONDS = 180.0
+
+
+@dataclass
+class Killed:
+    """What came of the kills of one command; every list but `times` is to stay empty."""
+
+    name: str
+    kills: int = 0
+    done_before: int = 0
+    times: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    not_completed: list[str] = field(default_factory=list)
+
+    @property
+    def wrong(self) -> list[str]:
+        return self.lost + self.damaged + self.left + self.not_completed
+
+
+class Killing:
+    """One command, killed again and again, each time from its start."""
+
+    def __init__(self, bases: Bases, work: Work, place: Path) -> None:
+        self.bases, self.work, self.place = bases, work, place
+        self.folder, self.told = place / "work", place / "told"
+        self.result = Killed(work.name)
+        self.before = self._start()
+        began = time.monotonic()
+        self._complete("undisturbed")
+        self.seconds = time.monotonic() - began
+        self.end = self._kept()
+        if self.end.wrong or self.result.wrong:
+            raise RuntimeError(f"{work.name} undisturbed: {self.end.wrong} {self.result.wrong}")
+
+    def _start(self) -> Kept:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.told.unlink(missing_ok=True)
+        self.work.start(self.bases, self.folder)
+        return self._kept()
+
+    def _kept(self) -> Kept:
+        ended = in_child(lambda: kept_in(self.work, self.folder, self.place / "pulled"))
+        if ended.value is None:
+            return Kept({}, [], [ended.killed_by or ended.trouble[-600:]])
+        return Kept(**ended.value)
+
+    def _run(self, kill_after: float | None = None) -> Ended:
+        return in_child(lambda: self.work.run(self.bases, self.folder, self.told), SECONDS, kill_after)
+
+    def _complete(self, when: str) -> None:
+        ended = self._run()
+        if ended.value != 0:
+            self.result.not_completed.append(f"{when}: {ended.killed_by or ended.trouble[-600:]}")
+
+    def kills(self, count: int, dice: random.Random) -> Iterator[float]:
+        """Moments; each is a kill that met the command at work."""
+        for _ in range(_TRIES * count):
+            if self.result.kills == count:
+                return
+            moment = dice.uniform(0, self.seconds)
+            self._start()
+            began = time.monotonic()
+            ended = self._run(moment)
+            took = time.monotonic() - began
+            if ended.killed_by != "SIGKILL":  # the machine is less busy than when it was measured
+                self.result.done_before += 1
+                self.seconds = min(self.seconds, took)
+                continue
+            self.result.kills += 1
+            self.result.times.append(moment)
+            self._check(f"{self.work.name} killed after {moment * 1000:.0f} ms")
+            yield moment
+
+    def _check(self, when: str) -> None:
+        now = self._kept()
+        self.result.damaged += [f"{when}: {one}" for one in now.wrong]
+        # What it is not to remove is there; what it had committed is; and nothing is that is in neither.
+        stays = {name for name, digest in self.before.things.items() if self.end.things.get(name) == digest}
+        lost = [name for name in stays if now.things.get(name) != self.before.things[name]]
+        lost += [name for name in committed(self.told) if f"file {name}" not in now.things]
+        strange = [
+            name
+            for name, digest in now.things.items()
+            if name.startswith(("document ", "passage ", "chunk "))
+            and digest not in (self.before.things.get(name), self.end.things.get(name))
+        ]
+        self.result.lost += [f"{when}: {one}" for one in (*lost, *strange)]
+        make_old(self.folder)
+        self._complete(when)
+        after = self._kept()
+        differing = _differing(self.end, after)
+        self.result.not_completed += [f"{when}: {one}" for one in (*after.wrong, *differing)]
+        self.result.left += [f"{when}: {one}" for one in leftovers(self.folder)]
+
+
+def _differing(end: Kept, after: Kept) -> list[str]:
+    """Documents and records that an undisturbed run leaves otherwise."""
+    names = {name for name in end.things.keys() | after.things.keys() if name.startswith(("document ", "level "))}
+    return [f"{name} is another than undisturbed" for name in names if end.things.get(name) != after.things.get(name)]
+
+
+def kill_all(bases: Bases, work: Work, place: Path, count: int, seed: int, told: Callable[[], object]) -> Killed:
+    """So many kills of one command."""
+    killing = Killing(bases, work, place)
+    for _ in killing.kills(count, random.Random(f"{seed} {work.name}")):
+        told()
+    return killing.result

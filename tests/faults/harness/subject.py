@@ -1,0 +1,144 @@
+"""What is injured: a store of a tiny model with something of everything in it, its shared tier, and its pack."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import closing, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from kvtool.cli.app import main
+from kvtool.core.cache.store import Store
+from kvtool.core.model.learned import LearnedRows
+from kvtool.core.query.session import Session, store_identity
+from tests.cli.working import write_corpus
+from tests.families import save_tiny
+
+QUESTIONS = ("Who built the third mill?", "When did baker C build the first mill?", "flour of the sixth mill")
+LOOK = ("--chunk-tokens", "64", "--lead-in", "prefix")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Folders of it; nothing in them is changed: copies are injured."""
+
+    folder: Path
+    model: str
+
+    @property
+    def corpus(self) -> Path:
+        return self.folder / "corpus"
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def tier(self) -> Path:
+        return self.folder / "tier"
+
+    @property
+    def pack(self) -> Path:
+        return self.folder / "store.kvpack"
+
+
+def kvtool(*args: object) -> None:
+    """A command that must succeed."""
+    said = StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = main([str(arg) for arg in args])
+    if code:
+        raise RuntimeError(f"kvtool {' '.join(map(str, args))}: exit {code}\n{said.getvalue()}")
+
+
+def make_subject(folder: Path, model: str | None = None, documents: int = 6, paragraphs: int = 3) -> Subject:
+    """Raw, lossless and all lossy records, index, vectors, profile, learned lead-in, gate's verdict; a tier of it."""
+    os.environ["KVTOOL_HOME"] = str(folder / "home")
+    made = Subject(folder, model or str(save_tiny("llama", folder / "model")))
+    write_corpus(made.corpus, documents, paragraphs)
+    words = folder / "words"
+    save_words(words)
+    store = ("--store", made.store)
+    kvtool("ingest", made.corpus, *store, "--model", made.model, "--embedder", words, *LOOK)
+    kvtool("compress", "--fit", "--level", "1", "2", "3", "4", *store, "--questions", "0")
+    kvtool("compress", "--level", "lossless", *store, "--questions", "0")
+    learn(made.store)
+    for question in QUESTIONS:
+        kvtool("query", question, *store, "--max-tokens", "1")
+    kvtool("store", "push", f"file://{made.tier}", *store)
+    if can_pack():
+        kvtool("store", "export", made.pack, *store)
+    return made
+
+
+def can_pack() -> bool:
+    """Whether this kvtool exports packs."""
+    from kvtool.cli.store import app
+
+    names = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    return "export" in names
+
+
+def save_words(path: Path) -> None:
+    """An embedding model of few words, each with a direction of its own."""
+    import numpy as np
+    from model2vec import StaticModel
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = "[UNK] [PAD] mill built baker flour grinds first second third fourth fifth sixth".split()
+    made = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    StaticModel(np.eye(len(words), dtype=np.float32) + 0.05, made).save_pretrained(path)
+
+
+def learn(path: Path) -> None:
+    """A learned lead-in of random rows: what is on disk is the same as of trained ones."""
+    with Store.open(path) as store:
+        identity = store_identity(store)
+        ids = tuple(range(5, 13))
+        torch.manual_seed(3)
+        layers, heads, dim = shape_of(store)
+        rows = LearnedRows(identity.fingerprint, ids, *torch.randn(2, layers, heads, len(ids), dim))
+        state = {"digest": rows.digest, "fingerprint": identity.fingerprint, "ids": list(ids)}
+        with store.writer() as writer:
+            writer.put_learned(bytes.fromhex(rows.digest), rows.data, state)
+
+
+def shape_of(store: Store) -> tuple[int, int, int]:
+    """Layers, heads and width of a head."""
+    for chunk in store.chunk_ids():
+        info = store.chunk_info(chunk)
+        found = store.read_kv(chunk, "raw", 0)
+        if info is not None and found is not None:
+            return info.layers, found[0].kv_heads, found[0].head_dim_k
+    raise RuntimeError("the store has no raw record")
+
+
+def decoder_of(subject: Subject) -> object:
+    """The model, loaded once for all children."""
+    torch.set_num_threads(1)
+    with closing(Store.open(subject.store)) as store:
+        return Session.open(store, offline=True).decoder
+
+
+def copy(path: Path, to: Path) -> Path:
+    """A copy to be injured."""
+    if to.is_dir():
+        shutil.rmtree(to)
+    if path.is_file():
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy2(path, to))
+    return Path(shutil.copytree(path, to))
+
+
+def quiet_python() -> None:
+    """Nothing of a child's own may reach our table."""
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,224 @@
+"""The commands that write, each with where it starts and what it is to leave whole. A new command is one more line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.cli.app import main
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.errors import KvtoolError
+from tests.cli.working import write_corpus
+from tests.faults.harness.flips import pulled, verified
+from tests.faults.harness.reading import Known, read_all
+from tests.faults.harness.subject import LOOK, Subject, copy, kvtool
+
+_TEMPORARY = re.compile(r"\.tmp-.*|\..+-[0-9]+-[0-9a-f]{8}")
+LONG_AGO = 30 * 86400.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """What the commands start from."""
+
+    subject: Subject
+    corpus: Path  # edited since `half` was made of it
+    half: Path  # a store of a part of the documents
+    plain: Path  # a store with a profile, whose records are raw and of one level
+    thinned: Path  # a store that has forgotten documents
+    half_tier: Path
+
+    @classmethod
+    def make(cls, subject: Subject, documents: int = 12) -> Bases:
+        """Made once, and copied for each kill."""
+        folder = subject.folder / "bases"
+        made = cls(subject, folder / "corpus", *(folder / name for name in ("half", "plain", "thinned", "tier")))
+        if folder.exists():
+            return made
+        write_corpus(made.corpus, 3, 3)
+        model = ("--model", subject.model)
+        kvtool("ingest", made.corpus, "--store", made.half, *model, *LOOK)
+        kvtool("store", "push", f"file://{made.half_tier}", "--store", made.half)
+        kvtool("ingest", subject.corpus, "--store", made.plain, *model, *LOOK)
+        kvtool("compress", "--fit", "--level", "4", "--store", made.plain, "--questions", "0")
+        copy(subject.store, made.thinned)
+        kvtool("store", "forget", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned)
+        write_corpus(made.corpus, documents, 3)
+        (made.corpus / "mill1.md").unlink()
+        (made.corpus / "mill0.md").write_text("# Another\n\nThe first mill was sold to nobody in 1901.")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A command.
+
+    Attributes
+    ----------
+    start : makes what it starts from in a folder. `words` : what is run then.
+    into : `store` or `tier`: what of the folder it writes.
+    """
+
+    name: str
+    start: Callable[[Bases, Path], object]
+    words: Callable[[Bases, Path], list[object]]
+    into: str = "store"
+
+    def run(self, bases: Bases, folder: Path, told: Path) -> int:
+        """In a child: the exit code; each file that is committed is told, after it is."""
+        real = Writer.commit_file
+
+        def commit_file(self: Writer, entry: object, documents: object) -> None:
+            real(self, entry, documents)  # type: ignore[arg-type]
+            with told.open("a") as log:
+                log.write(f"{entry.path}\n")  # type: ignore[attr-defined]
+
+        Writer.commit_file = commit_file  # type: ignore[method-assign, assignment]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main([str(word) for word in self.words(bases, folder)])
+        if code:
+            raise Refused(code, said.getvalue())
+        return code
+
+
+class Refused(Exception):
+    """An exit code other than 0."""
+
+    def __init__(self, code: int, said: str) -> None:
+        super().__init__(f"exit {code}: {said[-400:]}")
+        self.code = code
+
+
+def works() -> list[Work]:
+    """Those that this kvtool has."""
+    from kvtool.cli.store import app
+
+    there = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    return [work for work in _ALL if work.name in there or work.name in ("ingest", "compress")]
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+_ALL = [
+    Work(
+        "ingest",
+        lambda b, f: copy(b.half, f / "store"),
+        lambda b, f: ["ingest", b.corpus, "--sync", "--store", f / "store"],
+    ),
+    Work(
+        "compress",
+        lambda b, f: copy(b.plain, f / "store"),
+        lambda b, f: ["compress", "--level", "1", "2", "3", "--drop-raw", "--questions", "0", "--store", f / "store"],
+    ),
+    Work(
+        "prune",
+        lambda b, f: copy(b.subject.store, f / "store"),
+        lambda b, f: ["store", "prune", "--max-size", _size(b.subject.store) // 2, "--yes", "--store", f / "store"],
+    ),
+    Work(
+        "compact",
+        lambda b, f: copy(b.thinned, f / "store"),
+        lambda b, f: ["store", "compact", "--store", f / "store"],
+    ),
+    Work(
+        "import",
+        lambda b, f: shutil.rmtree(f / "store", ignore_errors=True),
+        lambda b, f: ["store", "import", b.subject.pack, "--store", f / "store"],
+    ),
+    Work(
+        "push",
+        lambda b, f: copy(b.half_tier, f / "tier"),
+        lambda b, f: ["store", "push", f"file://{f / 'tier'}", "--store", b.subject.store],
+        "tier",
+    ),
+    Work(
+        "pull",
+        lambda b, f: copy(b.half, f / "store"),
+        lambda b, f: ["store", "pull", f"file://{b.subject.tier}", "--store", f / "store"],
+    ),
+]
+
+
+# ---- what is there afterwards ----
+
+
+@dataclass
+class Kept:
+    """What a store or a tier holds, each with a digest; and what is wrong with it."""
+
+    things: dict[str, str]
+    documents: list[str]
+    wrong: list[str]
+
+
+def kept_in(work: Work, folder: Path, scratch: Path) -> dict[str, object]:
+    """Of what the command writes, in a child. A store that was not there before may be missing."""
+    path = folder / work.into
+    if work.into == "tier":
+        wrong = pulled(path, scratch)
+        path = scratch
+    else:
+        wrong = [] if not _is_made(path) else verified(path)
+    things, documents = ({}, []) if not _is_made(path) else _things(path, wrong)
+    return {"things": things, "documents": documents, "wrong": wrong}
+
+
+def _is_made(path: Path) -> bool:
+    """Whether there is a store, or what is left is not one yet: the next run makes it."""
+    return (path / "store.json").exists() and (path / "current").exists() and (path / "data").exists()
+
+
+def _things(path: Path, wrong: list[str]) -> tuple[dict[str, str], list[str]]:
+    with closing(Store.open(path)) as store:
+        if not store.chunk_ids():
+            return {}, []
+        facts = read_all(store, Known.of(store), 0)
+        wrong += facts.said
+        for source in store.sources():
+            document = store.document(source)
+            for ref in document.chunks if document is not None else ():
+                if store.chunk_info(ref.chunk_id) is None:
+                    wrong.append(f"a chunk of {source} is lost")
+        exact = {name: one for name, one in facts.tensors.items() if "decoded" not in name}
+        return facts.passages | exact, store.sources()
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Files that a killed writer leaves and nobody needs."""
+    found = [str(one) for one in folder.rglob("*") if _TEMPORARY.fullmatch(one.name)]
+    generations = list((folder / "store/data").glob("gen-*"))
+    return found + [f"{len(generations)} generations"] * (len(generations) > 1)
+
+
+def make_old(folder: Path) -> None:
+    """What may still be somebody's is left alone for a while; let that be over."""
+    for path in folder.rglob("*"):
+        if _TEMPORARY.fullmatch(path.name):
+            before = path.stat().st_mtime - LONG_AGO
+            os.utime(path, (before, before))
+
+
+def committed(told: Path) -> Iterator[str]:
+    """Files that a killed run had committed."""
+    if told.exists():
+        yield from told.read_text().split("\n")[:-1]
+
+
+def opens(path: Path) -> str:
+    """What is wrong with opening it; "": nothing."""
+    try:
+        Store.open(path).close()
+        return ""
+    except KvtoolError as error:
+        return error.message

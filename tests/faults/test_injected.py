@@ -1,0 +1,39 @@
+"""Faults, really injected, of every kind that `samples/faults.py` goes on with for hours; here a few of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = {"flips": 40, "cuts": 10, "kills": 3, "fills": 0, "readers": 0, "threads": 0}
+COMMANDS = {"ingest", "compress", "prune", "compact", "import", "push", "pull"}
+
+
+def run(journal: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which forks."""
+    few = [str(word) for name, count in FEW.items() for word in (f"--{name}", count)]
+    command = [sys.executable, str(ROOT / "samples/faults.py"), "--journal", str(journal), "--json", *few]
+    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_few_faults_of_every_kind(tmp_path: Path) -> None:
+    done = run(tmp_path / "journal", "--minutes", 4, "--seed", 3)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    times = {(row["part"], row["what"]): row["times"] for row in rows}
+    assert sum(count for (part, _), count in times.items() if part == "flip") == FEW["flips"]
+    assert sum(count for (part, _), count in times.items() if part == "cut") == FEW["cuts"]
+    assert {what for part, what in times if part == "kill"} == COMMANDS
+    assert [row for row in rows if row["wrong"]] == []
+    again = run(tmp_path / "journal", "--minutes", 0, "--out", tmp_path / "faults.md")
+    assert json.loads(again.stdout) == rows  # from the journal
+    assert (tmp_path / "faults.md").read_text().count("| kill -9 |") == len(COMMANDS)
