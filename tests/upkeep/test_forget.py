@@ -75,6 +75,27 @@ def test_nothing_is_forgotten_by_a_word_that_means_nothing(tree: Path) -> None:
     assert len(sources(tree)) == 5
 
 
+@pytest.mark.parametrize("target", ["", ".x.md", "../x.md", "../../b/y.md", "/x.md", "/c/z.md", ".", "./"])
+def test_a_path_means_no_other_file_that_ends_so(
+    tree: Path, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does an unset variable mean the folder where one is."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir("/" if target == "" else tmp_path / "here")
+    with Store.open(tree) as store, store.writer() as pen:
+        add_file(pen, f"{tmp_path}/kept.md", ["kept"])
+    with pytest.raises(UsageError):
+        forget(tree, [target], yes=True)
+    assert len(sources(tree)) == 6
+
+
+def test_a_name_with_brackets_is_itself_first(tree: Path) -> None:
+    with Store.open(tree) as store, store.writer() as pen:
+        add_file(pen, "/d/n1.md", ["n1"])
+        add_file(pen, "/d/n[1].md", ["n[1]"])
+    assert forget(tree, ["n[1].md"]).sources == ("/d/n[1].md",)
+
+
 def test_a_document_of_a_file_goes_and_the_file_stays(tree: Path) -> None:
     forget(tree, ["/b/rows.jsonl#0"])
     with Store.open(tree) as store:

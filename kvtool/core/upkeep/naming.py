@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
@@ -48,14 +48,18 @@ def documents_of(store: Store) -> dict[str, str]:
 
 
 def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
-    """Of a path itself, of what lies below it, of a glob, of the one path that ends so, of a chunk's id."""
+    """Of a path itself, of what lies below it, of the one path that ends so, of a glob, of a chunk's id."""
+    if not target:  # an unset variable of a script, not the folder where we are
+        raise UsageError("an empty name means no document", _LISTED)
     for path in (os.path.abspath(target), target):
         found = [source for source, file in named.items() if path in (source, file)]
         if found := found or [source for source, file in named.items() if _is_below(file, path)]:
             return found
+    if found := _ending(target, named):
+        return found
     if found := [source for source, file in named.items() if matches_glob(target, source, file)]:
         return found
-    if found := _ending(target, named) or list(with_chunk(target)):
+    if found := list(with_chunk(target)):
         return found
     names = {PurePosixPath(file).name: file for file in named.values()}
     raise UsageError(
@@ -75,7 +79,11 @@ def matches_glob(glob: str, source: str, file: str) -> bool:
 
 
 def _ending(target: str, named: Named) -> list[str]:
-    tail = "/" + Path(target).as_posix().lstrip("./")
+    """None of a path that says from where it counts: another file's end is not meant by it."""
+    path = PurePosixPath(target)
+    if path.is_absolute() or ".." in path.parts or not path.name:
+        return []
+    tail = f"/{path}"
     found = [source for source, file in named.items() if source.endswith(tail) or file.endswith(tail)]
     files = sorted({named[source] for source in found})
     if len(files) > 1:
