@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ TABLES = ".tables"  # how the names of sealed tables end
 TAIL_BYTES = 24
 _MAGIC = b"kvtool\0\1"
 _DIGEST = "digest"
+_HEX = re.compile("[0-9a-f]{32}")
 _AT_ONCE = 2**24
 _FOLDERS = ("index", "gate", "speeds", "defer")
 
@@ -76,6 +78,9 @@ def read_json(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no object")
+    first = next(iter(value), "")
+    if first != _DIGEST and _HEX.fullmatch(str(value.get(first))):  # a flipped bit in the very name of the digest
+        raise ValueError(f"{path} does not match its digest")
     if value.pop(_DIGEST, None) not in (None, _digest_of(value)):
         raise ValueError(f"{path} does not match its digest")
     return value
