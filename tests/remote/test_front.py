@@ -16,6 +16,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.tier import Tier, local_place
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.upkeep.budget import keep_budget
+from kvtool.core.upkeep.pins import pin
 from tests.cache.making import LAYERS, id_of, make_store
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB
@@ -103,6 +104,17 @@ def test_a_budget_that_was_lowered_is_met(url: str) -> None:
     assert space.folder_bytes(local_place(url)) <= budget
     assert 7 in here(url)
     assert told == []
+
+
+def test_a_pinned_document_stays_here(url: str) -> None:
+    for number in range(4):
+        ask(url, number, [])
+    pin(local_place(url), ["f0"])
+    keep_budget(local_place(url), space.folder_bytes(local_place(url)) - 10**6)
+    for number in range(4, 8):
+        ask(url, number, [])
+    assert {0, 7} <= set(here(url))
+    assert len(here(url)) < 8
 
 
 def test_half_of_the_disk_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

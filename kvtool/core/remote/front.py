@@ -13,7 +13,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.errors import NoSpaceError
 from kvtool.core.upkeep.budget import LOW_WATER
-from kvtool.core.upkeep.inventory import kept_always, pages
+from kvtool.core.upkeep.inventory import kept_always, pages, pinned_with_documents
 
 MOST_BYTES = 20 * 10**9
 _ROW = 256
@@ -31,7 +31,7 @@ def default_budget(path: Path) -> int:
 def make_room(store: Store, writer: Writer, sizes: Sizes, need: int) -> None:
     """Let `need` bytes find room in the store's budget: KV goes, that of the least recently used chunks first.
 
-    Everything that goes can be fetched again. Pinned chunks and the prompt's own beginning stay.
+    Everything that goes can be fetched again. Pinned documents and chunks, and the prompt's own beginning, stay.
     """
     budget = store.budget()
     if budget is None:
@@ -64,6 +64,6 @@ def _room(store: Store, budget: int) -> int:
 
 
 def _oldest_first(store: Store) -> list[bytes]:
-    used, added, kept = store.last_used(), store.added(), kept_always(store)
+    used, added, kept = store.last_used(), store.added(), kept_always(store) | pinned_with_documents(store)
     known = [chunk_id for chunk_id in store.chunk_ids() if chunk_id not in kept]
     return sorted(known, key=lambda one: (used.get(one, added.get(one, 0)), one))

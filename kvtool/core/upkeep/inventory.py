@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtool.core.cache import environment as tables
@@ -114,6 +115,16 @@ def kept_always(store: Store) -> set[bytes]:
     identity = StoreIdentity.from_manifest(store.manifest())
     pinned = {bytes.fromhex(chunk) for chunk in store.pins()["chunks"]}
     return pinned | ({identity.prefix_id} if identity is not None else set())
+
+
+def pinned_with_documents(store: Store) -> set[bytes]:
+    """Chunks of the documents that are pinned; of one that is damaged it is unknown which."""
+    found: set[bytes] = set()
+    for source in store.pins()["sources"]:
+        with suppress(DamagedError):
+            document = store.document(source)
+            found |= {ref.chunk_id for ref in document.chunks} if document is not None else set()
+    return found
 
 
 def _holding_pins(refs: Mapping[str, list[bytes]], pinned: set[bytes]) -> set[str]:
