@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache import environment as tables
+from kvtool.core.cache import keys
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
@@ -25,6 +26,7 @@ from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.report import Events
 from kvtool.core.remote.urls import open_blobs
 from tests.cache import making
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of
@@ -428,6 +430,32 @@ def test_what_is_lost_here_stays_there(store: Store, blobs: Blobs) -> None:
         writer._commit([], [(tables.CHUNKS, id_of("f1.0"))])
     push(store, blobs)
     assert id_of("f1.0").hex() in read_catalogue(blobs).chunks
+
+
+@pytest.mark.parametrize("table", [tables.DOCUMENTS, tables.CHUNKS])
+@pytest.mark.parametrize("harm", ["damaged", "lost"])
+def test_what_is_damaged_or_lost_here_is_not_deleted_there(
+    table: bytes, harm: str, store: Store, blobs: Blobs, tmp_path: Path
+) -> None:
+    push(store, blobs)
+    before = set(blobs.names())
+    row = (table, keys.name_key("f1") if table == tables.DOCUMENTS else id_of("f1.0"))
+    with store._read() as snapshot:
+        value = snapshot.get(*row)
+    assert value is not None
+    with store.writer() as writer:
+        writer._commit([(*row, bytes(value[:-1]))] if harm == "damaged" else [], [row] if harm == "lost" else [])
+    told: list[str] = []
+    push(store, blobs, delete=True, yes=True, events=Events(warn=lambda text, hint: told.append(text)))
+    assert len(told) == 1
+    assert "was deleted" in told[0]
+    assert before <= set(blobs.names())
+    assert pull(tmp_path / "pulled", blobs).files.moved == 3
+    with store.writer() as writer:
+        writer.repair(store.verify())
+    pull(store.path, blobs)
+    assert store.verify() == []
+    assert push(store, blobs, delete=True).damaged == []
 
 
 def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None:

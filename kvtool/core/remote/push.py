@@ -46,7 +46,7 @@ def push(
 
     Parameters
     ----------
-    delete : forget what the store does not have; else the tier keeps it.
+    delete : forget what the store does not have, if nothing of the store is damaged; else the tier keeps it.
     newer : of a file that both have in two versions take the one changed last; else the store's.
     verify : read back what is there already, and send again what is damaged.
     dry_run : change nothing; the report counts what would be done.
@@ -71,7 +71,7 @@ class _Push:
         self, store: Store, blobs: Blobs, report: TransferReport, events: Events, newer: bool, verify: bool
     ) -> None:
         self.store, self.blobs, self.report = store, blobs, report
-        self.newer, self.verify = newer, verify
+        self.events, self.newer, self.verify = events, newer, verify
         self.lease = Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
         self.sweep = Sweep(blobs, self.lease, report, events)
@@ -82,6 +82,12 @@ class _Push:
         head, there = self._there()
         listed = own_names(self.blobs) if delete else set()
         mine = local.survey(self.store, there, self.report.note_damage)
+        if delete and not self._is_whole(mine):
+            self.events.warn(
+                f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
+                "run `kvtool store verify --repair` and pull, then push again",
+            )
+            delete = False
         if delete and not yes:
             check_share(listed, mine, there, self.blobs.url)
         with self.lease.running():
@@ -121,9 +127,11 @@ class _Push:
     def _joined(self, mine: Catalogue, there: Catalogue) -> Catalogue:
         joined = join(mine, there, self.newer)
         less = without_superseded(joined, mine)
-        if less == joined or self.report.damaged or not local.is_complete(self.store, mine):
-            return joined  # what is damaged or lost here may be whole there
-        return less
+        return less if less != joined and self._is_whole(mine) else joined
+
+    def _is_whole(self, mine: Catalogue) -> bool:
+        """Else what is damaged or lost here may be whole there."""
+        return not self.report.damaged and local.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, there: Catalogue | None, joined: Catalogue) -> bool:
         packed = joined.pack()
