@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.faults.harness.children import Ended, in_child
 from tests.faults.harness.works import Bases, Kept, Work, committed, kept_in, leftovers, make_old
 
-_TRIES = 4  # runs for each kill that is wanted: some end before it comes
+_TRIES = 25  # runs for each kill that is wanted: some end before it comes
 SECONDS = 180.0
 
 
@@ -72,7 +72,7 @@ class Killing:
 
     def kills(self, count: int, dice: random.Random) -> Iterator[float]:
         """Moments; each is a kill that met the command at work."""
-        for _ in range(_TRIES * count):
+        for _ in range(_TRIES * (count - self.result.kills)):
             if self.result.kills == count:
                 return
             moment = dice.uniform(0, self.seconds)
