@@ -159,6 +159,15 @@ def test_levels_go_from_exact_to_coarse_and_questions_go_on(fitted: Path) -> Non
     assert {chunk["status"] for chunk in again["chunks"]} <= {"hit", "exact"}
 
 
+def test_chunks_that_lose_their_levels_one_by_one_are_asked_for_too(fitted: Path) -> None:
+    """What goes last of a chunk is its smallest level: nearly all questions would miss, for few bytes."""
+    measured(fitted)
+    before = levels_in(fitted)
+    with pytest.raises(UsageError, match="would go"):
+        prune(fitted, PruneOptions(max_size=1))
+    assert levels_in(fitted) == before
+
+
 def test_an_exact_record_stays_where_its_coarse_ones_are_damaged(fitted: Path) -> None:
     path = measured(fitted)
     first = chunks_in(path)[0]

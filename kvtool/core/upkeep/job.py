@@ -174,8 +174,9 @@ def _is_too_large(size: int, goal: int | None) -> bool:
 
 def _check(inventory: Inventory, plan: Plan) -> None:
     """Whether to ask first: more than half of what a question could hit would be gone, or of the documents."""
-    of_chunks = sum(sum(held.levels.values()) for held in inventory.chunks.values())
-    kv = sum(step.size for step in plan.steps if step.name in ("kv", "documents"))
+    of_each = {held.chunk_id: sum(held.levels.values()) for held in inventory.chunks.values()}
+    losing_all = {chunk for step in plan.steps if step.name in ("kv", "documents") for chunk, _ in step.drops}
+    of_chunks, kv = sum(of_each.values()), sum(of_each[chunk] for chunk in losing_all)  # their finer levels, too
     documents = len(inventory.documents)
     if 2 * kv > of_chunks or 2 * len(plan.sources) > max(documents, 2):
         raise UsageError(
