@@ -204,6 +204,13 @@ def test_a_url_for_people(url: str, shown: str) -> None:
     assert scrubbed(f"`{url}`: gone") == f"`{shown}`: gone"
 
 
+def test_the_hint_that_shows_a_url_stays_whole() -> None:
+    """It speaks of the `@` in a password, which must not be taken for one."""
+    done = kvtool("store", "push", "nonsense")
+    assert done.code == 2
+    assert "hint: in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///" in done.err
+
+
 def test_folders_with_an_at_are_different_tiers() -> None:
     assert local_place("file:///mnt/a@x/kv") != local_place("file:///mnt/b@x/kv")
     with pytest.raises(KvtoolError):

@@ -14,7 +14,8 @@ HIDDEN = "***"
 _KIND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
 SHOWN = ("prefix", "db", "protocol")  # what may stand behind `?` and is no secret
-_SUCH_AS = "such as redis://host:6379/0 or file:///mnt/shared/kv; in a password write / @ ? # as %2F %40 %3F %23"
+# the sign @ stands before the URLs: one behind a URL would look like the end of its password, which `scrubbed` hides
+_SUCH_AS = "in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///mnt/shared/kv"
 
 
 def is_url(place: str) -> bool:
