@@ -9,7 +9,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
-from kvtool.cli.upkeep import budget_of_run
+from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.cli.watch import Watch
 from kvtool.core.compress.report import CompressOptions, CompressReport
 
@@ -45,7 +45,7 @@ def compress(
     ] = "auto",
     max_size: Annotated[
         str | None,
-        typer.Option("--max-size", metavar="20GB", help="What the store may hold.", show_default="its budget"),
+        typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own"),
     ] = None,
     questions: Annotated[
         int, typer.Option("--questions", min=0, help="How many prompts the loss is measured on; 0: it is not.")

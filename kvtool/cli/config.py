@@ -8,7 +8,7 @@ from typing import Any
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.core.remote.urls import for_people, is_url
 
-app = new_app()
+app = new_app("Show the settings and where they come from.")
 
 
 @app.callback()
@@ -19,7 +19,10 @@ def config() -> None:
 @app.command()
 @takes()
 def show(run: Run) -> None:
-    """List every setting, its value, and the flag, variable or file it came from."""
+    """List every setting, its value, and where it came from.
+
+    That is a flag, a variable, a file, or the default.
+    """
     rows = _rows(run)
     result = {"settings": {row["key"]: {k: v for k, v in row.items() if k != "key"} for row in rows}}
     run.out.result(result, lambda: run.out.table(("setting", "value", "from"), map(_human, rows)))

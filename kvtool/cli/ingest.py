@@ -9,7 +9,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import store_path, system_text
-from kvtool.cli.upkeep import budget_of_run
+from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
 from kvtool.core.ingest.log import EventLog
@@ -30,7 +30,7 @@ def ingest(
         typer.Option("--continue-on-error/--fail-fast", help="After a file that fails: go on (exit code 3), or stop."),
     ] = True,
     max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="20GB", help="Size budget of the store.", show_default=False)
+        str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
     ] = None,
     include: Annotated[
         list[str] | None, typer.Option("--include", metavar="GLOB", help="Take only these files.", show_default=False)

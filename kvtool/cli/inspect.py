@@ -15,6 +15,7 @@ from kvtool.cli.inspect_defer import calibrate
 from kvtool.cli.inspect_quality import MAX_TOKENS, Wanted, quality
 from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.out import size as sized
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.sessions import open_any_store
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
@@ -158,10 +159,8 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
                 f"served   {served.questions} questions; {served.hit_rate:.1%} of {served.hits + served.misses} chunks "
                 "were found"
             )
-        of = "" if sizes["budget"] is None else f" of a budget of {sizes['budget'] / 1e6:,.1f} MB"
-        run.out.print(
-            f"disk     {sizes['folder_bytes'] / 1e6:,.1f} MB used{of}; {sizes['disk_free'] / 1e9:,.1f} GB free"
-        )
+        of = "" if sizes["budget"] is None else f" of a budget of {sized(sizes['budget'])}"
+        run.out.print(f"disk     {sized(sizes['folder_bytes'])} used{of}; {sized(sizes['disk_free'])} free")
 
     run.out.result(value, human=show)
 

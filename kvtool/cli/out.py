@@ -62,6 +62,19 @@ def one_line(text: str) -> str:
     return clean(" ".join(text.split()))
 
 
+def size(amount: int) -> str:
+    """Bytes for people, in the unit that suits them: `0.8 kB`, `5.2 MB`, `20.0 GB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if amount >= 0.95 * scale:
+            return f"{amount / scale:,.1f} {unit}"
+    return f"{amount / 1e3:,.1f} kB"
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """A number of things: `1 document`, `2 documents`."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
 def degrade(text: str, encoding: str) -> str:
     """The text with what `encoding` cannot show put as look-alikes, else as `?`."""
     try:
@@ -221,6 +234,7 @@ class Out:
         self._stdout = _SafeStream(sys.stdout if stdout is None else stdout)
         self._stderr = _SafeStream(sys.stderr if stderr is None else stderr)
         self._bars: RichProgress | None = None
+        self._in_line = False  # whether stdout stands in the middle of a line
 
     @classmethod
     def asked(cls, args: Sequence[str]) -> Out:
@@ -240,6 +254,11 @@ class Out:
         """Put text for a person on stdout at once; nothing in the machine modes. An answer streams through here."""
         if self.human:
             self._put(clean(text) + end)
+
+    def end_line(self) -> None:
+        """End the line that `print` has begun; nothing where it has ended already."""
+        if self._in_line:
+            self.print()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
         """Put a table for a person on stdout; nothing in the machine modes. Numbers stand to the right."""
@@ -353,6 +372,7 @@ class Out:
         try:
             self._stdout.write(text)
             self._stdout.flush()
+            self._in_line = not text.endswith("\n") if text else self._in_line
         except (OSError, ValueError) as error:
             self._give_up_stdout(error)
 
@@ -365,6 +385,8 @@ class Out:
         raise OutputClosed from None
 
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
+        if self._in_line and self._stdout.isatty() and self._stderr.isatty():
+            self.end_line()  # on one screen, not behind half an answer
         line = (f"{self._coloured(label, colour)}: " if label else "") + clean(text) + "\n"
         with suppress(OSError, ValueError):  # nobody is left to hear that nobody hears
             if self._bars is not None:

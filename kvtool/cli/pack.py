@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import list_of, size_in_bytes, store_path
+from kvtool.cli.out import counted
+from kvtool.cli.parsing import list_of, store_path
 from kvtool.cli.transfer import events_of, told
+from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
 
@@ -41,7 +43,7 @@ def export(
         run.out.warning(f"left out: {row['what']}: {row['reason']}")
 
     def show() -> None:
-        what = f"{report.documents} documents and {report.chunks} chunks at a level"
+        what = f"{counted(report.documents, 'document')} and {counted(report.chunks, 'chunk')} at a level"
         run.out.print(f"written: {report.path}: {what}, {report.bytes / 1e6:,.1f} MB, {report.seconds:.1f} s")
 
     run.out.result(report.to_json(), human=show)
@@ -53,14 +55,17 @@ def import_(
     run: Run,
     pack: Pack,
     max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="SIZE", help="What the store may have in use.")
+        str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
     ] = None,
 ) -> int | None:
-    """Take a pack into a store of the same model and settings; it is made where there is none."""
+    """Take a pack into a store of the same model and settings.
+
+    The store is made where there is none.
+    """
     from kvtool.core.pack.take import take
 
     settings = run.settings
-    budget = size_in_bytes(max_size) if max_size is not None else None
+    budget = budget_of_run(run, max_size)
     with events_of(run) as events:
         report = take(store_path(settings.store), pack, lock_wait=settings.lock_wait, max_size=budget, events=events)
     report.direction = "import"

@@ -224,7 +224,7 @@ def _session(run: Run, store: Any, trace: Trace | None) -> Session:
 
 def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
     reply = session.ask(request, options, on_text=lambda piece: run.out.print(piece, end=""))
-    run.out.result(reply.to_json(), human=run.out.print)
+    run.out.result(reply.to_json(), human=run.out.end_line if reply.answer else run.out.print)
     _show_decision(run, reply)
     _show_rounds(run, reply)
     tokens, timing = reply.tokens, reply.timing_ms

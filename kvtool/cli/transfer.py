@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import list_of, store_path
-from kvtool.cli.upkeep import budget_of_run
+from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
 
@@ -33,7 +33,10 @@ def push(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Let --delete take more than half of what is there.")] = False,
 ) -> int | None:
-    """Send what a shared store lacks; incremental, and resumed by running it again."""
+    """Send what a shared store lacks.
+
+    It is incremental, and resumed by running it again.
+    """
     from kvtool.core.cache.store import Store
     from kvtool.core.remote.push import push as run_push
     from kvtool.core.remote.urls import open_blobs
@@ -57,10 +60,13 @@ def pull(
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Forget files that are not there.")] = False,
     max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="SIZE", help="What the store may have in use.")
+        str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
     ] = None,
 ) -> int | None:
-    """Fetch what this store lacks; it is made where there is none."""
+    """Fetch what this store lacks.
+
+    The store is made where there is none.
+    """
     from kvtool.core.remote.pull import pull as run_pull
     from kvtool.core.remote.urls import open_blobs
 
@@ -83,7 +89,10 @@ def pull(
 
 @takes("remote_timeout")
 def sync(run: Run, url: Url) -> int | None:
-    """Pull, then push; of a file that both have in two versions the one changed last stays."""
+    """Pull, then push.
+
+    Of a file that both have in two versions the one changed last stays.
+    """
     from kvtool.core.remote.pull import sync as run_sync
     from kvtool.core.remote.urls import open_blobs
 
@@ -129,10 +138,11 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 
 def _in_words(one: TransferReport) -> str:
     what = f"{one.direction} --dry-run" if one.dry_run else one.direction
-    removed = f"{one.removed} removed" + (f" ({one.removed_bytes / 1e6:,.1f} MB)" if one.removed_bytes else "")
-    forgotten = f", {one.forgotten} documents forgotten" if one.forgotten else ""
+    would = "would be " if one.dry_run else ""
+    removed = f"{one.removed} {would}removed" + (f" ({one.removed_bytes / 1e6:,.1f} MB)" if one.removed_bytes else "")
+    forgotten = f", {one.forgotten} documents {would}forgotten" if one.forgotten else ""
     return (
-        f"{what} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level moved "
+        f"{what} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level {would}moved "
         f"({one.bytes / 1e6:,.1f} MB), {one.files.there} and {one.chunks.there} there already, "
         f"{removed}{forgotten}, {one.seconds:.1f} s"
     )

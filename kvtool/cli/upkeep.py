@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
+from kvtool.cli.out import counted
+from kvtool.cli.out import size as sized
 from kvtool.cli.parsing import duration, size_in_bytes, store_path
-from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError
+from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
 
 if TYPE_CHECKING:
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.job import PruneReport
 
+BUDGET = "Size budget for this command."  # `--max-size` of whatever writes
 Targets = Annotated[
     list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
 ]
@@ -32,7 +35,7 @@ def budget_of_run(run: Run, max_size: str | None) -> int | None:
     with suppress(KvtoolError), Store.open(store_path(run.settings.store)) as store:  # else the command itself tells
         own = store.budget()
         if own is not None and own != size:
-            run.out.status(f"--max-size {_mb(size)} takes the place of the store's own budget of {_mb(own)}")
+            run.out.status(f"--max-size {sized(size)} takes the place of the store's own budget of {sized(own)}")
     return size
 
 
@@ -44,7 +47,9 @@ def forget(run: Run, targets: Targets, dry_run: DryRun = False, yes: Yes = False
     settings = run.settings
     plan = run_forget(store_path(settings.store), targets, dry_run=dry_run, yes=yes, lock_wait=settings.lock_wait)
     chunks = sum(step.chunks for step in plan.steps)
-    value = {"dry_run": dry_run, "documents": list(plan.sources), "chunks": chunks, "bytes": plan.size}
+    value: dict[str, Any] = {"dry_run": dry_run, "documents": list(plan.sources), "chunks": chunks, "bytes": plan.size}
+    value["refused"] = None if plan.refusal is None else plan.refusal.message
+    _warn_of(run, plan.refusal)
 
     def show() -> None:
         if run.out.verbosity < 0:  # a report, not data
@@ -52,9 +57,15 @@ def forget(run: Run, targets: Targets, dry_run: DryRun = False, yes: Yes = False
         for source in plan.sources:
             run.out.print(source)
         what = "would be forgotten" if dry_run else "forgotten"
-        run.out.print(f"{what}: {len(plan.sources)} documents, {chunks} chunks, {plan.size / 1e6:,.1f} MB")
+        count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
+        run.out.print(f"{what}: {count}, {sized(plan.size)}")
 
     run.out.result(value, human=show)
+
+
+def _warn_of(run: Run, refusal: UsageError | None) -> None:
+    if refusal is not None:
+        run.out.warning(f"without --dry-run this is refused: {refusal.message}", refusal.hint)
 
 
 @takes()
@@ -81,12 +92,12 @@ def budget(
 
 
 def _show_budget(run: Run, found: Budget) -> None:
-    of = "no budget" if found.budget is None else f"of {found.budget / 1e6:,.1f} MB, prune goes to {_mb(found.low)}"
-    run.out.print(f"{_mb(found.used)} used, {of}; {_mb(found.disk_free)} free on the disk")
-
-
-def _mb(size: int | None) -> str:
-    return f"{(size or 0) / 1e6:,.1f} MB"
+    of = (
+        ", no budget"
+        if found.budget is None
+        else f" of {sized(found.budget)}; prune goes down to {sized(found.low or 0)}"
+    )
+    run.out.print(f"{sized(found.used)} used{of}; {sized(found.disk_free)} free on the disk")
 
 
 @takes()
@@ -111,7 +122,10 @@ def prune(
         bool, typer.Option("--compact/--no-compact", help="Whether files shrink to meet the size.")
     ] = True,
 ) -> int | None:
-    """Make the store smaller: least recently used first, exact before coarse, KV before text."""
+    """Make the store smaller.
+
+    Least recently used first, exact before coarse, KV before text.
+    """
     from kvtool.core.upkeep.job import PruneOptions
     from kvtool.core.upkeep.job import prune as run_prune
 
@@ -128,6 +142,7 @@ def prune(
     report = run_prune(store_path(run.settings.store), options)
     if not report.reached:
         run.out.warning(*_what_stays(report))
+    _warn_of(run, report.refusal)
     if report.spared:
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
     run.out.result(report.to_json(), human=lambda: _show_prune(run, report))
@@ -141,8 +156,8 @@ def _seconds(flag: str, text: str | None) -> float | None:
 def _what_stays(report: PruneReport) -> tuple[str, str]:
     way = report.in_the_way
     return (
-        f"the store holds {_mb(report.after)}, over {_mb(report.limit)}: {_mb(way['pinned'])} pinned, "
-        f"{_mb(way['text'])} of text, {_mb(way['other'])} else",
+        f"the store holds {sized(report.after)}, over {sized(report.limit or 0)}: {sized(way['pinned'])} pinned, "
+        f"{sized(way['text'])} of text, {sized(way['other'])} else",
         "unpin something, forget documents (--unused, --max-age), or leave --no-compact out",
     )
 
@@ -154,7 +169,7 @@ def _show_prune(run: Run, report: PruneReport) -> None:
     if rows:
         run.out.table(("step", "chunks", "documents", "MB"), rows)
     would = "would be " if report.dry_run else ""
-    run.out.print(f"{_mb(report.before)} before, {would}{_mb(report.after)} after")
+    run.out.print(f"{sized(report.before)} before, {would}{sized(report.after)} after")
 
 
 def _rows(report: PruneReport) -> list[dict[str, Any]]:
@@ -164,7 +179,10 @@ def _rows(report: PruneReport) -> list[dict[str, Any]]:
 
 @takes()
 def compact(run: Run) -> None:
-    """Give free pages, and what nothing refers to, back to the disk; readers go on meanwhile."""
+    """Give free space back to the disk.
+
+    Free pages go, and what nothing refers to; readers go on meanwhile.
+    """
     from kvtool.core.upkeep.compact import compact as run_compact
 
     done = run_compact(store_path(run.settings.store), lock_wait=run.settings.lock_wait)
@@ -172,8 +190,8 @@ def compact(run: Run) -> None:
     def show() -> None:
         if run.out.verbosity >= 0:
             run.out.print(
-                f"{_mb(done.before)} before, {_mb(done.after)} after; {done.chunks} chunks that nothing referred to "
-                f"and {done.profiles} old profiles dropped"
+                f"{sized(done.before)} before, {sized(done.after)} after; {done.chunks} chunks that nothing "
+                f"referred to and {done.profiles} old profiles dropped"
             )
 
     run.out.result(done.to_json(), human=show)
@@ -186,7 +204,10 @@ Pinned = Annotated[
 
 @takes()
 def pin(run: Run, targets: Pinned = None) -> None:
-    """Keep documents or chunks from being pruned; without a name, list what is pinned."""
+    """Keep documents or chunks from being pruned.
+
+    Without a name, list what is pinned.
+    """
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.pins import pin as run_pin
 
@@ -211,5 +232,7 @@ def _show_pins(run: Run, pins: dict[str, Any]) -> None:
     def show() -> None:
         for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
             run.out.print(name)
+        if not pins["sources"] and not pins["chunks"]:
+            run.out.status("nothing is pinned")
 
     run.out.result(pins, human=show)

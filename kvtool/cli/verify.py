@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, takes
+from kvtool.cli.out import counted
 from kvtool.cli.parsing import store_path
 from kvtool.core.errors import EXIT_DAMAGED, UsageError
 
@@ -17,7 +18,13 @@ def verify(
     run: Run,
     repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged; it is computed again.")] = False,
     sample: Annotated[
-        str | None, typer.Option("--sample", metavar="1/7", help="Check this part of the chunks.", show_default=False)
+        str | None,
+        typer.Option(
+            "--sample",
+            metavar="1/7",
+            help="Check the KV of only this part of the chunks; always the same part.",
+            show_default=False,
+        ),
     ] = None,
 ) -> int | None:
     """Check every digest and every reference."""
@@ -49,7 +56,9 @@ def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
             where = f"{row['chunk']} {row['level']} layer {row['layer']}: " if row["chunk"] else ""
             run.out.print(f"damaged: {where}{row['reason']}")
         if rows or run.out.verbosity >= 0:
-            run.out.print(f"{value['records']} records, {len(rows)} damaged, {repaired} rows dropped for repair")
+            part = "" if sample is None else f", the KV of {sample} of them checked"
+            dropped = f", {counted(repaired, 'entry', 'entries')} dropped" if repaired else ""
+            run.out.print(f"{counted(sizes['records'], 'record')}{part}; {len(rows)} damaged{dropped}")
 
     run.out.result(value, human=show)
     return EXIT_DAMAGED if left else None

@@ -97,6 +97,14 @@ def test_help_lists_every_command(capsys: Capture) -> None:
         assert line in shown
 
 
+@pytest.mark.parametrize("group", [["store"], ["config"]])
+def test_the_help_of_a_group_cuts_no_line_off(capsys: Capture, group: list[str]) -> None:
+    assert main([*group, "--help"]) == 0
+    about, listed = capsys.readouterr().out.split("Commands:\n")
+    assert "\n  " in about.partition("Options:")[0]
+    assert "..." not in listed
+
+
 def test_version(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"kvtool {kvtool.__version__}\n"

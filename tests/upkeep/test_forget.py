@@ -112,6 +112,22 @@ def test_a_pinned_document_is_not_forgotten(tree: Path) -> None:
     assert "/a/x.md" in sources(tree)
 
 
+def test_a_rehearsal_says_what_would_be_refused(tree: Path) -> None:
+    many = kvtool("store", "forget", "*", "--store", tree, "--dry-run", "--json").fine()
+    assert many.json["refused"] == "5 of 5 documents would be forgotten"
+    assert "--yes" in many.err
+    assert (
+        kvtool("store", "forget", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refused"] is None
+    )
+    prune = ("store", "prune", "--max-age", "0s", "--store", tree, "--dry-run")
+    assert "without --dry-run this is refused: " in kvtool(*prune).fine().err
+    assert kvtool(*prune, "--yes").fine().err == ""
+    with Store.open(tree) as store, store.writer() as pen:
+        pen.set_pins(["/a/x.md"], [])
+    pinned = kvtool("store", "forget", "/a", "--store", tree, "--dry-run").fine()
+    assert "/a/x.md is pinned" in pinned.err
+
+
 def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = listing(store)[2]["source"]
     value = kvtool("store", "forget", Path(source).name, "--store", store, "--json").fine().json
@@ -122,7 +138,7 @@ def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: 
         patch.setattr(Index, "update", lambda *_: pytest.fail("the index was left behind"))
         assert len(index_of(opened)) == sum(len(document["chunks"]) for document in listing(store))
     human = kvtool("store", "forget", "mill4.md", "--store", store, "--dry-run").fine()
-    assert "would be forgotten: 1 documents" in human.out
+    assert "would be forgotten: 1 document," in human.out
     kvtool("store", "forget", "mill44.md", "--store", store).failed(2, "did you mean 'mill4.md'")
     assert kvtool("store", "forget", "mill4.md", "--store", store, "-q").fine().out == ""
 

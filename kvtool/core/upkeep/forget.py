@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
@@ -56,6 +57,7 @@ def forget(
     Parameters
     ----------
     yes : also where more than half of several documents would go.
+    dry_run : change nothing; the plan's `refusal` says why this would not be done, where it would not.
 
     Raises
     ------
@@ -64,23 +66,26 @@ def forget(
     """
     with Store.open(path) as store:
         if dry_run:
-            return plan_forget(take_inventory(store), named_documents(store, targets))
+            plan = plan_forget(inventory := take_inventory(store), named_documents(store, targets))
+            return replace(plan, refusal=_refusal(inventory, plan, yes))
         with store.writer(lock_wait) as writer:
             plan = plan_forget(inventory := take_inventory(store), named_documents(store, targets))
-            _check(inventory, plan, yes)
+            if refusal := _refusal(inventory, plan, yes):
+                raise refusal
             apply(store, writer, plan)
         bring_index_up_to_date(store)
         return plan
 
 
-def _check(inventory: Inventory, plan: Plan, yes: bool) -> None:
+def _refusal(inventory: Inventory, plan: Plan, yes: bool) -> UsageError | None:
     going = set(plan.sources) & {document.source for document in inventory.documents}
     pinned = [document.source for document in inventory.documents if document.pinned and document.source in going]
     if pinned:
-        raise UsageError(f"{pinned[0]} is pinned, so nothing was forgotten", "`kvtool store unpin` it first")
+        return UsageError(f"{pinned[0]} is pinned, so nothing was forgotten", "`kvtool store unpin` it first")
     all_of_it = len(inventory.documents)
     if not yes and len(going) > max(1, all_of_it // 2):
-        raise UsageError(
+        return UsageError(
             f"{len(going)} of {all_of_it} documents would be forgotten",
             "`--dry-run` lists them; add --yes to do it",
         )
+    return None

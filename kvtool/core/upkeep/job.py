@@ -56,6 +56,7 @@ class PruneReport:
     after : on a dry run what is expected.
     in_the_way : bytes of what stays, where the limit is not met: `pinned`, `text`, `other`.
     spared : chunks whose exact records stayed, because what was to stand for them is damaged.
+    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
     """
 
     limit: int | None
@@ -68,6 +69,7 @@ class PruneReport:
     spared: int = 0
     dry_run: bool = False
     in_the_way: dict[str, int] = field(default_factory=dict)
+    refusal: UsageError | None = None
 
     @property
     def reached(self) -> bool:
@@ -78,6 +80,7 @@ class PruneReport:
         """For people and scripts."""
         names = ("limit", "goal", "before", "after", "compacted", "profiles", "spared", "dry_run", "reached")
         value = {name: getattr(self, name) for name in (*names, "in_the_way")}
+        value["refused"] = None if self.refusal is None else self.refusal.message
         return value | {"steps": [step.to_json() for step in self.steps]}
 
 
@@ -134,6 +137,7 @@ def _rehearse(store: Store, limit: int | None, wanted: Wanted, options: PruneOpt
     plan = plan_prune(inventory, wanted)
     report = PruneReport(limit, wanted.goal, inventory.used, inventory.used, list(plan.steps), dry_run=True)
     report.profiles = len(old_profiles(store))
+    report.refusal = None if options.yes else _refusal(inventory, plan)
     if options.compact and _is_too_large(inventory.used, wanted.goal):
         report.compacted = inventory.used - plan.expected
         report.after = plan.expected
@@ -153,8 +157,8 @@ def prune_with(
     inventory = take_inventory(store)
     for number in range(_ROUNDS):
         plan = plan_prune(inventory, wanted)
-        if number == 0 and not options.yes:
-            _check(inventory, plan)
+        if number == 0 and not options.yes and (refusal := _refusal(inventory, plan)):
+            raise refusal
         report.spared += len(apply(store, writer, plan))
         report.steps += plan.steps
         if options.compact and _is_too_large(space.folder_bytes(store.path), wanted.goal):
@@ -172,18 +176,19 @@ def _is_too_large(size: int, goal: int | None) -> bool:
     return goal is not None and size > goal
 
 
-def _check(inventory: Inventory, plan: Plan) -> None:
+def _refusal(inventory: Inventory, plan: Plan) -> UsageError | None:
     """Whether to ask first: more than half of what a question could hit would be gone, or of the documents."""
     of_each = {held.chunk_id: sum(held.levels.values()) for held in inventory.chunks.values()}
     losing_all = {chunk for step in plan.steps if step.name in ("kv", "documents") for chunk, _ in step.drops}
     of_chunks, kv = sum(of_each.values()), sum(of_each[chunk] for chunk in losing_all)  # their finer levels, too
     documents = len(inventory.documents)
     if 2 * kv > of_chunks or 2 * len(plan.sources) > max(documents, 2):
-        raise UsageError(
+        return UsageError(
             f"{kv / 1e6:,.1f} of {of_chunks / 1e6:,.1f} MB of KV and {len(plan.sources)} of {documents} documents "
             "would go",
             "`--dry-run` shows each step; add --yes to do it",
         )
+    return None
 
 
 def _in_the_way(inventory: Inventory, size: int) -> dict[str, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtool.core.errors import UsageError
+
 Drop = tuple[bytes, str]  # chunk, level
 
 
@@ -51,11 +53,13 @@ class Plan:
     ----------
     expected : bytes of the folder afterwards, at most, once it is compacted.
     goal : bytes that were asked for; None: no size was.
+    refusal : of a rehearsal: why it would not be done as it was asked for; None: it would.
     """
 
     steps: tuple[Step, ...]
     expected: int
     goal: int | None = None
+    refusal: UsageError | None = field(default=None, compare=False)
 
     @property
     def reaches(self) -> bool:
