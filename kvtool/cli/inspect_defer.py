@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.inspect_quality import Wanted, batch_of, measure, options_for
+from kvtool.cli.inspect_quality import Wanted, batch_of, measure, options_for, read_at
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, NoSpaceError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     value = told | defer_overview(journal.rows)
     if value["runs"]:
         _keep(run, store, identity.fingerprint, value)
-        wanted.about.write_page(run, "Defer", told | {"questions": value["questions"]}, defer_sections(value))
+        facts = told | {"questions": value["questions"]}
+        wanted.about.write_page(run, "Defer", facts, defer_sections(value), read_at(value))
     run.out.result(value, human=lambda: _show(run, value))
     if not failed:
         return None

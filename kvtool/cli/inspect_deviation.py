@@ -16,26 +16,28 @@ if TYPE_CHECKING:
 def deviation(run: Run, store: Any, about: Subject) -> None:
     """Measure, tell, and write the page."""
     requests = about.requests("deviation")
-    session, prompts, facts = laid_out(run, store, requests)
+    prompts = laid_out(run, store, requests)
+    session, facts = prompts.session, prompts.facts
     from kvtool.core.report.caches import Subject as Prompt
     from kvtool.core.report.deviation import deviation_report
     from kvtool.core.report.deviation_page import deviation_sections
     from kvtool.core.report.means import mean_of
 
     reports, texts = [], []
-    with run.out.progress("prompts", total=len(prompts), unit="prompts") as bar:
-        for asked in prompts:
-            found = deviation_report(Prompt.of(session.decoder, asked.plan, session.source))
+    with run.out.progress("prompts", total=len(prompts.asked), unit="prompts") as bar:
+        for asked in prompts.asked:
+            found = deviation_report(Prompt.of(session.decoder, asked.plan, prompts.source))
             texts.append(_texts(asked.plan, found.pop("token_deviation"), session.tokenizer))
             reports.append(found)
             bar.advance(1)
     value = facts | {"prompts": len(reports)} | mean_of(reports)
     value["chunks"] = [
         {"id": one.source.chunk_id.hex(), "tokens": [{"text": text, "deviation": worth} for text, worth in pieces]}
-        for one, pieces in zip(_hits(prompts[0].plan), texts[0], strict=True)
+        for one, pieces in zip(_hits(prompts.asked[0].plan), texts[0], strict=True)
     ]
-    about.write_page(run, "KV deviation", facts | {"prompts": len(reports)}, deviation_sections(value, texts[0]))
-    run.out.result(value, human=lambda: _show(run, value))
+    facts = facts | {"prompts": len(reports)}
+    about.write_page(run, "KV deviation", facts, deviation_sections(value, texts[0]), prompts.read_at)
+    run.out.result(value, human=lambda: _show(run, value, prompts.read_at))
 
 
 def _hits(plan: Plan) -> list[Any]:
@@ -50,7 +52,7 @@ def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tupl
     return [list(pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]
 
 
-def _show(run: Run, value: dict[str, Any]) -> None:
+def _show(run: Run, value: dict[str, Any], read_at: str) -> None:
     head = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
     rows = [
         (
@@ -63,6 +65,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
         )
         for row in value["layers"]
     ]
+    run.out.print(f"KV deviation, {read_at}")
     run.out.table(head, rows)
     run.out.print("K, V: deviation over size; top: share of the squared V deviation that these tokens hold;")
     run.out.print("rank correlation: of the tokens' V deviation with the next layer's")

@@ -50,7 +50,11 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     value = facts | overview(journal.rows)
     if value["runs"]:
         wanted.about.write_page(
-            run, "Fusion quality", facts | {"questions": value["questions"]}, quality_sections(value)
+            run,
+            "Fusion quality",
+            facts | {"questions": value["questions"]},
+            quality_sections(value),
+            read_at(value),
         )
     run.out.result(value, human=lambda: _show(run, value))
     if not failed:
@@ -105,6 +109,11 @@ def measure(
             return evaluate(session, requests, work, options, journal, out.warning, bar.advance)
 
 
+def read_at(value: dict[str, Any]) -> str:
+    """Of a report's title: what a lossy level rounds away is part of what it measures."""
+    return f"chunks read at level {', '.join(value['level'])}" if value["level"] else "no chunk read"
+
+
 def _show(run: Run, value: dict[str, Any]) -> None:
     from kvtool.core.report.quality_page import with_interval
 
@@ -130,6 +139,6 @@ def _show(run: Run, value: dict[str, Any]) -> None:
         for row in value["runs"]
     ]
     run.out.table(head, rows)
-    run.out.print(f"{value['questions']} questions; in brackets the 95 % interval over questions")
+    run.out.print(f"{value['questions']} questions, {read_at(value)}; in brackets the 95 % interval over questions")
     if value["with_holes"]:
         run.out.print(f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good")

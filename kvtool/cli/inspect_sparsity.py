@@ -12,7 +12,8 @@ from kvtool.cli.spark import sparkline
 def sparsity(run: Run, store: Any, about: Subject) -> None:
     """Measure the first question's prompt; the questions after it are asked over the same chunks."""
     requests = about.requests("sparsity")
-    session, prompts, facts = laid_out(run, store, requests[:1])
+    prompts = laid_out(run, store, requests[:1])
+    session, facts = prompts.session, prompts.facts
     from kvtool.core.model.prompt import question_tokens
     from kvtool.core.report.caches import Subject as Prompt
     from kvtool.core.report.sparsity import sparsity_report
@@ -20,14 +21,16 @@ def sparsity(run: Run, store: Any, about: Subject) -> None:
 
     others = [question_tokens(session.tokenizer, one.question, session.parts) for one in requests[1:]]
     with run.out.progress("prompts", total=1, unit="prompts") as bar:
-        found = sparsity_report(Prompt.of(session.decoder, prompts[0].plan, session.source), others)
+        found = sparsity_report(Prompt.of(session.decoder, prompts.asked[0].plan, prompts.source), others)
         bar.advance(1)
     value = facts | found
-    about.write_page(run, "Attention sparsity", facts | {"questions": len(requests)}, sparsity_sections(value))
-    run.out.result(value, human=lambda: _show(run, value))
+    facts = facts | {"questions": len(requests)}
+    about.write_page(run, "Attention sparsity", facts, sparsity_sections(value), prompts.read_at)
+    run.out.result(value, human=lambda: _show(run, value, prompts.read_at))
 
 
-def _show(run: Run, value: dict[str, Any]) -> None:
+def _show(run: Run, value: dict[str, Any], read_at: str) -> None:
+    run.out.print(f"Attention sparsity, {read_at}")
     tallies = {"context, full": value["context"]} | {f"question, {n}": one for n, one in value["question_over"].items()}
     rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()), "")]
     rows += [

@@ -14,11 +14,14 @@ from kvtool.core.errors import KvtoolError, UsageError
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
+    from kvtool.core.fusion.source import KVSource
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import QueryOptions, Request
     from kvtool.core.query.session import Session
     from kvtool.core.report.page import Section
+
+EXACTLY = "exact"  # raw or lossless records; computed where only lossy ones are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,14 @@ class Subject:
         if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):
             raise UsageError(f"the page cannot be written to {str(self.html)!r}", "name a file in a folder that exists")
 
-    def write_page(self, run: Run, title: str, facts: dict[str, object], sections: Sequence[Section]) -> None:
+    def write_page(
+        self, run: Run, title: str, facts: dict[str, object], sections: Sequence[Section], about: str = ""
+    ) -> None:
         """Write the page and the figures by themselves, where they are wanted.
+
+        Parameters
+        ----------
+        about : stands behind the page's title; the figures' files are named after the title alone.
 
         Raises
         ------
@@ -88,7 +97,9 @@ class Subject:
         """
         from kvtool.core.report.page import figure_files, page
 
-        files = [] if self.html is None else [(self.html, page(title, facts, sections))]
+        files = (
+            [] if self.html is None else [(self.html, page(f"{title}, {about}" if about else title, facts, sections))]
+        )
         if self.figures is not None:
             files += [(self.figures / name, figure) for name, figure in figure_files(title, sections)]
         for path, text in files:
@@ -127,17 +138,48 @@ def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
     return load_tokenizer(files), files
 
 
-def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> tuple[Session, list[Asked], dict[str, object]]:
-    """The model loaded, the questions' prompts, and what every report says of them first."""
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The model loaded, and the questions' prompts.
+
+    Attributes
+    ----------
+    level : at which their chunks are read: `exact` if nothing else was asked for.
+    facts : what every report says of them first.
+    """
+
+    session: Session
+    asked: list[Asked]
+    source: KVSource
+    level: str
+    facts: dict[str, object]
+
+    @property
+    def read_at(self) -> str:
+        """What a report's title says of it."""
+        return "from exact records" if self.level == EXACTLY else f"chunks read at level {self.level}"
+
+
+def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
+    """The questions' prompts, for a report on fusion: chunks are read exactly, so that no codec's loss is counted as
+    reuse's; or at the level that is asked for."""
+    from kvtool.core.report.exact import exactly
+
     options = replace(options_of(run), max_tokens=0)  # a report generates nothing: the prompt may fill the context
+    level = EXACTLY if options.level == "auto" else options.level
+    if level == EXACTLY:
+        options = replace(options, max_loss=-1.0)  # nothing lossy where anything exact is stored
     session = open_session(run, store)
-    prompts = [session.lay_out(request, options) for request in requests]
+    prompts, source = [session.lay_out(request, options) for request in requests], session.source
+    if level == EXACTLY:
+        prompts, source = exactly(session, prompts)
     identity = session.identity
     facts: dict[str, object] = {
         "model": identity.model,
         "dtype": identity.dtype,
         "lead_in": identity.lead_in.mode,
         "question": requests[0].question,
+        "level": level,
         "prompt_tokens": prompts[0].plan.length,
     }
-    return session, prompts, facts
+    return Prompts(session, prompts, source, level, facts)

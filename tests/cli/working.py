@@ -142,8 +142,11 @@ def damages(path: Path) -> list[str]:
 
 
 def state(path: Path) -> tuple[object, ...]:
-    """What a store holds; compare before and after."""
-    return listing(path), payloads(path), kvtool("inspect", "--store", path, "--json").json["model"]
+    """What a store holds, when it was used aside; compare before and after."""
+    documents = listing(path)
+    for chunk in (chunk for document in documents for chunk in document["chunks"]):
+        del chunk["last_used"]
+    return documents, payloads(path), kvtool("inspect", "--store", path, "--json").json["model"]
 
 
 @contextlib.contextmanager

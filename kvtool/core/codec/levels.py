@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvtool.core.errors import UsageError
 
 LOSSY = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
-LEVELS = ("raw", "lossless", *LOSSY)
+EXACT = ("raw", "lossless")
+LEVELS = (*EXACT, *LOSSY)
 DEFAULT_LOSSY = "2"
 NO_PROFILE = bytes(16)  # what a record names that was made without one
 MAKER = slice(64, 80)  # of a lossy record's payload: the digest of its profile (payload.py)

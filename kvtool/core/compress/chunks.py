@@ -9,10 +9,9 @@ import torch
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
+from kvtool.core.codec.levels import EXACT
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.prefill import ChunkKV
-
-EXACT = ("raw", "lossless")
 
 
 def exact_level(store: Store, chunk_id: bytes) -> str | None:

@@ -13,11 +13,11 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.cachegen import encode_levels
-from kvtool.core.codec.levels import LOSSY, coarser
+from kvtool.core.codec.levels import EXACT, LOSSY, coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
-from kvtool.core.compress.chunks import EXACT, exact_level, read_chunk, read_records
+from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.levels import ProfileShelf

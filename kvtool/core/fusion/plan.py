@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LEVELS, LOSSY
 
 Status = Literal["hit", "exact", "miss", "fresh", "standing"]
 
@@ -89,6 +89,12 @@ class Plan:
     @property
     def cached_chunks(self) -> list[Segment]:
         return [segment for segment in self.chunks if segment.cached]
+
+    @property
+    def levels(self) -> list[str]:
+        """The levels at which its chunks are read, finest first."""
+        read = {segment.source.level for segment in self.cached_chunks}
+        return [level for level in LEVELS if level in read]
 
     def mask(self, *statuses: Status) -> torch.Tensor:
         """Bool `[length]`: positions of the segments with one of these statuses."""

@@ -9,7 +9,9 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -17,49 +19,103 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.places import cache_dir
 
 _REMEMBERED = 4096  # entries kept, the newest
-_RACY_SECONDS = 2.0  # a file younger than this may change again under the same mtime
+_RACY_SECONDS = 2.0  # a file younger than this may change again under the same times
 _LOCK_SECONDS = 5.0
+_DAY_SECONDS = 86400.0
+_BLOCKS, _BLOCK = 32, 1 << 15  # 1 MiB of a file, spread over it, first and last bytes included
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is remembered of a file.
+
+    Attributes
+    ----------
+    stamp : device, inode, size, mtime_ns, ctime_ns. Copies may keep size and mtime (`rsync -t`, `tar`); a restored disk
+        image may keep all of it.
+    digest : SHA-256 of all of it (hex).
+    sample : SHA-256 of a part of it (hex).
+    checked : seconds since 1970 when one of them was last computed.
+    """
+
+    stamp: tuple[int, ...]
+    digest: str
+    sample: str
+    checked: float
+
+    @property
+    def is_fresh(self) -> bool:
+        return 0 <= time.time() - self.checked < _DAY_SECONDS
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes; hashed once for every (path, size, mtime_ns)."""
+    """SHA-256 (hex) of a file's bytes; hashed once for as long as the file stays the same.
+
+    On the first use in a day a part of the file is read again and compared: what has all of its times and its place is
+    not therefore the same file.
+    """
     real = path.resolve()
-    stat = real.stat()
-    stamp = [stat.st_size, stat.st_mtime_ns]
+    stamp = _stamp(real)
     known = _remembered().get(str(real))
-    if known is not None and known[:2] == stamp:
-        return str(known[2])
+    if known is not None and known.stamp == stamp:
+        if known.is_fresh:
+            return known.digest
+        if _sample(real) == known.sample:
+            _remember(str(real), replace(known, checked=time.time()))
+            return known.digest
     with real.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    after = real.stat()
-    unchanged = [after.st_size, after.st_mtime_ns] == stamp
-    if unchanged and time.time() - stat.st_mtime > _RACY_SECONDS:
-        _remember(str(real), [*stamp, digest])
+    sample = _sample(real)
+    if _stamp(real) == stamp and time.time() - max(stamp[-2:]) / 1e9 > _RACY_SECONDS:
+        _remember(str(real), _Known(stamp, digest, sample, time.time()))
     return digest
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _sample(path: Path) -> str:
+    """SHA-256 of blocks spread evenly over a file; of all of a small one."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        last = max(0, os.fstat(file.fileno()).st_size - _BLOCK)
+        for start in sorted({last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}):
+            file.seek(start)
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
 
 
 def _table() -> Path:
     return cache_dir() / "digests.json"
 
 
-def _remembered() -> dict[str, list[int | str]]:
-    """The table on disk; anything unreadable counts as empty, for it can be computed again."""
+def _remembered() -> dict[str, _Known]:
+    """The table on disk; anything unreadable counts as empty, and so do entries of before there were samples."""
     try:
         table = json.loads(_table().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, KvtoolError):
+        return {path: known for path, entry in table.items() if (known := _parsed(entry))}
+    except (OSError, ValueError, RecursionError, AttributeError, KvtoolError):
         return {}
-    if not isinstance(table, dict):
-        return {}
-    return {k: v for k, v in table.items() if isinstance(v, list) and len(v) == 3}
 
 
-def _remember(path: str, entry: list[int | str]) -> None:
+def _parsed(entry: Any) -> _Known | None:
+    try:
+        return _Known(
+            tuple(map(int, entry["stamp"])), str(entry["digest"]), str(entry["sample"]), float(entry["checked"])
+        )
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return None
+
+
+def _remember(path: str, entry: _Known) -> None:
     """Add one entry. A cache that cannot be written (no home, read-only, lock held) costs time, nothing else."""
     with contextlib.suppress(OSError, Timeout, KvtoolError), _locked():
         table = _remembered()
         table.pop(path, None)
         table[path] = entry
-        newest = dict(list(table.items())[-_REMEMBERED:])
+        newest = {path: asdict(known) for path, known in list(table.items())[-_REMEMBERED:]}
         write_atomically(_table(), json.dumps(newest).encode())
 
 

@@ -8,7 +8,8 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.base import Profiles
-from kvtool.core.compress.chunks import EXACT, read_chunk
+from kvtool.core.codec.levels import EXACT
+from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.identity import NEIGHBOUR, StoreIdentity

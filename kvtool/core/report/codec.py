@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from kvtool.core.codec.levels import EXACT as EXACT_LEVELS
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.profile import Profile
-from kvtool.core.compress.chunks import EXACT as EXACT_LEVELS
 from kvtool.core.compress.loss import EXACT, LevelScheme, Prompt, Scheme, measure
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.source import LayerKV, StoreSource

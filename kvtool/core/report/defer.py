@@ -18,7 +18,7 @@ from kvtool.core.query.rounds import probe, steps, text_of
 from kvtool.core.query.session import Session, selector_for
 from kvtool.core.report.intervals import interval
 from kvtool.core.report.journal import Journal
-from kvtool.core.report.quality import Warn, Work, answer_open
+from kvtool.core.report.quality import Warn, Work, answer_open, levels_in
 from kvtool.core.report.runs import RunSpec
 from kvtool.core.report.trial import Row
 from kvtool.core.scoring import score
@@ -68,7 +68,8 @@ def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, opt
     found = steps(decoder, asked.plan, selector, source, options)
     rounds = [_row(session, step.fused, step.now.bytes_read, answers, options) for step in found]
     whole = fuse(decoder, at_once.plan, selector, source, options.max_tokens)
-    return {"rounds": rounds, "whole": _row(session, whole, whole.bytes_read, answers, options)}
+    answered = _row(session, whole, whole.bytes_read, answers, options)
+    return {"rounds": rounds, "whole": answered, "levels": whole.plan.levels}
 
 
 def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str], options: QueryOptions) -> Row:
@@ -93,7 +94,7 @@ def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str]
 
 
 def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
-    """The JSON of `inspect quality --defer`: one entry a run, in `runs`.
+    """The JSON of `inspect quality --defer`: one entry a run, in `runs`; `level` as in :func:`levels_in`.
 
     Returns
     -------
@@ -105,7 +106,13 @@ def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
     names = sorted({name for of in rows.values() for name in of})
     of_run = {name: [of[name] for _, of in sorted(rows.items()) if name in of] for name in names}
     runs = [{"run": name} | _overview(questions) for name, questions in of_run.items()]
-    return {"questions": len(rows), "probed": PROBED, "allowed_loss": ALLOWED_LOSS, "runs": runs}
+    return {
+        "questions": len(rows),
+        "probed": PROBED,
+        "allowed_loss": ALLOWED_LOSS,
+        "level": levels_in(rows),
+        "runs": runs,
+    }
 
 
 def _overview(questions: Sequence[Question]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvtool.core.codec.levels import LOSSY
 from kvtool.core.report.page import Section, Shaded
 from kvtool.core.report.svg import Line, Panel, line_charts
 
@@ -19,7 +20,7 @@ def deviation_sections(value: dict[str, Any], tokens: Sequence[Sequence[tuple[st
     tokens : pieces of each chunk's text with their deviation, those of one prompt.
     """
     return [
-        _by_layer(value["layers"]),
+        _by_layer(value["layers"], value.get("level", "exact")),
         _concentration(value["layers"]),
         _neighbours(value["layers"]),
         _attention(value["attention"]),
@@ -27,7 +28,7 @@ def deviation_sections(value: dict[str, Any], tokens: Sequence[Sequence[tuple[st
     ]
 
 
-def _by_layer(layers: Sequence[dict[str, Any]]) -> Section:
+def _by_layer(layers: Sequence[dict[str, Any]], level: str) -> Section:
     lines = tuple(
         Line(name, tuple((row["layer"], row[key]) for row in layers))
         for name, key in (("keys", "k_relative"), ("values", "v_relative"))
@@ -35,8 +36,12 @@ def _by_layer(layers: Sequence[dict[str, Any]]) -> Section:
     chart = line_charts("Deviation of reused KV from full prefill's", [Panel("‖Δ‖ / ‖full‖", lines)], "layer")
     text = (
         "How far the reused keys and values of the chunks' tokens are from those of a full prefill of the same "
-        "prompt, layer by layer. The first layer's depend on the token alone, so they do not deviate."
+        "prompt, layer by layer. "
     )
+    if level in LOSSY:
+        text += f"They are read at level {level}: what it rounds away is part of the deviation, at every layer."
+    else:
+        text += "The first layer's depend on the token alone, so they do not deviate."
     return Section("By layer", (text,), (chart,))
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import LEVELS
 from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.identity import StoreIdentity
@@ -148,6 +149,12 @@ def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
     return found
 
 
+def levels_in(rows: Mapping[int, Mapping[str, Row]]) -> list[str]:
+    """The levels at which any run read chunks, finest first: what a lossy one rounds away is part of its results."""
+    read = {level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ())}
+    return [level for level in LEVELS if level in read]
+
+
 def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
     """The JSON of `inspect quality`."""
     return {
@@ -156,6 +163,7 @@ def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
         "reference": REFERENCE,
         "confidence": CONFIDENCE,
         "resamples": RESAMPLES,
+        "level": levels_in(rows),
         "runs": summarise(rows),
     }
 

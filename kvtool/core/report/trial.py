@@ -119,6 +119,7 @@ class Trial:
             "recomputed": counts.recomputed,
             "fresh": counts.fresh,
             "bytes_read": fused.bytes_read,
+            "levels": fused.plan.levels,
             "holes": [one.reason for one in fused.plan.segments[:-1] if one.status == "miss" and one.ids],
         }
         if self.asked.request.answers:

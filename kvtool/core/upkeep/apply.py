@@ -7,11 +7,10 @@ from contextlib import suppress
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import EXACT, LOSSY
 from kvtool.core.errors import DamagedError
 from kvtool.core.upkeep.inventory import kept_always
 from kvtool.core.upkeep.plan import Drop, Plan
-from kvtool.core.upkeep.prune import EXACT
 
 
 def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:

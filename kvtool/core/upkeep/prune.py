@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import EXACT, LOSSY
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
 from kvtool.core.upkeep.plan import Growing, Plan, Step
 
-EXACT = ("raw", "lossless")
 Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> what goes
 
 
