@@ -139,6 +139,16 @@ def test_no_file_is_replaced_unasked(fitted: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "home") == ["there.kvpack"]
 
 
+def test_force_replaces_files_only_and_none_of_the_store(fitted: Path, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    kvtool("store", "export", fifo, "--store", fitted, "--force").failed(2, "is no file")
+    assert fifo.is_fifo()
+    (data,) = (fitted / "data").glob("*/data.mdb")
+    kvtool("store", "export", data, "--store", fitted, "--force").failed(2, "store's own folder")
+    assert damages(fitted) == []
+
+
 def test_a_full_disk_leaves_nothing(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")

@@ -26,7 +26,8 @@ class EventLog:
         self.path = path
         self.error = ""  # why nothing is written any more: a full disk under the log ends no ingest
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            os.set_blocking(self._file, True)  # opening waits for no reader of a FIFO
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise UsageError(

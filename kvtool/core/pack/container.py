@@ -39,11 +39,13 @@ def writing(path: Path, force: bool) -> Iterator[PackWriter]:
 
     Raises
     ------
-    UsageError : there is something already, and nobody said `force`; or no such folder.
+    UsageError : there is something already, and nobody said `force`, or it is no file; or no such folder.
     NoSpaceError : the disk is full.
     """
     if os.path.lexists(path) and not force:
         raise UsageError(f"{path} is there already", "name another file, or replace it with --force")
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # of /dev/null nothing else is to be made
+        raise UsageError(f"{path} is no file", "name another file: only a file is replaced")
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)

@@ -11,7 +11,7 @@ from typing import Any
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import DamagedError, StoreNotFoundError
+from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.identity import StoreIdentity
 from kvtool.core.pack.container import PackWriter, writing
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
@@ -75,7 +75,7 @@ def export(
     Raises
     ------
     StoreNotFoundError : nothing was ever ingested.
-    UsageError : a word of `only` means nothing, or the file is there already.
+    UsageError : a word of `only` means nothing, or the file is there already or lies in the store.
     NoSpaceError : the disk is full.
     """
     started, report = time.perf_counter(), ExportReport(str(pack))
@@ -83,6 +83,8 @@ def export(
         identity = StoreIdentity.from_manifest(store.manifest())
         if identity is None:
             raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
+        if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
+            raise UsageError(f"{pack} lies in the store's own folder", "name a file outside of it")
         entries = _chosen(store, only)
         with writing(pack, force) as out:
             _Export(store, identity, out, levels, report, events or Events()).run(entries)
