@@ -54,12 +54,12 @@ def test_a_log_that_cannot_be_written_is_said_at_the_start(place: str, fresh: An
     assert not (tmp_path / "fresh").exists()
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), MemoryError(), ValueError("odd")])
 def test_a_log_that_nobody_reads_is_not_waited_for(fresh: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     fresh(write_corpus(tmp_path / "in", 1, 1), "--log", tmp_path / "fifo").failed(2, "cannot be written")
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), MemoryError(), ValueError("odd")])
 def test_a_run_that_breaks_off_says_so_last(
     raised: BaseException, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
