@@ -59,6 +59,7 @@ def pull(
         list[str] | None, typer.Option("--level", metavar="LEVEL", help="Only KV of these levels.", show_default="all")
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Forget files that are not there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Let --delete take more than half of the files.")] = False,
     max_size: Annotated[
         str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
     ] = None,
@@ -82,6 +83,7 @@ def pull(
             lock_wait=settings.lock_wait,
             max_size=budget,
             timeout=settings.remote_timeout,
+            yes=yes,
             events=events,
         )
     return told(run, [report], report.to_json())

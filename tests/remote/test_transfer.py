@@ -13,7 +13,7 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.upkeep import find_damage
-from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue
 from kvtool.core.remote.pull import pull, sync
@@ -149,6 +149,23 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
     assert pull(tmp_path / "other", blobs).removed == 0
     assert pull(tmp_path / "other", blobs, delete=True).removed == 1
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
+
+
+def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    """What was never pushed is nowhere else: a tier that is new, or another one, is no reason to forget it."""
+    sent(store, blobs)
+    with Store.open(make_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
+        writer.set_manifest(MANIFEST)
+        for number in range(3):
+            add_file(writer, f"own{number}", [f"own{number}"])
+    assert pull(tmp_path / "mine", blobs, delete=True, yes=True).removed == 5
+    with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
+        for number in range(3):
+            add_file(writer, f"own{number}", [f"own{number}"])
+    with pytest.raises(UsageError, match="3 of 5 files"):
+        pull(tmp_path / "mine", blobs, delete=True)
+    with Store.open(tmp_path / "mine") as mine:
+        assert len(mine.sources()) == 5
 
 
 def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:

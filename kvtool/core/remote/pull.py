@@ -13,7 +13,7 @@ from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
 from kvtool.core.remote.bundles import Bundle, bundles, with_bases
@@ -38,6 +38,7 @@ def pull(
     lock_wait: float = 0.0,
     max_size: int | None = None,
     timeout: float = TIMEOUT,
+    yes: bool = False,
     events: Events | None = None,
 ) -> TransferReport:
     """Bring a store up to date with a tier; it is made where there is none. Run again to resume.
@@ -48,15 +49,19 @@ def pull(
     delete : forget the files that the tier does not have.
     newer : of a file that both have in two versions take the one changed last; else the tier's.
     timeout : seconds to wait for a value.
+    yes : `delete` may take more than half of the store's files.
 
     Raises
     ------
     StoreNotFoundError : nothing was pushed there.
+    UsageError : more than half would be forgotten, and nobody said `yes`.
     RemoteError : the tier does not answer. What came stays.
     StoreFormatError : the store is of another model.
     """
     there = read_catalogue(blobs)
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
+        if delete and not yes:
+            _check_share(store, there, blobs.url)
         return adopt(store, writer, blobs, there, levels, delete, newer, timeout, events)
 
 
@@ -258,6 +263,16 @@ class _Pull:
             if keys.name_key(entry.path).hex() not in there.files:
                 self.report.removed += self.writer.remove_file(entry.path)
         self.writer.collect(keep=[bytes.fromhex(key) for key in there.chunks])
+
+
+def _check_share(store: Store, there: Catalogue, url: str) -> None:
+    paths = [entry.path for entry in store.files()]
+    gone = sum(keys.name_key(path).hex() not in there.files for path in paths)
+    if gone > max(1, len(paths) // 2):
+        raise UsageError(
+            f"--delete would forget {gone:,} of {len(paths):,} files, which {url} does not have",
+            "if that is what you want, add --yes; without --delete they stay",
+        )
 
 
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
