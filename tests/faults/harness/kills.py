@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.harness.children import Ended, in_child
-from tests.faults.harness.works import Bases, Kept, Work, committed, kept_in, leftovers, make_old
+from tests.faults.harness.works import Bases, Kept, Work, committed, kept_in, leftovers, make_old, size_of
 
 _TRIES = 25  # runs for each kill that is wanted: some end before it comes
 SECONDS = 180.0
@@ -106,9 +106,16 @@ class Killing:
         make_old(self.folder)
         self._complete(when)
         after = self._kept()
-        differing = _differing(self.end, after)
+        differing = self._too_large(after) if self.work.most is not None else _differing(self.end, after)
         self.result.not_completed += [f"{when}: {one}" for one in (*after.wrong, *differing)]
         self.result.left += [f"{when}: {one}" for one in leftovers(self.folder)]
+
+    def _too_large(self, after: Kept) -> list[str]:
+        """What a command did not do that is to make the store smaller, and to take nothing from what it keeps."""
+        assert self.work.most is not None
+        size, most = size_of(self.folder / self.work.into), self.work.most(self.bases)
+        gone = [name for name in self.end.documents if name not in after.documents]
+        return [f"{size} bytes are left of {most}"] * (size > most) + [f"{name} is gone" for name in gone]
 
 
 def _differing(end: Kept, after: Kept) -> list[str]:

@@ -65,12 +65,15 @@ class Work:
     ----------
     start : makes what it starts from in a folder. `words` : what is run then.
     into : `store` or `tier`: what of the folder it writes.
+    most : bytes that it is to leave at most, where that is its purpose: what it drops then hangs on what was dropped
+        already. None: what it leaves after a kill and another run is what an undisturbed run leaves.
     """
 
     name: str
     start: Callable[[Bases, Path], object]
     words: Callable[[Bases, Path], list[object]]
     into: str = "store"
+    most: Callable[[Bases], int] | None = None
 
     def run(self, bases: Bases, folder: Path, told: Path) -> int:
         """In a child: the exit code; each file that is committed is told, after it is."""
@@ -106,7 +109,12 @@ def works() -> list[Work]:
     return [work for work in _ALL if work.name in there or work.name in ("ingest", "compress")]
 
 
-def _size(path: Path) -> int:
+def _half(bases: Bases) -> int:
+    return size_of(bases.subject.store) // 2
+
+
+def size_of(path: Path) -> int:
+    """Bytes of all files below."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -124,7 +132,8 @@ _ALL = [
     Work(
         "prune",
         lambda b, f: copy(b.subject.store, f / "store"),
-        lambda b, f: ["store", "prune", "--max-size", _size(b.subject.store) // 2, "--yes", "--store", f / "store"],
+        lambda b, f: ["store", "prune", "--max-size", _half(b), "--yes", "--store", f / "store"],
+        most=_half,
     ),
     Work(
         "compact",
