@@ -146,7 +146,7 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
         run.out.print(f"lead-in  {identity.lead_in.mode}, {len(identity.lead_in.ids)} tokens")
         apart = {name: beginning[name] if beginning else 0 for name in ("chunks", "tokens")}
         chunks, tokens = (sizes[name] - apart[name] for name in apart)
-        run.out.print(f"content  {sizes['documents']} documents, {chunks} chunks, {tokens:,} tokens")
+        run.out.print(f"content  {sizes['documents']} documents, {chunks} chunks; KV of {tokens:,} tokens")
         if beginning:
             run.out.print(f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more")
         for level, row in sizes["levels"].items():

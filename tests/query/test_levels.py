@@ -14,7 +14,7 @@ from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.raw import Raw
-from kvtool.core.query import fill
+from kvtool.core.query import fill, layout
 from tests.cli.working import (
     CHUNKS,
     LAYERS,
@@ -237,6 +237,17 @@ def test_mixed_stores_are_normal(fitted: Path) -> None:
         for layer in range(LAYERS)
     )
     assert damages(fitted) == []
+
+
+def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "smallest_allowed", lambda *_: None)  # as if all lost more
+    gone = chunks_of(fitted, "mill0.md")[1]
+    with Store.open(fitted) as store:
+        levels = store.levels(bytes.fromhex(gone))
+    for level in levels:
+        drop(fitted, level, gone)
+    reasons = [chunk["reason"] for chunk in ask(fitted, "--max-loss", "0.02").json["chunks"]][:2]
+    assert reasons == ["no stored level is known to lose at most 0.02 nats a token", "not stored"]
 
 
 def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,9 @@ class Layout:
         if level == "auto":
             found = smallest_allowed(levels, self._losses.of(chunk_id, levels), max_loss)
         if found is None or found not in levels:
-            return Candidate(ids, chunk_id, lead_in, reason=f"not stored at level {level}", stored=bool(levels))
+            return Candidate(
+                ids, chunk_id, lead_in, reason=_why_not(level, bool(levels), max_loss), stored=bool(levels)
+            )
         return Candidate(ids, chunk_id, lead_in, found, sensitivity=info.sensitivity)
 
     def info(self, chunk_id: bytes) -> Any:
@@ -171,3 +173,10 @@ class Layout:
             return self._store.chunk_info(chunk_id)
         except DamagedError:
             return None
+
+
+def _why_not(level: str, stored: bool, max_loss: float) -> str:
+    """Why what is stored of a chunk does not serve."""
+    if level != "auto":
+        return f"not stored at level {level}"
+    return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"

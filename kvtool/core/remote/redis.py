@@ -156,10 +156,10 @@ class RedisBlobs:
         try:
             yield
         except (errors.RedisError, TypeError) as error:
-            text = str(error)
+            text = str(error).rstrip(".")  # a sentence, which goes on behind it
             for secret in self._secrets:
                 text = text.replace(secret, HIDDEN)
-            raise self._in_words(error, text) from (error if text == str(error) else None)
+            raise self._in_words(error, text) from (error if text == str(error).rstrip(".") else None)
 
     def _in_words(self, error: Exception, text: str) -> KvtoolError:
         from redis import exceptions as errors
