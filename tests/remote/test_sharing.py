@@ -20,7 +20,7 @@ from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote import blobs as blobs_module
-from kvtool.core.remote import sweep
+from kvtool.core.remote import local, sweep
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.pull import pull
@@ -457,6 +457,24 @@ def test_what_is_damaged_or_lost_here_is_not_deleted_there(
     pull(store.path, blobs)
     assert store.verify() == []
     assert push(store, blobs, delete=True).damaged == []
+
+
+def test_what_is_dropped_while_it_is_pushed_is_not_named_there(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a prune: else every pull would miss it, and the next pushes would take it for there."""
+    survey = local.survey
+
+    def then_pruned(*given: Any) -> Any:
+        found = survey(*given)
+        with Store.open(store.path) as other, other.writer() as writer:
+            writer.drop_level([id_of("f1.0")], "raw")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "survey", then_pruned)
+        assert [row["reason"] for row in push(store, blobs).damaged] == ["layer 0 is not stored"]
+    assert pull(tmp_path / "pulled", blobs).damaged == []
 
 
 def test_chunks_of_others_stay(store: Store, other: Store, blobs: Blobs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from kvtool.core.cache import keys
@@ -61,11 +62,13 @@ class Sender:
     # ---- KV ----
 
     def _send_chunk(self, key: str, chunk: Chunk, gaps: Gaps, again: bool = True) -> Chunk:
+        lost: set[str] = set()
         for level, names in gaps.items():
             try:
                 records = local.records_of(self.store, bytes.fromhex(key), level, chunk.layers)
             except DamagedError as error:
                 self.report.note_damage(f"chunk {key} at level {level}", error.message)
+                lost.add(level)
                 continue
             if local.mark_of_records(records) != chunk.levels[level].mark:
                 if not again:
@@ -76,7 +79,7 @@ class Sender:
                 return self._send_chunk(key, own, self._gaps({key: own})[0], again=False)
             values = dict(zip(kv_names(key, chunk, level), records, strict=True))
             self._put({name: values[name] for name in names})
-        return chunk
+        return _without(chunk, lost)
 
     def _gaps(self, chunks: dict[str, Chunk]) -> list[Gaps]:
         """Of each chunk what has to be sent."""
@@ -136,6 +139,13 @@ class Sender:
         if values:
             self.blobs.put(values)
             self.report.bytes += sum(map(len, values.values()))
+
+
+def _without(chunk: Chunk, lost: set[str]) -> Chunk:
+    """The same without levels that could not be sent, and what refines them: no catalogue names what is not there."""
+    while more := {level for level, one in chunk.levels.items() if one.base in lost and level not in lost}:
+        lost = lost | more
+    return replace(chunk, levels={level: one for level, one in chunk.levels.items() if level not in lost})
 
 
 def _changed() -> KvtoolError:
