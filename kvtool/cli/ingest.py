@@ -66,8 +66,9 @@ def ingest(
         max_size=budget_of_run(run, max_size),
         fail_fast=not continue_on_error,
         embedder=settings.embedder,
+        log=None if log is None else log.expanduser(),
     )
-    report = _ingest(run, options, log)
+    report = _ingest(run, options)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
     return _code(report)
 
@@ -76,11 +77,12 @@ def _code(report: IngestReport) -> int:
     return EXIT_PARTIAL if report.failures else EXIT_DONE
 
 
-def _ingest(run: Run, options: IngestOptions, log: Path | None) -> IngestReport:
+def _ingest(run: Run, options: IngestOptions) -> IngestReport:
     """Do it, shown on the terminal and written to the log."""
     from kvtool.core.ingest.job import ingest as run_ingest
 
-    book = EventLog(log.expanduser()) if log is not None else None
+    log = options.log
+    book = EventLog(log) if log is not None else None
     try:
         place = store_path(run.settings.store)
         if book:

@@ -43,6 +43,19 @@ def test_a_folder_that_is_gone_is_forgotten(fresh: Any, folder: Path, tmp_path: 
     fresh(folder, "--sync").failed(2, "no such file or folder")  # now a spelling mistake like any other
 
 
+def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "other", 1, 1)
+    shutil.rmtree(folder)
+    assert fresh(other, folder, "--sync").fine().json["documents"] | {"unchanged": 0} == {
+        "added": 1, "changed": 0, "unchanged": 0, "removed": 2, "failed": 0,
+    }  # fmt: skip
+    (other / "mill0.md").write_text("# Another\n\nThe mill is closed.\n")
+    done = fresh(other, folder, "--sync").fine()  # forgotten already, and still missing
+    assert done.json["documents"]["changed"] == 1
+    assert f"{folder} is not there" in done.err
+    fresh(other, folder).failed(2, "no such file or folder")
+
+
 def test_an_emptied_folder_is_forgotten(fresh: Any, folder: Path, tmp_path: Path) -> None:
     for path in folder.iterdir():
         path.unlink()

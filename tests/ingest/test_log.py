@@ -47,6 +47,13 @@ def test_the_log_of_two_runs(fresh: Any, tmp_path: Path) -> None:
     assert len(events(log)) > len(first)
 
 
+def test_a_log_within_the_folder_is_not_read(fresh: Any, tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "in", 1, 1)
+    for added in (1, 0):
+        done = fresh(folder, "--log", folder / "log.jsonl").fine()
+        assert done.json["documents"]["added"] == added
+
+
 @pytest.mark.parametrize("place", ["no/such/log.jsonl", "."])
 def test_a_log_that_cannot_be_written_is_said_at_the_start(place: str, fresh: Any, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "in", 1, 1)

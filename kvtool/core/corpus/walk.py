@@ -82,6 +82,7 @@ def find_files(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     remembered: Callable[[Path], bool] = lambda path: False,
+    leave_out: Sequence[Path] = (),
 ) -> Walked:
     """Find the files below `paths`, sorted, each real file once.
 
@@ -95,6 +96,7 @@ def find_files(
     include, exclude : shell patterns, matched against the name and the path below the folder;
         `exclude` also prunes whole folders.
     remembered : whether a path that does not exist may be missing, because it was there once.
+    leave_out : files that are not taken, wherever they are found.
 
     Raises
     ------
@@ -103,7 +105,7 @@ def find_files(
     """
     if not paths:
         raise UsageError("no files or folders given", "name at least one file or folder to read")
-    search = _Search(tuple(include), tuple(exclude), remembered)
+    search = _Search(tuple(include), tuple(exclude), remembered, {os.path.realpath(path) for path in leave_out})
     for path in paths:
         search.take(path)
     return search.result()
@@ -119,6 +121,7 @@ class _Search:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     remembered: Callable[[Path], bool]
+    left_out: set[str]  # real paths
     # real path → the way it was reached; a file that is no link wins over a link to it
     found: dict[str, FoundFile] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -175,6 +178,8 @@ class _Search:
             return False
         file = FoundFile(path, status.st_size, status.st_mtime_ns)
         real = os.path.realpath(path)
+        if real in self.left_out:
+            return False
         known = self.found.get(real)
         if known is None or _rank(file, real) < _rank(known, real):
             self.found[real] = file

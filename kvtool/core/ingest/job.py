@@ -227,7 +227,10 @@ class _Job:
     @cached_property
     def found(self) -> Survey:
         """What there is to do. Paths are looked at first: a model may have to be downloaded for the rest."""
-        walked = find_files(self.options.paths, self.options.include, self.options.exclude, self._remembers)
+        options, own = self.options, self.options.log
+        walked = find_files(
+            options.paths, options.include, options.exclude, self._remembers, [own] if own is not None else []
+        )
         found = survey(walked, self.options, self.store, self.identity.settings_digest())
         if not found and not (self.options.sync and self.store is not None):
             raise _nothing(walked, found)
@@ -236,7 +239,8 @@ class _Job:
         return found
 
     def _remembers(self, path: Path) -> bool:
-        """Whether the store has documents of a path that is not there any more, so that they can be forgotten.
+        """Whether a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`
+        other paths are there to go on with.
 
         Raises
         ------
@@ -249,7 +253,7 @@ class _Job:
                 f"{path} is not there any more; the store holds {count} document(s) of it",
                 f"--sync forgets them, and so does `kvtool store forget {shlex.quote(str(path))}`",
             )
-        return count > 0
+        return count > 0 or (self.options.sync and any(other.exists() for other in self.options.paths))
 
     def _tell(self, walked: Walked, found: Survey) -> None:
         """Whatever was not read, by name; folders that are bare and paths that are gone."""

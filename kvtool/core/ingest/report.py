@@ -33,6 +33,7 @@ class IngestOptions:
     continue_on_error: bool = True  # always so, unless `fail_fast`
     fail_fast: bool = False
     embedder: str | None = None
+    log: Path | None = None  # written by this run, and so not read by it
 
 
 @dataclass(slots=True)
