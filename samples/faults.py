@@ -248,11 +248,12 @@ def table_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def render(rows: list[dict[str, Any]], journal: list[dict[str, Any]], given: argparse.Namespace) -> str:
     """Markdown."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in journal))
-    command = " ".join(["samples/faults.py", *sys.argv[1:]])
+    asked = {name: getattr(given, name) for name in ("flips", "cuts", "kills", "fills", "readers", "threads", "seed")}
+    command = " ".join(["samples/faults.py", *(f"--{name} {value}" for name, value in asked.items())])
     lines = [
         "# Faults, injected",
         "",
-        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}, commit {commits}, seed {given.seed}:",
+        f"{machine()}, {datetime.now(UTC):%Y-%m-%d}, commit {commits}:",
         "",
         f"    {command}",
         "",

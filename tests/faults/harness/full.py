@@ -59,11 +59,12 @@ class Limited:
 
 
 def _file_sizes(full: _Full) -> tuple[int, int]:
-    """From the largest file of the start to the largest of the end."""
+    """From the largest file of the start to the largest of the end; of what is made anew and smaller, from little."""
     full._start()
     first = _largest(full.folder / full.work.into)
     full._run()
-    return first + 1, max(_largest(full.folder / full.work.into), first + 2)
+    last = _largest(full.folder / full.work.into)
+    return (first + 1, last) if last > first + 1 else (2**16, last)
 
 
 def _largest(folder: Path) -> int:
