@@ -59,6 +59,9 @@ def pull(
         list[str] | None, typer.Option("--level", metavar="LEVEL", help="Only KV of these levels.", show_default="all")
     ] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Forget files that are not there.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; count what would be fetched and forgotten.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Let --delete take more than half of the files.")] = False,
     max_size: Annotated[
         str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
@@ -68,11 +71,16 @@ def pull(
 
     The store is made where there is none.
     """
+    from kvtool.core.remote.pull import preview
     from kvtool.core.remote.pull import pull as run_pull
     from kvtool.core.remote.urls import open_blobs
 
     settings = run.settings
     levels = [check_level(one) for one in list_of(level)] or None
+    if dry_run:
+        with closing(open_blobs(url, settings.remote_timeout)) as blobs:
+            report = preview(store_path(settings.store), blobs, levels=levels, delete=delete)
+        return told(run, [report], report.to_json())
     budget = budget_of_run(run, max_size)
     with closing(open_blobs(url, settings.remote_timeout)) as blobs, events_of(run) as events:
         report = run_pull(

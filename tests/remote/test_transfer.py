@@ -16,7 +16,7 @@ from kvtool.core.cache.upkeep import find_damage
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue
-from kvtool.core.remote.pull import pull, sync
+from kvtool.core.remote.pull import preview, pull, sync
 from kvtool.core.remote.push import join, push
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
@@ -158,7 +158,11 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
         writer.set_manifest(MANIFEST)
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
-    assert pull(tmp_path / "mine", blobs, delete=True, yes=True).removed == 5
+    rehearsed = preview(tmp_path / "mine", blobs, delete=True)
+    done = pull(tmp_path / "mine", blobs, delete=True, yes=True)
+    assert (rehearsed.removed, done.removed) == (5, 5)
+    assert (rehearsed.files, rehearsed.chunks) == (done.files, done.chunks)
+    assert preview(tmp_path / "mine", blobs, delete=True).to_json()["files"]["moved"] == 0
     with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])

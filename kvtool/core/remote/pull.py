@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import DamagedError, UsageError
+from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
 from kvtool.core.remote.bundles import Bundle, bundles, with_bases
@@ -88,6 +88,32 @@ def adopt(
     job.run(there, levels, delete, newer, mirror)
     job.report.seconds = time.perf_counter() - started
     return job.report
+
+
+def preview(
+    path: Path, blobs: Blobs, *, levels: Sequence[str] | None = None, delete: bool = False, newer: bool = False
+) -> TransferReport:
+    """What a pull would do; nothing is fetched but the catalogue, and nothing is written. Raises as `pull` does."""
+    started = time.perf_counter()
+    there, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=True)
+    try:
+        with Store.open(path) as store:
+            if mine := store.manifest():
+                check_same_identity(there.identity, mine.get("identity", {}), str(path))
+            files = wanted_files(store, there, newer)
+            records, report.chunks.there = wanted_records(store, there, levels)
+            report.removed = len(only_here(store, there)) if delete else 0
+    except StoreNotFoundError:
+        files = list(there.files)
+        records = [
+            (key, Bundle(tuple(with_bases(chunk, chunk.levels if levels is None else levels))))
+            for key, chunk in there.chunks.items()
+        ]
+    report.files.moved, report.files.there = len(files), len(there.files) - len(files)
+    report.chunks.moved = sum(len(one.levels) for _, one in records)
+    report.bytes = sum(there.chunks[key].levels[level].size for key, one in records for level in one.levels)
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 def sync(path: Path, blobs: Blobs, *, lock_wait: float = 0.0, events: Events | None = None) -> list[TransferReport]:
@@ -193,15 +219,7 @@ class _Pull:
         self.writer.describe(infos)
 
     def _records(self, there: Catalogue, levels: Sequence[str] | None) -> None:
-        wanted: list[tuple[str, Bundle]] = []
-        for key, chunk in there.chunks.items():
-            chunk_id = bytes.fromhex(key)
-            stored = self.store.levels(chunk_id)
-            asked = with_bases(chunk, chunk.levels if levels is None else levels)
-            is_theirs = functools.partial(local.holds_level, self.store, chunk_id, chunk)
-            found = bundles(chunk, asked, stored, is_theirs)
-            self.report.chunks.there += len(asked) - sum(len(one.levels) for one in found)
-            wanted += [(key, one) for one in found]
+        wanted, self.report.chunks.there = wanted_records(self.store, there, levels)
         self.events.total(sum(len(one.levels) for _, one in wanted))
         for group, records in self._fetched(_records_of(key, there.chunks[key], one) for key, one in wanted):
             with self._noted(group):
@@ -228,8 +246,7 @@ class _Pull:
         self.report.chunks.moved += len(by_level)
 
     def _files(self, there: Catalogue, newer: bool) -> None:
-        mine = self._own_files()
-        wanted = [key for key, one in there.files.items() if _is_wanted(one, mine.get(key), newer)]
+        wanted = wanted_files(self.store, there, newer)
         self.report.files.there = len(there.files) - len(wanted)
         for group, value in self._single(
             Group(key, f"file {key}", [file_name(key, there.files[key])]) for key in wanted
@@ -248,30 +265,49 @@ class _Pull:
         except ValueError as error:
             self.report.note_damage(group.what, str(error))
 
-    def _own_files(self) -> dict[str, File]:
-        found = {}
-        for entry in self.store.files():
-            try:
-                mark = digest_of(local.file_value(self.store, entry))
-            except DamagedError:  # replaced by the tier's
-                continue
-            found[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
-        return found
-
     def _forget(self, there: Catalogue) -> None:
-        for entry in list(self.store.files()):
-            if keys.name_key(entry.path).hex() not in there.files:
-                self.report.removed += self.writer.remove_file(entry.path)
+        for path in only_here(self.store, there):
+            self.report.removed += self.writer.remove_file(path)
         self.writer.collect(keep=[bytes.fromhex(key) for key in there.chunks])
 
 
+def wanted_records(
+    store: Store, there: Catalogue, levels: Sequence[str] | None
+) -> tuple[list[tuple[str, Bundle]], int]:
+    """What of a tier's KV a store lacks, by chunk, and how many chunks at a level it has already."""
+    wanted: list[tuple[str, Bundle]] = []
+    known = 0
+    for key, chunk in there.chunks.items():
+        chunk_id = bytes.fromhex(key)
+        asked = with_bases(chunk, chunk.levels if levels is None else levels)
+        is_theirs = functools.partial(local.holds_level, store, chunk_id, chunk)
+        found = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
+        known += len(asked) - sum(len(one.levels) for one in found)
+        wanted += [(key, one) for one in found]
+    return wanted, known
+
+
+def wanted_files(store: Store, there: Catalogue, newer: bool) -> list[str]:
+    """Keys of the files that a store lacks, or has in another version."""
+    mine = {}
+    for entry in store.files():
+        with suppress(DamagedError):  # replaced by the tier's
+            mark = digest_of(local.file_value(store, entry))
+            mine[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
+    return [key for key, one in there.files.items() if _is_wanted(one, mine.get(key), newer)]
+
+
+def only_here(store: Store, there: Catalogue) -> list[str]:
+    """Paths of the files that the tier does not have."""
+    return [entry.path for entry in store.files() if keys.name_key(entry.path).hex() not in there.files]
+
+
 def _check_share(store: Store, there: Catalogue, url: str) -> None:
-    paths = [entry.path for entry in store.files()]
-    gone = sum(keys.name_key(path).hex() not in there.files for path in paths)
-    if gone > max(1, len(paths) // 2):
+    gone, count = len(only_here(store, there)), sum(1 for _ in store.files())
+    if gone > max(1, count // 2):
         raise UsageError(
-            f"--delete would forget {gone:,} of {len(paths):,} files, which {url} does not have",
-            "if that is what you want, add --yes; without --delete they stay",
+            f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",
+            "look at it with --dry-run; if that is what you want, add --yes; without --delete they stay",
         )
 
 
