@@ -15,7 +15,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 _DEFAULT_RESERVE = 64 * 2**20
 _SMALL_FILE = 64 * 1024  # what tells who writes, and what was dropped, has to fit on a full disk
-_HINT = "free some disk space, or make the store smaller with `kvtool store prune` or `kvtool compress --drop-raw`"
+_HINT = "free some disk space; with a little of it `kvtool store prune` or `kvtool compress --drop-raw` gives back more"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
