@@ -47,7 +47,9 @@ def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
             with store.writer(run.settings.lock_wait) as writer:
                 repaired = writer.repair(damaged)
             left = store.verify(sample)
-        sizes = store.stats()
+        sizes, concerns = store.stats(), store.concerns()
+    for concern in concerns:
+        run.out.warning(concern)
     rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
 

@@ -123,6 +123,12 @@ def test_13_damaged(store: Path) -> None:
     kvtool("store", "verify", "--store", store).fine()
 
 
+def test_a_store_that_is_open_to_others_is_said(store: Path) -> None:
+    assert kvtool("store", "verify", "--store", store).fine().err == ""
+    store.chmod(0o755)
+    assert f"{store} can be read by others" in kvtool("store", "verify", "--store", store).fine().err
+
+
 def test_13_a_damaged_store_file(store: Path, form: Any) -> None:
     (store / "store.json").write_text("{")
     kvtool("query", QUESTION, "--store", store, *form).failed(13)
