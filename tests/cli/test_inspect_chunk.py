@@ -105,5 +105,5 @@ def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:
     assert row["store"]["chunks"] - row["beginning"]["chunks"] == len(listed)
     assert row["store"]["tokens"] - row["beginning"]["tokens"] == sum(listed.values())
     told = kvtool("inspect", "--store", store).fine().out
-    assert f"{len(listed)} chunks, {sum(listed.values()):,} tokens\n" in told
+    assert f"{len(listed)} chunks; KV of {sum(listed.values()):,} tokens\n" in told
     assert f"beginning: {row['beginning']['tokens']} tokens, one chunk more\n" in told
