@@ -52,6 +52,8 @@ def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
         run.out.warning(concern)
     rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
+    if sample is not None:  # the counts above are the store's; of its KV only this part was read
+        value["sample"] = str(sample)
 
     def show() -> None:
         for row in rows:

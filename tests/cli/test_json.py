@@ -283,7 +283,7 @@ def test_verify(store: Path) -> None:
         "reason": "",
     }
     before = files_below(store)
-    kvtool("store", "verify", "--store", store, "--sample", "1/7")
+    assert kvtool("store", "verify", "--store", store, "--sample", "1/7", "--json").json["sample"] == "1/7"
     assert files_below(store) == before
 
 
