@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
 from tests.cli.working import damages, kvtool, listing, write_corpus
 
 
@@ -54,6 +56,25 @@ def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path
     assert done.json["documents"]["changed"] == 1
     assert f"{folder} is not there" in done.err
     fresh(other, folder).failed(2, "no such file or folder")
+
+
+def test_what_a_killed_run_did_not_come_to_drop_goes_with_the_next(
+    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Writer, keep: object = ()) -> int:
+        raise KeyboardInterrupt
+
+    with Store.open(tmp_path / "fresh") as store:
+        before = len(store.chunk_ids())
+    (folder / "mill0.md").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "collect", killed)
+        assert fresh(folder, "--sync").code == 130
+    assert fresh(folder, "--sync").fine().json["chunks"]["removed"] > 0
+    assert fresh(folder, "--sync").fine().json["chunks"]["removed"] == 0
+    with Store.open(tmp_path / "fresh") as store:
+        assert len(store.chunk_ids()) < before
+        assert store.is_collected()
 
 
 def test_an_emptied_folder_is_forgotten(fresh: Any, folder: Path, tmp_path: Path) -> None:

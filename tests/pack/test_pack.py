@@ -261,6 +261,20 @@ def test_a_damaged_member_is_left_out_and_named(
     assert damages(tmp_path / "new") == []
 
 
+def test_what_stands_before_a_member_is_part_of_it(pack: Path) -> None:
+    """The zip format says things twice, and readers look at one of them: a flip in the other is damage all the same."""
+    with zipfile.ZipFile(pack) as read:
+        member = next(one for one in read.infolist() if one.filename.startswith("kv/"))
+    whole = pack.read_bytes()
+    for at in range(30):
+        data = bytearray(whole)
+        data[member.header_offset + at] ^= 2
+        pack.write_bytes(data)
+        reader = container.PackReader(pack)
+        assert reader.get(member.filename, 2**30) == b"", at
+        reader.close()
+
+
 def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
     """Members stand as they are: one that is packed is none."""
     change(pack, "kv/", lambda data: bytes(2**26), compress_type=zipfile.ZIP_DEFLATED)

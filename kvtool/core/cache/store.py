@@ -295,6 +295,12 @@ class Store:
             counted = _json_of(snapshot, keys.DOCUMENTS_KEY, "a counter")
         return int(counted["documents"]) if counted.get("revision") == revision else revision
 
+    def is_collected(self) -> bool:
+        """Whether chunks that no document refers to were looked for since documents changed last."""
+        with contextlib.suppress(DamagedError):  # then they are looked for, and the counter is written anew
+            return bool(self._json(keys.COLLECTED_KEY, "a counter").get("documents") == self.documents_revision())
+        return False
+
     def concerns(self) -> list[str]:
         """Permissions that a careful owner would want to change."""
         return layout.concerns(self.path)

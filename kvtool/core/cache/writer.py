@@ -34,7 +34,7 @@ _ROW_SLACK = 256  # key, node and its share of the tree
 _BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.ADDED)
 
 _UNSEEN_TABLES = (tables.USED, tables.ADDED)  # which no answer hangs on
-_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY)
+_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY)
 
 Row = tuple[bytes, bytes, bytes]  # table, key, value
 Doomed = tuple[bytes, bytes]  # table, key
@@ -261,7 +261,10 @@ class Writer:
         wanted |= set(keep)
         with self._environment().read() as snapshot:
             known = {key[:ID_BYTES] for table in _BY_CHUNK for key in snapshot.keys(table)}
-        return self.drop_chunks(sorted(known - wanted))
+        dropped = self.drop_chunks(sorted(known - wanted))
+        if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
+            self._commit([_meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
+        return dropped
 
     def repair(self, damages: Iterable[Damage]) -> int:
         """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were touched.

@@ -194,7 +194,7 @@ class _Job:
         for entry in found.gone:
             writer.remove_file(entry.path)
             self.report.documents.removed += len(entry.documents)
-        if prepared or found.gone or self.known != self.identity:
+        if prepared or found.gone or self.known != self.identity or not self.store.is_collected():
             self.report.chunks.removed = writer.collect(keep=[self.identity.prefix_id])
             self._index()
         elif self.options.embedder is not None:

@@ -108,11 +108,17 @@ class PackReader:
         if member.file_size > most:
             return b""
         try:
-            return self._zip.read(member)
+            return self._zip.read(member) if self._has_its_header(member) else b""
         except _BROKEN:
             return b""
         except OSError as error:
             raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
+
+    def _has_its_header(self, member: zipfile.ZipInfo) -> bool:
+        """Whether what stands before a member is what the list at the end says; zipfile looks at its name only."""
+        self._file.seek(member.header_offset)
+        wanted = member.FileHeader()
+        return self._file.read(len(wanted)) == wanted
 
     def close(self) -> None:
         """Let go of the file."""
