@@ -244,7 +244,7 @@ def compare(rows: list[dict[str, Any]], copies: Path) -> Iterator[str]:
 def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) -> Iterator[str]:
     """The same for one idle copy; the model of the first session serves all."""
     from kvtool.core.query.reply import QueryOptions, Request
-    from kvtool.core.query.session import Session, store_identity
+    from kvtool.core.session.session import Session, store_identity
 
     expected: dict[tuple[str, str], dict[str, Any]] = {}
     with Store.open(copy) as store:

@@ -26,17 +26,17 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.levels import MeasuredLosses
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.streaming import rungs_of
 from kvtool.core.remote.push import push
 from kvtool.core.remote.tier import Tier
 from kvtool.core.remote.urls import open_blobs
+from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder
 from kvtool.core.streaming.policy import Adaptive, Task
-from kvtool.core.streaming.simulate import simulate
-from kvtool.core.streaming.traces import Trace, read_trace
+from kvtool.lab.simulator.simulate import simulate
+from kvtool.lab.simulator.traces import Trace, read_trace
 
 NAMESPACE, HERE, THERE, NET = "kvtool-link", "kvtool-here", "kvtool-there", "10.213.7"
 PORT = 6391

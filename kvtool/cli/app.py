@@ -25,6 +25,7 @@ import typer.main
 
 from kvtool.cli.options import new_app
 from kvtool.cli.out import Out
+from kvtool.core.common.machine import is_busy
 from kvtool.core.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -35,7 +36,6 @@ from kvtool.core.errors import (
     NoSpaceError,
     UsageError,
 )
-from kvtool.core.machine import is_busy
 from kvtool.core.remote.urls import scrubbed
 
 COMMANDS = {

@@ -16,8 +16,8 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.names import MODES
 
 if TYPE_CHECKING:
-    from kvtool.core.bench.codec import CodecBench
-    from kvtool.core.bench.fusion import FusionBench, FusionEvents, FusionOptions
+    from kvtool.lab.bench.codec import CodecBench
+    from kvtool.lab.bench.fusion import FusionBench, FusionEvents, FusionOptions
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
 app.command()(stream)
@@ -31,8 +31,8 @@ def ingest(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Rounds; medians are shown.")] = 3,
 ) -> None:
     """Ingest the store's own documents again into a scratch store, against plain batched prefill of the same chunks."""
-    from kvtool.core.bench.ingest import bench_ingest, files_of
     from kvtool.core.cache.store import Store
+    from kvtool.lab.bench.ingest import bench_ingest, files_of
 
     settings = run.settings
     with Store.open(store_path(settings.store)) as store:
@@ -60,8 +60,8 @@ def codec(
     ] = None,
 ) -> None:
     """Encode and decode the store's own exact chunks, beside memcpy, zstandard and the products of the transform."""
-    from kvtool.core.bench.codec import bench_codec
     from kvtool.core.cache.store import Store
+    from kvtool.lab.bench.codec import bench_codec
 
     with (
         Store.open(store_path(run.settings.store)) as store,
@@ -72,7 +72,7 @@ def codec(
 
 
 def _show_codec(run: Run, result: CodecBench) -> None:
-    from kvtool.core.bench.first_call import INCLUDES
+    from kvtool.lab.bench.first_call import INCLUDES
 
     rows = [
         (
@@ -124,9 +124,9 @@ def fusion(
     """
     modes, contexts = _modes(fusion), _contexts(context)
     check_level(level)
-    from kvtool.core.bench.fusion import FusionEvents, FusionOptions, passes
-    from kvtool.core.bench.scratch import Sizes
     from kvtool.core.query.reply import QueryOptions
+    from kvtool.lab.bench.fusion import FusionEvents, FusionOptions, passes
+    from kvtool.lab.bench.scratch import Sizes
 
     settings = run.settings
     options = FusionOptions(
@@ -161,8 +161,8 @@ def _contexts(given: list[str] | None) -> tuple[int, ...]:
 
 
 def _measured(run: Run, shape: str | None, options: FusionOptions, events: FusionEvents) -> FusionBench:
-    from kvtool.core.bench.fusion import bench_shape, bench_store
     from kvtool.core.cache.store import Store
+    from kvtool.lab.bench.fusion import bench_shape, bench_store
 
     settings = run.settings
     if shape is not None:
@@ -173,13 +173,13 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Fusio
 
 
 def _draw(result: FusionBench, path: Path) -> None:
-    from kvtool.core.report.fusion import fusion_chart
+    from kvtool.lab.reports.fusion import fusion_chart
 
     path.write_text(fusion_chart(result), encoding="utf-8")
 
 
 def _show_fusion(run: Run, result: FusionBench) -> None:
-    from kvtool.core.report.fusion import TABLE_HEAD, fusion_notes, fusion_table
+    from kvtool.lab.reports.fusion import TABLE_HEAD, fusion_notes, fusion_table
 
     run.out.table(TABLE_HEAD, fusion_table(result))
     for line in fusion_notes(result):

@@ -12,14 +12,14 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import list_of, store_path
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS, make_estimator
-from kvtool.core.streaming.simulate import DEPTH
+from kvtool.lab.simulator.simulate import DEPTH
 
 if TYPE_CHECKING:
-    from kvtool.core.bench.stream import StreamBench
-    from kvtool.core.bench.stream_speeds import Speeds
-    from kvtool.core.bench.stream_subject import Subject
     from kvtool.core.fusion.speeds import PassSpeed
-    from kvtool.core.streaming.traces import Trace
+    from kvtool.lab.bench.stream import StreamBench
+    from kvtool.lab.bench.stream_speeds import Speeds
+    from kvtool.lab.bench.stream_subject import Subject
+    from kvtool.lab.simulator.traces import Trace
 
 _SLO_MS = "300,500,1000,2000"
 
@@ -66,8 +66,8 @@ def stream(
     A simulation: the policies are those of a real link, the link and the computing are computed. KV sizes and losses
     are measured ones: with --shape those of the README, else the store's own.
     """
-    from kvtool.core.bench.stream import StreamOptions, bench_stream
-    from kvtool.core.bench.stream_speeds import GPUS, Speeds
+    from kvtool.lab.bench.stream import StreamOptions, bench_stream
+    from kvtool.lab.bench.stream_speeds import GPUS, Speeds
 
     if gpu not in GPUS:
         raise UsageError(f"--gpu: there are no speeds of {gpu!r}", f"known: {', '.join(GPUS)}")
@@ -99,8 +99,8 @@ def _objectives(given: list[str] | None) -> tuple[float, ...]:
 
 
 def _traces(given: list[Path] | None, folder: Path | None) -> list[Trace]:
-    from kvtool.core.streaming.generate import generate
-    from kvtool.core.streaming.traces import read_trace, write_trace
+    from kvtool.lab.simulator.generate import generate
+    from kvtool.lab.simulator.traces import read_trace, write_trace
 
     if folder is not None:
         try:
@@ -113,8 +113,8 @@ def _traces(given: list[Path] | None, folder: Path | None) -> list[Trace]:
 
 
 def _subject(run: Run, shape: str | None, context: int, chunk_tokens: int, speeds: Speeds) -> Subject:
-    from kvtool.core.bench.stream_subject import shape_subject, store_subject
     from kvtool.core.cache.store import Store
+    from kvtool.lab.bench.stream_subject import shape_subject, store_subject
 
     if shape is not None:
         return shape_subject(shape, context, chunk_tokens, speeds)
@@ -125,8 +125,8 @@ def _subject(run: Run, shape: str | None, context: int, chunk_tokens: int, speed
 def _measured(run: Run, store: Any) -> PassSpeed | None:
     """How fast this machine computes the store's model, if that was measured once."""
     from kvtool.core.model.load import resolve_device
-    from kvtool.core.query.session import store_identity
-    from kvtool.core.query.speeds import recalled
+    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.speeds import recalled
 
     identity = store_identity(store)
     known = recalled(store, identity.fingerprint, resolve_device(run.settings.device), identity.dtype, layers=1)
@@ -134,8 +134,8 @@ def _measured(run: Run, store: Any) -> PassSpeed | None:
 
 
 def _draw(result: StreamBench, path: Path) -> None:
-    from kvtool.core.report.stream import stream_chart
-    from kvtool.core.report.stream_figures import classes_figure, drop_figure
+    from kvtool.lab.reports.stream import stream_chart
+    from kvtool.lab.reports.stream_figures import classes_figure, drop_figure
 
     figures = {"": stream_chart, "-classes": classes_figure, "-drop": drop_figure}
     try:
@@ -146,7 +146,7 @@ def _draw(result: StreamBench, path: Path) -> None:
 
 
 def _show(run: Run, result: StreamBench) -> None:
-    from kvtool.core.report.stream import CASE_HEAD, READY_HEAD, case_table, ready_table, stream_notes, stream_table
+    from kvtool.lab.reports.stream import CASE_HEAD, READY_HEAD, case_table, ready_table, stream_notes, stream_table
 
     head, rows = stream_table(result)
     run.out.table(head, rows)

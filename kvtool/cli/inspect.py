@@ -114,10 +114,10 @@ def _report(what: str) -> Report:
 
 
 def _glance(run: Run, store: Any, about: Subject) -> None:
-    from kvtool.core.levels import MeasuredLosses
-    from kvtool.core.query.session import store_identity
-    from kvtool.core.report.beginning import beginning_of
-    from kvtool.core.verdicts import stored_verdict
+    from kvtool.core.session.levels import MeasuredLosses
+    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.verdicts import stored_verdict
+    from kvtool.lab.reports.beginning import beginning_of
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)
@@ -166,7 +166,7 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
 
 
 def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
-    from kvtool.core.report.page import Section, Table
+    from kvtool.lab.charts.page import Section, Table
 
     levels = [
         (level, row["chunks"], row["tokens"], row["bytes"], value["losses"].get(level, ""))
@@ -183,8 +183,8 @@ def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
 
 
 def _gate(run: Run, store: Any, about: Subject) -> int | None:
-    from kvtool.core.query.session import store_identity
-    from kvtool.core.verdicts import stored_verdict
+    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.verdicts import stored_verdict
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)
@@ -196,7 +196,7 @@ def _gate(run: Run, store: Any, about: Subject) -> int | None:
     ]
     columns = ("law", "check", "difference", "allowed", "")
     if about.wanted:
-        from kvtool.core.report.page import Section, Table
+        from kvtool.lab.charts.page import Section, Table
 
         section = Section("The laws on this model", tables=(Table(columns, tuple(rows)),))
         about.write_page(run, "Gate", {"model": identity.model, "passed": verdict.passed}, [section])

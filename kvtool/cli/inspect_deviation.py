@@ -18,10 +18,10 @@ def deviation(run: Run, store: Any, about: Subject) -> None:
     requests = about.requests("deviation")
     prompts = laid_out(run, store, requests)
     session, facts = prompts.session, prompts.facts
-    from kvtool.core.report.caches import Subject as Prompt
-    from kvtool.core.report.deviation import deviation_report
-    from kvtool.core.report.deviation_page import deviation_sections
-    from kvtool.core.report.means import mean_of
+    from kvtool.lab.reports.caches import Subject as Prompt
+    from kvtool.lab.reports.deviation import deviation_report
+    from kvtool.lab.reports.deviation_page import deviation_sections
+    from kvtool.lab.reports.means import mean_of
 
     reports, texts = [], []
     with run.out.progress("prompts", total=len(prompts.asked), unit="prompts") as bar:
@@ -46,7 +46,7 @@ def _hits(plan: Plan) -> list[Any]:
 
 def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
     """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
-    from kvtool.core.report.chunk import pieces
+    from kvtool.lab.reports.chunk import pieces
 
     left = iter(worth)
     return [list(pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]

@@ -17,9 +17,9 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     (request,) = about.requests("plan")
     from kvtool.core.model.load import resolve_device, supported_config
     from kvtool.core.query.layout import Layout
-    from kvtool.core.query.session import store_identity
-    from kvtool.core.query.speeds import recalled
-    from kvtool.core.report.plan import plan_report
+    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.speeds import recalled
+    from kvtool.lab.reports.plan import plan_report
 
     identity = store_identity(store)
     options = replace(options_of(run), defer=about.defer or run.settings.defer)
@@ -37,7 +37,7 @@ def plan(run: Run, store: Any, about: Subject) -> None:
 
 
 def _page(run: Run, about: Subject, value: dict[str, Any]) -> None:
-    from kvtool.core.report.page import Section, Table
+    from kvtool.lab.charts.page import Section, Table
 
     head = ("id", "source", "line", "score", "keywords", "tokens", "status", "level", "reason", "bytes")
     chunks = Table(head, tuple(tuple(chunk[name] for name in head) for chunk in value["chunks"]))
@@ -50,7 +50,7 @@ def _page(run: Run, about: Subject, value: dict[str, Any]) -> None:
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
-    from kvtool.core.report.plan import reasons
+    from kvtool.lab.reports.plan import reasons
 
     rows = [
         (

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import QueryOptions, Request
-    from kvtool.core.query.session import Session
-    from kvtool.core.report.page import Section
+    from kvtool.core.session.session import Session
+    from kvtool.lab.charts.page import Section
 
 EXACTLY = "exact"  # raw or lossless records; computed where only lossy ones are stored
 
@@ -95,7 +95,7 @@ class Subject:
         ------
         KvtoolError : they cannot be written.
         """
-        from kvtool.core.report.page import figure_files, page
+        from kvtool.lab.charts.page import figure_files, page
 
         files = (
             [] if self.html is None else [(self.html, page(f"{title}, {about}" if about else title, facts, sections))]
@@ -130,7 +130,7 @@ def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
     from kvtool.core.ingest.job import check_same_model
     from kvtool.core.model.files import resolve
     from kvtool.core.model.load import load_tokenizer
-    from kvtool.core.query.session import store_identity
+    from kvtool.core.session.session import store_identity
 
     settings, identity = run.settings, store_identity(store)
     files = resolve(settings.model or identity.model, offline=settings.offline)
@@ -163,7 +163,7 @@ class Prompts:
 def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
     """The questions' prompts, for a report on fusion: chunks are read exactly, so that no codec's loss is counted as
     reuse's; or at the level that is asked for."""
-    from kvtool.core.report.exact import exactly
+    from kvtool.lab.reports.exact import exactly
 
     options = replace(options_of(run), max_tokens=0)  # a report generates nothing: the prompt may fill the context
     level = EXACTLY if options.level == "auto" else options.level

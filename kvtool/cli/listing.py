@@ -11,7 +11,7 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import store_path
 
 if TYPE_CHECKING:
-    from kvtool.core.listing import Row
+    from kvtool.core.upkeep.listing import Row
 
 _COLUMNS = ("chunk", "tokens", "levels", "bytes", "used", "where")
 
@@ -38,7 +38,7 @@ def ls(
 ) -> None:
     """Documents and their chunks."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.listing import about, as_documents, parse_filter, parse_sort, rows_of
+    from kvtool.core.upkeep.listing import about, as_documents, parse_filter, parse_sort, rows_of
 
     meets = parse_filter(wanted)
     in_order = parse_sort(sort) if sort else list

@@ -27,8 +27,8 @@ import typer
 
 from kvtool.cli.out import Mode, Out
 from kvtool.core.errors import UsageError
-from kvtool.core.resolve import Resolved, resolve
-from kvtool.core.settings import Key, Settings, keys, sections
+from kvtool.core.options.resolve import Resolved, resolve
+from kvtool.core.options.settings import Key, Settings, keys, sections
 
 R = TypeVar("R")
 

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast
 
+from kvtool.core.common.json_text import escaped
 from kvtool.core.errors import EXIT_DONE, KvtoolError
-from kvtool.core.json_text import escaped
 from kvtool.core.remote.urls import scrubbed
 
 if TYPE_CHECKING:

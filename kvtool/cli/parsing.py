@@ -8,8 +8,8 @@ from typing import Any
 
 import typer.core
 
+from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import UsageError
-from kvtool.core.sizes import size_in_bytes
 
 __all__ = ["ManyValues", "duration", "list_of", "size_in_bytes", "store_path", "system_text"]
 
@@ -21,7 +21,7 @@ def store_path(store: str) -> Path:
     ------
     UsageError : a URL, where a command needs the folder itself.
     """
-    from kvtool.core.places import data_dir
+    from kvtool.core.common.places import data_dir
     from kvtool.core.remote.urls import is_url
 
     if is_url(store):
@@ -38,7 +38,7 @@ def duration(text: str, flag: str) -> float:
     ------
     UsageError : it is no length of time.
     """
-    from kvtool.core.durations import seconds
+    from kvtool.core.common.durations import seconds
 
     try:
         found = seconds(text)

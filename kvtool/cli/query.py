@@ -22,9 +22,9 @@ from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
+    from kvtool.core.common.timeline import Trace
     from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
-    from kvtool.core.query.session import Session
-    from kvtool.core.trace import Trace
+    from kvtool.core.session.session import Session
 
 app = new_app()
 
@@ -106,7 +106,7 @@ def _traced(profile: Path | None) -> Iterator[Trace | None]:
     if profile is None:
         yield None
         return
-    from kvtool.core.trace import Trace, add_span, process_started
+    from kvtool.core.common.timeline import Trace, add_span, process_started
 
     trace = Trace()
     if (began := process_started()) is not None:
@@ -125,7 +125,7 @@ def _traced(profile: Path | None) -> Iterator[Trace | None]:
 
 def _modes(run: Run, compare: str | None) -> list[str]:
     """The mode of `--fusion`, or those of `--compare`; checked before anything is loaded."""
-    from kvtool.core.settings import FUSIONS
+    from kvtool.core.options.settings import FUSIONS
 
     if compare is None:
         return [run.resolved.choose("fusion", FUSIONS)]
@@ -204,10 +204,10 @@ def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOpti
 
 
 def _session(run: Run, store: Any, trace: Trace | None) -> Session:
-    from kvtool.core.trace import add_span
+    from kvtool.core.common.timeline import add_span
 
     started = time.perf_counter()
-    importlib.import_module("kvtool.core.query.session")  # torch and transformers come with it
+    importlib.import_module("kvtool.core.session.session")  # torch and transformers come with it
     add_span(trace, "import", started)
     started = time.perf_counter()
     session = open_session(run, store)

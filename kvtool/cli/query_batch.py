@@ -9,7 +9,7 @@ from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.query.reply import QueryOptions, Reply, Request
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
 
 
 class Batch:

@@ -9,7 +9,7 @@ from kvtool.cli.parsing import store_path
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
 
 
 def open_any_store(run: Run) -> Store:
@@ -24,7 +24,7 @@ def open_any_store(run: Run) -> Store:
 
 def open_session(run: Run, store: Store) -> Session:
     """Load the model; what the session warns of is told to the user. Raises ModelError."""
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
 
     settings = run.settings
     return Session.open(

@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.places import data_dir
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import KvtoolWarning, UsageError
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
-from kvtool.core.places import data_dir
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
@@ -30,7 +30,7 @@ from kvtool.core.remote.urls import is_url, open_blobs
 
 if TYPE_CHECKING:
     from kvtool.core.pack.give import ExportReport
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.compact import Compacted
     from kvtool.core.upkeep.job import PruneReport
@@ -212,7 +212,7 @@ class Cache:
         return self.path
 
     def _opened(self) -> Session:
-        from kvtool.core.query.session import Session
+        from kvtool.core.session.session import Session
 
         if self._session is None:
             store = open_store(self.path, warn=self._warn)

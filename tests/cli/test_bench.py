@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.bench import codec, codec_tasks, first_call
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.levels import LOSSY
+from kvtool.lab.bench import codec, codec_tasks, first_call
 from tests.cli.working import LAYERS, damages, kvtool, listing
 
 KV_HEADS, HEAD_DIM = 2, 16  # of the tiny model

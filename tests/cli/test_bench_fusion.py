@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.bench import fusion, limits, scratch
 from kvtool.core.fusion import names
+from kvtool.lab.bench import fusion, limits, scratch
 from tests.cli.working import damages, kvtool, listing
 
 MODES = [mode for mode in names.MODES if mode != "full"]
-LINEAR, CHANNELS, HEAD, LAYERS = 36864, 64, 64 * 512, 4  # of the tiny shape, see tests/bench/test_flops.py
+LINEAR, CHANNELS, HEAD, LAYERS = 36864, 64, 64 * 512, 4  # of the tiny shape, see tests/lab/bench/test_flops.py
 QUESTION, LINKS = 8, 4
 
 

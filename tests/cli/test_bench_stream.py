@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.levels import MeasuredLosses
-from kvtool.core.streaming.generate import generate
-from kvtool.core.streaming.traces import read_trace
+from kvtool.core.session.levels import MeasuredLosses
+from kvtool.lab.simulator.generate import generate
+from kvtool.lab.simulator.traces import read_trace
 from tests.cli.working import kvtool
 
 SHAPE = ("bench", "stream", "--shape", "qwen2.5-0.5b", "--context", "3000", "--slo-ms", "100,400")

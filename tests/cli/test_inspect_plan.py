@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
-from kvtool.core.query import session, speeds
+from kvtool.core.session import session, speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads
 from tests.families import save_tiny
 

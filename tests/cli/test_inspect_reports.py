@@ -9,10 +9,10 @@ import pytest
 
 from kvtool.cli.spark import sparkline
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.report.means import mean_of
+from kvtool.lab.reports.means import mean_of
 from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
 from tests.compress.making import fixed_losses, run
-from tests.report.test_page import Outline
+from tests.lab.reports.test_page import Outline
 
 REPORTS = ("deviation", "sparsity")
 

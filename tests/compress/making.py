@@ -20,9 +20,9 @@ from kvtool.core.compress import fitting, loss
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
-from kvtool.core.levels import MeasuredLosses, ProfileShelf
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.query.session import store_identity
+from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
+from kvtool.core.session.session import store_identity
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
 
 __all__ = ["LAYERS", "damages"]

@@ -19,7 +19,7 @@ _HEAVY = [
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_tokenizers",
     "kvtool.core.ingest.compute",
-    "kvtool.core.query.session",
+    "kvtool.core.session.session",
     "kvtool.core.fusion.engine",
 ]
 Result = tuple[int, str, str]

@@ -15,8 +15,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.fit import job
 from kvtool.core.fit.training import Training
-from kvtool.core.lead_ins import learned_rows
 from kvtool.core.model.learned import LearnedRows
+from kvtool.core.session.lead_in import learned_rows
 from tests.cli.working import CHUNKS, QUESTION, SHORT, chunks_of, damages, kvtool, listing, payloads, write_corpus
 from tests.families import save_tiny
 from tests.fit.conftest import ROUNDS

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import ModelError
 from kvtool.core.model import digests
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.places import cache_dir
 from tests.families import edit_config, save_tiny
 
 

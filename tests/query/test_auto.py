@@ -13,9 +13,9 @@ import pytest
 import kvtool as package
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
-from kvtool.core.query import speeds
 from kvtool.core.query.reply import QueryOptions, Request
-from kvtool.core.query.session import Session
+from kvtool.core.session import speeds
+from kvtool.core.session.session import Session
 from tests.cli.working import (
     CHUNKS,
     PREFIX,

@@ -19,8 +19,8 @@ from kvtool.core.query.calibration import keep_threshold, threshold_for
 from kvtool.core.query.compare import compare
 from kvtool.core.query.defer import DEFAULT_THRESHOLD, Threshold, confidence, judge, spans
 from kvtool.core.query.reply import QueryOptions, Reply, Request
-from kvtool.core.query.session import Session, store_identity
 from kvtool.core.retrieval.passages import Hit
+from kvtool.core.session.session import Session, store_identity
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
 
 NEVER, AT_ONCE = ("--defer-threshold", "2"), ("--defer-threshold", "0")

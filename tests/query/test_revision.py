@@ -18,8 +18,8 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressOptions
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
 from kvtool.core.query.reply import QueryOptions, Reply, Request
-from kvtool.core.query.session import Session
 from kvtool.core.retrieval.passages import Hit
+from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, chunks_of, drop_records, kvtool
 
 NEW = "# The windmill\n\nThe windmill on the hill was built by Zacharias in 1888. It pumps water."

@@ -12,8 +12,8 @@ import torch
 
 import kvtool
 from kvtool.core.api import Cache
+from kvtool.core.options.settings import FUSIONS
 from kvtool.core.query.reply import Reply
-from kvtool.core.settings import FUSIONS
 from tests.cli.working import SEEN, chunks_of, drop_records
 
 ASKED = [(f"Who built the {which} mill?", mode) for which in SEEN[:3] for mode in FUSIONS]

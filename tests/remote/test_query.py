@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.levels import MeasuredLosses
 from kvtool.core.query import streaming
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.catalogue import Chunk
 from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.session.levels import MeasuredLosses
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny

@@ -16,13 +16,13 @@ from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.compress.encode import Encoder
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError
-from kvtool.core.levels import ProfileShelf
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.tier import Tier, local_place
 from kvtool.core.remote.urls import open_blobs
+from kvtool.core.session.levels import ProfileShelf
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile
 

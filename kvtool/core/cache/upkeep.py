@@ -25,7 +25,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.cache.side import damaged_files
-from kvtool.core.children import python
+from kvtool.core.common.children import python
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:

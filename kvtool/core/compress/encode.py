@@ -20,8 +20,8 @@ from kvtool.core.codec.raw import NAMES
 from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
-from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.session.levels import ProfileShelf
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
 _SLACK = 1.01  # of a stated error: products of other sizes round otherwise

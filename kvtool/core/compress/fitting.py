@@ -11,9 +11,9 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
+from kvtool.core.compress.fisher import CONTEXTS, probes, sensitivity
 from kvtool.core.compress.report import CompressEvents
-from kvtool.core.compress.sensitivity import CONTEXTS, probes, sensitivity
-from kvtool.core.query.session import Session
+from kvtool.core.session.session import Session
 
 
 def fit(session: Session, store: Store, sample: Sequence[tuple[bytes, str]], events: CompressEvents) -> Profile:

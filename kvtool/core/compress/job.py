@@ -15,13 +15,13 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, NO_PROFILE, check_level
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
-from kvtool.core.identity import StoreIdentity
-from kvtool.core.levels import ProfileShelf, losses_by_maker
+from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.levels import ProfileShelf, losses_by_maker
 
 if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
     from kvtool.core.compress.loss import Loss, Prompt
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
 
 AUTO = "auto"
 FIT_CHUNKS = 64
@@ -73,7 +73,7 @@ class _Job:
     events: CompressEvents
 
     def __post_init__(self) -> None:
-        from kvtool.core.query.session import store_identity
+        from kvtool.core.session.session import store_identity
 
         self.report = CompressReport()
         self.identity: StoreIdentity = store_identity(self.store)
@@ -125,7 +125,7 @@ class _Job:
     @cached_property
     def session(self) -> Session:
         """The store with its model loaded."""
-        from kvtool.core.query.session import Session
+        from kvtool.core.session.session import Session
 
         self.events.status(f"loading {self.options.model or self.identity.model}")
         options = self.options
@@ -173,7 +173,7 @@ class _Job:
 
     def _taken(self, path: Path) -> Profile:
         """Another store's profile."""
-        from kvtool.core.query.session import store_identity
+        from kvtool.core.session.session import store_identity
 
         with Store.open(path) as other:
             if store_identity(other).fingerprint != self.identity.fingerprint:

@@ -18,13 +18,13 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.compress.by_layer import Toll
 from kvtool.core.errors import DamagedError
+from kvtool.core.evaluate.scoring import kl, score
 from kvtool.core.fusion.engine import Fused, forced_logits, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import Reuse
 from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
-from kvtool.core.scoring import kl, score
 
 EXACT = "exact"
 _SAMPLING = Sampling(32, 0.0, 0)  # the longest answer that is compared

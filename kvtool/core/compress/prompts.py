@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.chunks import exact_level
+from kvtool.core.compress.fisher import probes
 from kvtool.core.compress.loss import Prompt
-from kvtool.core.compress.sensitivity import probes
 from kvtool.core.fusion.plan import Candidate, build_plan
-from kvtool.core.query.session import Session
+from kvtool.core.session.session import Session
 
 
 def own_prompts(session: Session, store: Store, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Prompt]:

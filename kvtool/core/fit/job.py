@@ -14,14 +14,14 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.fit.checkpoint import Checkpoint
 from kvtool.core.fit.report import FitEvents, FitOptions, FitReport
-from kvtool.core.identity import Ids, StoreIdentity
-from kvtool.core.lead_ins import learned_lead_in, learned_rows
+from kvtool.core.session.identity import Ids, StoreIdentity
+from kvtool.core.session.lead_in import learned_lead_in, learned_rows
 
 if TYPE_CHECKING:
     from kvtool.core.fit.teacher import Target
     from kvtool.core.fit.training import Training
     from kvtool.core.model.learned import LearnedRows
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
 
 # Chunks of a teacher's prompt, and tokens of each: a chunk then learns what stands behind one to five others.
 CHUNKS_AT_ONCE, CHUNK_TOKENS = 6, 200
@@ -67,7 +67,7 @@ class _Job:
     events: FitEvents
 
     def __post_init__(self) -> None:
-        from kvtool.core.query.session import store_identity
+        from kvtool.core.session.session import store_identity
 
         self.report = FitReport()
         self.identity: StoreIdentity = store_identity(self.store)
@@ -80,7 +80,7 @@ class _Job:
         ModelError : it is another model's.
         UsageError : there is nothing, or it was learned behind another instruction.
         """
-        from kvtool.core.query.session import store_identity
+        from kvtool.core.session.session import store_identity
 
         with Store.open(path) as other:
             if store_identity(other).fingerprint != self.identity.fingerprint:
@@ -152,7 +152,7 @@ class _Job:
     @cached_property
     def session(self) -> Session:
         """The store with its model loaded."""
-        from kvtool.core.query.session import Session
+        from kvtool.core.session.session import Session
 
         self.events.status(f"loading {self.options.model or self.identity.model}")
         options = self.options

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.narrowing import Narrowing
 from kvtool.core.fusion.plan import Plan, Segment
@@ -18,7 +19,6 @@ from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.trace import Trace, add_span
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from types import TracebackType
 
 import torch
 
+from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.fusion.placing import CudaPlacing, HostPlacing, Placing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Table
-from kvtool.core.trace import Trace, add_span
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the others compute

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
+from kvtool.core.common.timeline import Trace
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts, fuse_into
 from kvtool.core.fusion.plan import Candidate, Plan, plan_further
 from kvtool.core.fusion.selectors import Selector
 from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.trace import Trace
 
 
 def fuse_further(

@@ -12,13 +12,13 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.profile import Profile
-from kvtool.core.identity import StoreIdentity
 from kvtool.core.ingest.commit import count_file
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
 from kvtool.core.ingest.report import Events, IngestReport
 from kvtool.core.ingest.sensitivity import Sensitivity
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.session.identity import StoreIdentity
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 QUEUED = 4  # batches and commits that may wait to be written: bounds the memory they hold

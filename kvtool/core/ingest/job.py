@@ -18,15 +18,15 @@ from kvtool.core.codec.levels import LOSSY, check_level
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Walked, find_files, places
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
-from kvtool.core.identity import LeadInIds, StoreIdentity
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
 from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.ingest.survey import Survey, is_below, reason_of, survey
-from kvtool.core.lead_ins import LEARNED, learned_lead_in, open_lead_in
-from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.settings import DEFAULT_MODEL, is_lead_in_file
+from kvtool.core.options.settings import DEFAULT_MODEL, is_lead_in_file
+from kvtool.core.session.identity import LeadInIds, StoreIdentity
+from kvtool.core.session.lead_in import LEARNED, learned_lead_in, open_lead_in
+from kvtool.core.session.levels import ProfileShelf
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -378,7 +378,7 @@ class _Job:
         return Decoder(loaded)
 
     def _gate(self, decoder: Decoder, missing: dict[bytes, WantedChunk]) -> None:
-        from kvtool.core.verdicts import gate_store
+        from kvtool.core.session.verdicts import gate_store
 
         assert self.store is not None
         verdict = gate_store(self.store, decoder, self.identity, [chunk.ids for chunk in missing.values()])

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtool.core.identity import NEIGHBOUR, StoreIdentity
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.lead_in import lead_in_ids
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt import PromptParts
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 # Of the first layer whose values can differ at all. Further layers rank tokens hardly better (answer KL .084 instead of
 # .087, PAPERS "Measured here"), and each would cost another L-th of an ingest.

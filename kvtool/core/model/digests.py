@@ -15,8 +15,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError
-from kvtool.core.places import cache_dir
 
 _REMEMBERED = 4096  # entries kept, the newest
 _RACY_SECONDS = 2.0  # a file younger than this may change again under the same times

@@ -16,11 +16,11 @@ from typing import Any
 
 from filelock import FileLock
 
+from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import SOURCE
 from kvtool.core.model.gguf_header import GgufHeader, read_header
-from kvtool.core.places import cache_dir
 
 _VERSION = 1  # of the conversion: a change makes old folders unused
 _LIMITS = {  # what a header may ask for before a model of that size is laid out

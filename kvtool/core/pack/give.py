@@ -12,7 +12,6 @@ from kvtool.core.cache import keys
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
-from kvtool.core.identity import StoreIdentity
 from kvtool.core.pack.container import PackWriter, writing
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import to_safetensors
@@ -29,6 +28,7 @@ from kvtool.core.remote.catalogue import (
     seal_head,
 )
 from kvtool.core.remote.report import Events
+from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.naming import named_documents
 
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.fusion.controller import Decision, Span, decide
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.levels import MeasuredLosses, allowed_levels
+from kvtool.core.session.levels import MeasuredLosses, allowed_levels
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import QueryOptions, Reply
-    from kvtool.core.query.session import Session
+    from kvtool.core.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)

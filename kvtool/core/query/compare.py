@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from kvtool.core.errors import UsageError
+from kvtool.core.evaluate.scoring import kl
 from kvtool.core.fusion.engine import forced_logits
 from kvtool.core.query.reply import QueryOptions, Reply, Request
-from kvtool.core.query.session import Session
-from kvtool.core.scoring import kl
+from kvtool.core.session.session import Session
 
 REFERENCE = "full"
 

@@ -15,7 +15,7 @@ from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.catalogue import kv_names
 from kvtool.core.remote.tier import Tier
 from kvtool.core.streaming.policy import Fetch, Policy
-from kvtool.core.streaming.simulate import DEPTH
+from kvtool.lab.simulator.simulate import DEPTH
 
 
 @dataclass(slots=True)

@@ -12,14 +12,14 @@ from kvtool.core.codec.levels import EXACT
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.identity import NEIGHBOUR, StoreIdentity
 from kvtool.core.ingest.compute import encode_chunk
 from kvtool.core.ingest.prepare import WantedChunk
 from kvtool.core.ingest.sensitivity import Sensitivity
-from kvtool.core.lead_ins import open_lead_in
-from kvtool.core.levels import ProfileShelf
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
+from kvtool.core.session.lead_in import open_lead_in
+from kvtool.core.session.levels import ProfileShelf
 
 Warn = Callable[[str, str], None]
 

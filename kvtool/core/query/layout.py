@@ -11,10 +11,9 @@ from typing import Any
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import REPAIR, Store
+from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.identity import Ids, StoreIdentity
-from kvtool.core.levels import MeasuredLosses, smallest_allowed
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.choose import Chooser
 from kvtool.core.query.defer import spans
@@ -22,7 +21,8 @@ from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.retrieval.finder import How
 from kvtool.core.retrieval.index import Warn
 from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
-from kvtool.core.trace import Trace, add_span
+from kvtool.core.session.identity import Ids, StoreIdentity
+from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
 
 
 @dataclass(frozen=True, slots=True)

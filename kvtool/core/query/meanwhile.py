@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.identity import StoreIdentity
-from kvtool.core.lead_ins import open_lead_in
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.query.fill import stands_alone
+from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.lead_in import open_lead_in
 
 
 class Meanwhile:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.fusion.names import AUTO
-from kvtool.core.settings import DEFER_FIRST, LOAD_TIMEOUT
+from kvtool.core.options.settings import DEFER_FIRST, LOAD_TIMEOUT
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR
 
 if TYPE_CHECKING:

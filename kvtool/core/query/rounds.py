@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
 from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Threshold, Verdict, confidence, judge, spans
-from kvtool.core.trace import add_span
 
 if TYPE_CHECKING:
+    from kvtool.core.common.timeline import Trace
     from kvtool.core.fusion.selectors import Selector
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.reply import QueryOptions
-    from kvtool.core.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
-from kvtool.core.levels import MeasuredLosses
 from kvtool.core.query.ahead import COMPUTED, Ahead, Prefill
 from kvtool.core.query.fetching import Driver
 from kvtool.core.remote.tier import Tier
+from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.book import text_row
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung

@@ -13,6 +13,7 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import KVRead, Store, read_record
 from kvtool.core.codec.levels import LOSSY
+from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
@@ -21,7 +22,6 @@ from kvtool.core.errors import (
     StoreFormatError,
     StoreLockedError,
 )
-from kvtool.core.places import cache_dir
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of, kv_names

@@ -12,8 +12,8 @@ from kvtool.core.cache.environment import PAGE_BYTES, Snapshot
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
-from kvtool.core.identity import StoreIdentity
-from kvtool.core.levels import MeasuredLosses
+from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.levels import MeasuredLosses
 
 _NODE = 64  # bytes of a row beside its value: node, key, offset
 _PAGE_HEADER = 16

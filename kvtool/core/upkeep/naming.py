@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
-from kvtool.core.settings import did_you_mean
+from kvtool.core.options.settings import did_you_mean
 
 FEWEST_DIGITS = 6
 _LISTED = "`kvtool store ls` lists documents and chunks"

@@ -6,7 +6,7 @@ from kvtool.core.cache.identity import ids_digest, learned_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.errors import DamagedError
-from kvtool.core.identity import StoreIdentity
+from kvtool.core.session.identity import StoreIdentity
 
 _PROFILE_BYTES = 16  # of a codec profile's digest; a learned lead-in's is longer
 

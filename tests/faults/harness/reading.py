@@ -11,9 +11,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS, LOSSY
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import KvtoolError
-from kvtool.core.levels import ProfileShelf
 from kvtool.core.query.reply import QueryOptions, Request
-from kvtool.core.query.session import Session, store_identity
+from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.session import Session, store_identity
 from tests.faults.harness.subject import QUESTIONS
 
 REPORTED = (10, 12, 13)  # no store, misfit, damaged

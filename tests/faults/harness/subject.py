@@ -15,7 +15,7 @@ import torch
 from kvtool.cli.app import main
 from kvtool.core.cache.store import Store
 from kvtool.core.model.learned import LearnedRows
-from kvtool.core.query.session import Session, store_identity
+from kvtool.core.session.session import Session, store_identity
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import kvtool
+from kvtool.core.options.settings import FUSIONS
 from kvtool.core.query.reply import Reply
-from kvtool.core.settings import FUSIONS
 from tests.faults.harness.subject import QUESTIONS
 
 

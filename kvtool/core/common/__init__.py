@@ -1,0 +1,1 @@
+"""What every room may use: places, times, sizes, processes; no kvtool knowledge."""

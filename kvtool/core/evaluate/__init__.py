@@ -1,0 +1,1 @@
+"""How good an answer is, and how far one distribution is from another."""

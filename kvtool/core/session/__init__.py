@@ -1,0 +1,1 @@
+"""A store with its model: identity, lead-in, gate, levels, speeds."""

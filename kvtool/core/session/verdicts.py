@@ -1,0 +1,43 @@
+"""The gate's verdicts, kept beside the store, one file a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.errors import NoSpaceError
+from kvtool.core.session.identity import Ids, StoreIdentity
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.session.gate import Verdict
+
+_QUESTION: Ids = (11, 7, 5, 3, 2)  # any ids do: the laws hold for all
+
+
+def stored_verdict(store: Store, fingerprint: str) -> Verdict | None:
+    """What the gate found for a model at its first meeting with this store; None before that."""
+    from kvtool.core.session.gate import GATE_FORMAT, Verdict
+
+    try:
+        row = read_json(store.side_file(f"gate/{fingerprint}.json"))
+        return Verdict.from_json(row) if row.get("format") == GATE_FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # missing or unreadable: the gate is run again
+
+
+def gate_store(store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids]) -> Verdict | None:
+    """The kept verdict, or a new one from some of the store's chunks; None if there is no chunk to check with."""
+    verdict = stored_verdict(store, identity.fingerprint)
+    if verdict is not None or not chunks:
+        return verdict
+    from kvtool.core.session.gate import run_gate
+
+    verdict = run_gate(decoder, identity.fingerprint, identity.prefix, chunks, _QUESTION)
+    if not store.read_only:
+        with contextlib.suppress(OSError, NoSpaceError):  # then the gate is run again next time
+            write_json(store.side_file(f"gate/{identity.fingerprint}.json"), verdict.to_json())
+    return verdict

@@ -1,0 +1,313 @@
+"""What `kvtool bench codec` measures: each task is a list of jobs that do not depend on one another."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+from kvtool.core.cache.record import OVERHEAD_BYTES
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, no_profiles
+from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.entropy.columns import Columns, in_order
+from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
+from kvtool.core.codec.entropy.reference import Stream
+from kvtool.core.codec.entropy.tables import ZERO
+from kvtool.core.codec.integers import coarsened
+from kvtool.core.codec.layout import SIDES
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.parametric import shipped
+from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.plain import padded
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.transform import finest_numbers, pack
+from kvtool.lab.bench.sample import AT_ONCE, Sample
+
+SIDE = "K or V of a layer of a chunk"
+ONE = "a layer of a chunk"
+MANY = f"a layer of {AT_ONCE} chunks"
+CONSTRICTION = "constriction ANS decode"
+
+Job = Callable[[], Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to measure.
+
+    Parameters
+    ----------
+    raw_bytes : of the numbers that the jobs go through, at 16 bit.
+    bytes : of what these are encoded to.
+    flops : of the transform.
+    threaded : it is worth measuring with several threads.
+    """
+
+    what: str
+    level: str | None
+    jobs: Sequence[Job]
+    raw_bytes: int
+    bytes: int | None
+    batch: str
+    flops: int = 0
+    threaded: bool = True
+    note: str = ""
+
+
+def all_tasks(sample: Sample, profile: Profile | None, pool: ThreadPoolExecutor) -> list[Task]:
+    """Every task, their records made by `pool`."""
+    tasks = [*_plain_tasks(sample, pool), *_lossless_tasks(sample, pool)]
+    if profile is not None:
+        tasks.append(_forward_limit(sample, profile))
+    for level in LOSSY:
+        records = _encoded(_lossy_encoders(sample, level, profile), sample, pool)
+        if level == LOSSY[0]:
+            tasks.append(_constriction(sample, profile, records))
+        tasks += _lossy_tasks(sample, level, profile, records)
+    return tasks
+
+
+# ---- what there is without kvtool --------------------------------------------------------------------------------
+
+
+def _plain_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
+    raws = [
+        _raw(side[layer]) for layer in range(sample.layers) for kv in sample.chunks for side in (kv.keys, kv.values)
+    ]
+    copies: list[Job] = [partial(np.copyto, np.zeros_like(raw), raw) for raw in raws]
+    yield Task("memcpy", None, copies, sample.raw_bytes, sample.raw_bytes, SIDE, note="into memory that is there")
+    copies = [partial(_copy_in_cache, raw) for raw in raws]
+    note = "of what is in the cache into what is there"
+    yield Task("memcpy in the cache", None, copies, sample.raw_bytes, sample.raw_bytes, SIDE, note=note)
+    squeezed = list(pool.map(_zstd, raws))
+    size = sum(map(len, squeezed))
+    jobs: list[Job] = [partial(_zstd, raw) for raw in raws]
+    yield Task("zstd -1 compress", None, jobs, sample.raw_bytes, size, SIDE)
+    jobs = [partial(_unzstd, frame) for frame in squeezed]
+    yield Task("zstd -1 decompress", None, jobs, sample.raw_bytes, size, SIDE)
+
+
+def _raw(side: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return side.view(torch.uint8).numpy().reshape(-1)
+
+
+def _copy_in_cache(like: npt.NDArray[np.uint8]) -> None:
+    memory = _memory(2, len(like) // 2)
+    np.copyto(memory[0], memory[1])
+
+
+def _zstd(raw: npt.NDArray[np.uint8]) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(raw.data)
+
+
+def _unzstd(frame: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def _constriction(sample: Sample, profile: Profile | None, records: Sequence[Encoded]) -> Task:
+    """The symbols of level 1 at the middle layer of a chunk, decoded table by table: its quickest way."""
+    layer = sample.layers // 2
+    at = layer * len(sample.chunks)
+    item = records[at]
+    raw_bytes = 4 * sample.channels * item.shape[1]
+    task = Task(CONSTRICTION, LOSSY[0], [], raw_bytes, None, ONE, threaded=False)
+    try:
+        stream = importlib.import_module("constriction").stream
+    except ImportError:
+        return replace(task, note="not installed")
+    jobs: list[Job] = []
+    size = 0
+    for decoding in _decodings(profile, layer, [item]):
+        ids, tables = decoding.columns.ids, decoding.columns.tables
+        numbers = np.empty((decoding.rows[0], len(ids)), np.int16)
+        decode(Decoding(decoding.streams, in_order(ids, tables), [0], decoding.rows, numbers))
+        for table in np.unique(ids):
+            symbols = (numbers[:, ids == table].astype(np.int32) + ZERO).reshape(-1)
+            share = tables.frequencies[table].astype(np.float32)
+            model = stream.model.Categorical(np.maximum(share, 1e-9) / share.sum(), perfect=False)
+            coder = stream.stack.AnsCoder()
+            coder.encode_reverse(symbols, model)
+            words = coder.get_compressed()
+            size += words.nbytes
+            jobs.append(partial(_ans, stream, words, model, len(symbols)))
+    return replace(task, jobs=jobs, bytes=size, note="one layer only")
+
+
+def _ans(stream: Any, words: npt.NDArray[np.uint32], model: Any, count: int) -> Any:
+    return stream.stack.AnsCoder(words).decode(model, count)
+
+
+# ---- kvtool's levels ---------------------------------------------------------------------------------------------
+
+
+def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
+    codec = CODECS["lossless"]
+    jobs: list[Job] = [
+        partial(codec.encode, kv.keys[layer], kv.values[layer], layer)
+        for layer in range(sample.layers)
+        for kv in sample.chunks
+    ]
+    records = _encoded(jobs, sample, pool)
+    size = _size(records)
+    yield Task("encode", "lossless", jobs, sample.raw_bytes, size, ONE)
+    jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
+    yield Task("decode", "lossless", jobs, sample.raw_bytes, size, MANY)
+
+
+def _lossy_encoders(sample: Sample, level: str, profile: Profile | None) -> list[Job]:
+    return [
+        partial(_encode, kv.keys[layer], kv.values[layer], layer, level, profile, sample.layers)
+        for layer in range(sample.layers)
+        for kv in sample.chunks
+    ]
+
+
+def _encode(
+    keys: torch.Tensor, values: torch.Tensor, layer: int, level: str, profile: Profile | None, layers: int
+) -> Sequence[Any]:
+    predictor = "mean" if profile is None else "auto"
+    return encode_levels(keys, values, layer, [level], profile, predictor=predictor, layers=layers)[level]
+
+
+def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded]) -> Iterator[Task]:
+    size, raw_bytes = _size(records), sample.raw_bytes
+    yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, ONE)
+    batches = list(_batches(sample, records))
+    jobs: list[Job] = []
+    for layer, batch in batches:
+        jobs.append(partial(_decode, _decodings(profile, layer, batch)))
+    note = "to bfloat16, dequantised, into memory in the cache, as the transform finds it; no transform"
+    yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note=note)
+    profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
+    jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
+    yield Task("decode", level, jobs, raw_bytes, size, MANY)
+    if profile is not None:
+        coders = _entropy_encoders(sample, level, profile)
+        yield Task("entropy encode", level, coders, raw_bytes, size, ONE, note="from the finest numbers; no transform")
+        yield _backward_limit(sample, level, profile)
+
+
+def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]:
+    """Records from numbers that are there: coarsened, made symbols, coded."""
+    jobs: list[Job] = []
+    for layer in range(sample.layers):
+        for kv in sample.chunks:
+            sides = torch.stack([kv.keys[layer], kv.values[layer]]).transpose(1, 2).flatten(2).float()
+            finest = finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
+            jobs.append(partial(_pack, profile, layer, level, finest))
+    return jobs
+
+
+def _pack(profile: Profile, layer: int, level: str, finest: npt.NDArray[np.int16]) -> Coded:
+    return pack(profile, layer, level, coarsened(finest, LOSSY.index(level)), refine=False)
+
+
+def _decodings(profile: Profile | None, layer: int, items: Sequence[Encoded]) -> list[Decoding]:
+    """Streams of records of a layer straight to bfloat16, into memory that is yet to be named."""
+    records = [Coded.parse(item.payload) for item in items]
+    if profile is not None:
+        columns = profile.coded(LOSSY[records[0].level - 1], layer).alone
+        return [_decoding([coded.streams[0] for coded in records], columns, [coded.tokens for coded in records], 1.0)]
+    found = []
+    for coded, item in zip(records, items, strict=True):
+        width = padded(item.shape[0] * item.shape[2])
+        chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * width :].reshape(SIDES, width).astype(np.uint16)
+        for side in range(SIDES):
+            columns = in_order(chosen[side], shipped())
+            found.append(_decoding([coded.streams[side]], columns, [coded.tokens], coded.steps[side]))
+    return found
+
+
+def _decoding(streams: Sequence[Stream], columns: Columns, rows: Sequence[int], step: float) -> Decoding:
+    scaling = Scaling(np.full(len(columns), step, np.float32), np.zeros(len(columns), np.float32))
+    starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
+    return Decoding(streams, columns, starts, rows, np.empty((0, 0), np.uint16), "bfloat16", scaling)
+
+
+def _decode(jobs: Sequence[Decoding]) -> None:
+    """Into this thread's memory."""
+    for job in jobs:
+        decode(replace(job, out=_memory(sum(job.rows), job.columns.reach)))
+
+
+_own = threading.local()
+
+
+def _memory(rows: int, width: int) -> npt.NDArray[np.uint16]:
+    """The same memory for every call of a thread."""
+    held: npt.NDArray[np.uint16] | None = getattr(_own, "held", None)
+    if held is None or held.size < rows * width:
+        held = _own.held = np.ones(rows * width, np.uint16)
+    return held[: rows * width].reshape(rows, width)
+
+
+def _forward_limit(sample: Sample, profile: Profile) -> Task:
+    """The products that encoding begins with, in float32, and nothing else."""
+    layout = profile.layout
+    ones = torch.ones((max(sample.shape(chunk)[1] for chunk in range(len(sample.chunks))), layout.size))
+    jobs: list[Job] = []
+    for layer in range(sample.layers):
+        bases = profile.forward(layer).flatten(0, 1)
+        for chunk in range(len(sample.chunks)):
+            taken = ones[: sample.shape(chunk)[1]]
+            jobs.append(partial(_products, [(taken, basis) for basis in bases]))
+    flops = 2 * sample.layers * sample.tokens * SIDES * sample.channels * layout.size
+    note = "plain float32 products of the transform's shapes"
+    return Task("transform limit, encode", None, jobs, sample.raw_bytes, None, ONE, flops=flops, note=note)
+
+
+def _backward_limit(sample: Sample, level: str, profile: Profile) -> Task:
+    """The products that decoding ends with, in bfloat16, and nothing else."""
+    layout = profile.layout
+    ones = torch.ones((sample.tokens, layout.padded), dtype=torch.bfloat16)
+    jobs: list[Job] = []
+    flops = 0
+    for layer in range(sample.layers):
+        widths = profile.coded(level, layer).widths
+        bases = profile.backward(layer, level, torch.bfloat16)[0].flatten(0, 1)
+        for batch in sample.batches():
+            tokens = sum(sample.shape(chunk)[1] for chunk in batch)
+            pairs = [(ones[:tokens, :width], basis[:width]) for width, basis in zip(widths, bases, strict=True)]
+            jobs.append(partial(_products, pairs))
+            flops += 2 * tokens * sum(widths) * layout.size
+    note = "plain bfloat16 products of the transform's shapes"
+    return Task("transform limit, decode", level, jobs, sample.raw_bytes, None, MANY, flops=flops, note=note)
+
+
+def _products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for numbers, basis in pairs:
+        torch.mm(numbers, basis)
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def _encoded(jobs: Sequence[Job], sample: Sample, pool: ThreadPoolExecutor) -> list[Encoded]:
+    """Records of every layer of every chunk, layer by layer."""
+    shapes = [sample.shape(chunk) for chunk in range(len(sample.chunks))] * sample.layers
+    payloads = pool.map(lambda job: b"".join(job()), jobs)
+    return [Encoded(payload, shape, NAMES[sample.dtype]) for payload, shape in zip(payloads, shapes, strict=True)]
+
+
+def _batches(sample: Sample, records: Sequence[T]) -> Iterator[tuple[int, list[T]]]:
+    """Layer, and what there is at it of the chunks that are decoded together."""
+    for layer in range(sample.layers):
+        for batch in sample.batches():
+            yield layer, [records[layer * len(sample.chunks) + chunk] for chunk in batch]
+
+
+def _size(records: Sequence[Encoded]) -> int:
+    return sum(len(record.payload) + OVERHEAD_BYTES for record in records)

@@ -1,0 +1,185 @@
+"""Time to the first token of every fusion mode, beside full prefill and what the machine could do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.packed import pack_weights
+from kvtool.core.model.shapes import build_shape
+from kvtool.lab.bench.codec import cores
+from kvtool.lab.bench.flops import Architecture
+from kvtool.lab.bench.limits import Machine, measure_machine
+from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Facts, Sample, warm_up
+from kvtool.lab.bench.prompts import Prompt, stored_prompts
+from kvtool.lab.bench.rows import FULL, About, FusionRow, Measured, Reference, rows_of
+from kvtool.lab.bench.scratch import Sizes, scratch_store
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.session.session import Session
+
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FusionOptions:
+    """What to measure; `query` holds the modes' parameters."""
+
+    modes: tuple[str, ...]
+    sizes: Sizes
+    level: str
+    repeat: int
+    query: QueryOptions
+
+
+@dataclass(frozen=True, slots=True)
+class FusionEvents:
+    """Told what is done now, and when one of `passes` passes is over."""
+
+    describe: Callable[[str], None] = lambda label: None
+    advance: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class FusionBench:
+    """All rows, and what they were measured on."""
+
+    model: str
+    shape: str | None
+    device: str
+    dtype: str
+    threads: int
+    cores: int
+    parameters: int
+    model_bytes: int
+    level: str
+    chunk_tokens: int | None  # None: the store's own
+    ratio: float
+    link_tokens: int
+    repeat: int
+    seed: int
+    machine: Machine
+    references: tuple[Reference, ...]
+    rows: tuple[FusionRow, ...]
+    notes: tuple[str, ...]
+    includes: str = INCLUDES
+    plain_includes: str = PLAIN_INCLUDES
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def passes(options: FusionOptions) -> int:
+    """How many passes there will be at most: the work of a progress bar."""
+    return len(options.sizes.contexts) * len(_measured(options.modes)) * (options.repeat + 1)
+
+
+def _measured(modes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((PLAIN, FULL, *modes)))
+
+
+def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: FusionEvents) -> FusionBench:
+    """Measure a model of a named shape with random weights, over chunks of random tokens in a temporary store.
+
+    Raises
+    ------
+    UsageError : no such shape, device or mode; a context that is too short, or too long for the model.
+    """
+    events.describe(f"make {name}")
+    loaded = build_shape(name, device, dtype, SEED)
+    pack_weights(loaded.model)
+    decoder = Decoder(loaded)
+    decoder.check_length(max(options.sizes.contexts), "take a shorter --context")
+
+    def told(done: int, total: int) -> None:
+        events.describe(f"prefill chunks, {done} of {total} tokens")
+
+    with scratch_store(decoder, options.level, options.sizes, SEED, told) as (store, prompts):
+        return _bench(decoder, store, prompts, options, events, name)
+
+
+def bench_store(store: Store, session: Session, options: FusionOptions, events: FusionEvents) -> FusionBench:
+    """Measure a store's own model over its own chunks.
+
+    Raises
+    ------
+    UsageError : no such mode; a context that is too short, or too long for the model.
+    KvtoolError : no chunk is stored at the level.
+    DamagedError : a record is damaged.
+    """
+    sizes = options.sizes
+    prompts = stored_prompts(store, session.identity, options.level, sizes.contexts, sizes.question_tokens)
+    for prompt in prompts:
+        session.decoder.check_length(prompt.length, "take a shorter --context")
+    return _bench(session.decoder, store, prompts, options, events, None)
+
+
+def _bench(
+    decoder: Decoder,
+    store: Store,
+    prompts: Sequence[Prompt],
+    options: FusionOptions,
+    events: FusionEvents,
+    shape: str | None,
+) -> FusionBench:
+    different = list({prompt.length: prompt for prompt in reversed(prompts)}.values())[::-1]
+    answerer = Answerer(decoder, store, options.query)
+    modes = _measured(options.modes)
+    warm_up(answerer, prompts[0], modes)
+    machine = measure_machine(decoder)
+    measured = [Measured(prompt, *_measure(answerer, prompt, modes, options.repeat, events)) for prompt in different]
+    machine = machine.best(measure_machine(decoder))
+    about = About(Architecture.of(decoder), machine, decoder)
+    return FusionBench(
+        model=shape or decoder.loaded.files.ref,
+        shape=shape,
+        device=decoder.device,
+        dtype=decoder.loaded.dtype,
+        threads=torch.get_num_threads(),
+        cores=cores(),
+        parameters=sum(weight.numel() for weight in decoder.model.parameters()),
+        model_bytes=about.model_bytes,
+        level=options.level,
+        chunk_tokens=options.sizes.chunk_tokens if shape else None,
+        ratio=options.query.ratio,
+        link_tokens=options.query.link_tokens,
+        repeat=options.repeat,
+        seed=SEED,
+        machine=machine,
+        references=tuple(one.reference for one in measured),
+        rows=tuple(row for one in measured for row in rows_of(one, options.modes, about)),
+        notes=() if shape else tuple(_shortfalls(prompts, options.level)),
+    )
+
+
+def _shortfalls(prompts: Sequence[Prompt], level: str) -> Iterator[str]:
+    """Contexts for which the store has not enough."""
+    for prompt in prompts:
+        if prompt.holds_all and prompt.length < prompt.wanted:
+            yield (
+                f"all {len(prompt.chunks)} chunks of the store at level {level} make a prompt of {prompt.length} "
+                f"tokens: {prompt.wanted} were asked for"
+            )
+
+
+def _measure(
+    answerer: Answerer, prompt: Prompt, modes: Sequence[str], repeat: int, events: FusionEvents
+) -> tuple[dict[str, list[Sample]], dict[str, Facts]]:
+    """Every mode once a round, so that a slow moment of the machine meets all of them; the first round for memory."""
+    facts: dict[str, Facts] = {}
+    samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
+    for number in range(repeat + 1):
+        for mode in modes:
+            events.describe(f"{prompt.length} tokens, {mode}")
+            if number == 0:
+                facts[mode] = answerer.facts(prompt, mode)
+            else:
+                samples[mode].append(answerer.sample(prompt, mode))
+            events.advance()
+    return samples, facts

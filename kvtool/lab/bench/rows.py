@@ -1,0 +1,185 @@
+"""What is told of a mode: its times, what they are measured against, and what it costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.lab.bench.flops import Architecture, flops, full_work
+from kvtool.lab.bench.limits import Machine, limit_of
+from kvtool.lab.bench.passes import PLAIN, Facts, Sample
+from kvtool.lab.bench.prompts import Prompt
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class FusionRow:
+    """One mode at one context; times are medians over the rounds, each part by itself.
+
+    Attributes
+    ----------
+    speedup : full_ms / ttft_ms.
+    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and which that was.
+    flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
+    load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
+        `select_ms` (the question's own pass included) being a part.
+    overlap : ttft_ms / max(load_ms, compute_ms): 1 is loading and computing beside each other at no cost.
+    limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
+    roofline_efficiency : limit_ms / ttft_ms.
+    rows_by_layer : computed rows in the main pass, layer by layer, and their sum.
+    peak_memory_mb : 10^6 bytes on top of the model, the prompt's KV (`kv_mb`) included; None: unknown.
+    staging_mb : how much of it a pass whose chunks are held in memory already does not take: what loading stages.
+    layer_mb : the KV of one layer of the prompt.
+    """
+
+    fusion: str
+    context: int
+    ttft_ms: float
+    speedup: float
+    flops_ratio: float
+    efficiency: float
+    read_ms: float
+    decode_ms: float
+    upload_ms: float
+    rotate_ms: float
+    load_ms: float
+    select_ms: float
+    compute_ms: float
+    wait_ms: float
+    plan_ms: float
+    overlap: float
+    bytes_read: int
+    rows_by_layer: tuple[int, ...]
+    rows_total: int
+    flops: int
+    full_ms: float
+    reference: str
+    limit_ms: float
+    compute_limit_ms: float
+    load_limit_ms: float
+    roofline_efficiency: float
+    peak_memory_mb: float | None
+    staging_mb: float | None
+    model_mb: float
+    kv_mb: float
+    layer_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Full prefill of one context, by `transformers` and by kvtool; milliseconds, medians."""
+
+    context: int
+    wanted: int
+    chunks: int
+    question_tokens: int
+    transformers_ms: float
+    kvtool_ms: float
+
+    @property
+    def ms(self) -> float:
+        """The faster one's."""
+        return min(self.transformers_ms, self.kvtool_ms)
+
+    @property
+    def name(self) -> str:
+        """Which one that is."""
+        return PLAIN if self.transformers_ms <= self.kvtool_ms else "kvtool full"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A prompt's samples and facts by mode."""
+
+    prompt: Prompt
+    samples: Mapping[str, Sequence[Sample]]
+    facts: Mapping[str, Facts]
+
+    @property
+    def reference(self) -> Reference:
+        """Full prefill."""
+        return Reference(
+            context=self.prompt.length,
+            wanted=self.prompt.wanted,
+            chunks=len(self.prompt.chunks),
+            question_tokens=len(self.prompt.question),
+            transformers_ms=statistics.median(sample.ttft_ms for sample in self.samples[PLAIN]),
+            kvtool_ms=statistics.median(sample.ttft_ms for sample in self.samples[FULL]),
+        )
+
+
+class About:
+    """What rows are computed with besides their own samples."""
+
+    def __init__(self, architecture: Architecture, machine: Machine, decoder: Decoder) -> None:
+        self.architecture, self.machine, self.decoder = architecture, machine, decoder
+        self.model_bytes = sum(weight.nbytes for weight in decoder.model.parameters())
+
+
+def rows_of(measured: Measured, modes: Sequence[str], about: About) -> Iterator[FusionRow]:
+    """A row for each of these modes."""
+    reference = measured.reference
+    for mode in modes:
+        yield _row(mode, measured.samples[mode], measured.facts[mode], reference, about)
+
+
+def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Reference, about: About) -> FusionRow:
+    ttft = statistics.median(sample.ttft_ms for sample in samples)
+    parts = _parts(samples)
+    work = flops(about.architecture, facts.passes)
+    full = flops(about.architecture, [full_work(reference.context, len(about.architecture.layers))])
+    bytes_each = about.decoder.dtype.itemsize
+    kv_mb = about.decoder.kv_bytes(reference.context) / 1e6
+    limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
+    return FusionRow(
+        fusion=mode,
+        context=reference.context,
+        ttft_ms=ttft,
+        speedup=reference.ms / ttft,
+        flops_ratio=full / work,
+        efficiency=reference.ms / ttft / (full / work),
+        **parts,
+        overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
+        bytes_read=facts.bytes_read,
+        rows_by_layer=facts.rows,
+        rows_total=sum(facts.rows),
+        flops=work,
+        full_ms=reference.ms,
+        reference=reference.name,
+        limit_ms=limit.ms,
+        compute_limit_ms=limit.compute_ms,
+        load_limit_ms=limit.load_ms,
+        roofline_efficiency=limit.ms / ttft,
+        peak_memory_mb=None if facts.peak_bytes is None else facts.peak_bytes / 1e6,
+        staging_mb=_staging_mb(facts),
+        model_mb=about.model_bytes / 1e6,
+        kv_mb=kv_mb,
+        layer_mb=kv_mb / len(about.architecture.layers),
+    )
+
+
+def _staging_mb(facts: Facts) -> float | None:
+    if facts.peak_bytes is None or facts.held_bytes is None:
+        return None
+    return max(0, facts.peak_bytes - facts.held_bytes) / 1e6
+
+
+def _parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Medians of the parts of the time to the first token."""
+    timings = [sample.timing for sample in samples if sample.timing is not None]
+
+    def middle(*names: str) -> float:
+        return float(statistics.median(sum(getattr(timing, name) for name in names) for timing in timings))
+
+    return {
+        **{f"{name}_ms": middle(name) for name in ("read", "decode", "upload", "rotate", "select", "wait")},
+        "load_ms": middle("read", "decode", "upload", "rotate"),
+        "compute_ms": middle("recompute", "select"),
+        "plan_ms": statistics.median(sample.plan_ms for sample in samples),
+    }

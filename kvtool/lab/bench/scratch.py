@@ -1,0 +1,185 @@
+"""A store in a temporary folder, filled with really prefilled chunks of random tokens."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.cache.identity import chunk_id, ids_digest
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.fit import default_groups, fit_profile
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.profile import Profile
+from kvtool.core.common.places import cache_dir
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest.compute import batch_tokens, encode_chunk
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.session.identity import Ids
+from kvtool.lab.bench.prompts import Prompt, Stored
+
+PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind
+_FIT_TOKENS = 2048
+# Of the finest level, in standard deviations of a layer's side: level 1 then takes 3.8 bits of white noise and level 2
+# takes 2.2, what they take of real models' KV (README, "Compression").
+_STEP = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the prompts: `contexts` in tokens, question and chunks included; the last chunk is cut to fit."""
+
+    contexts: tuple[int, ...]
+    chunk_tokens: int
+    question_tokens: int
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards, in $TMPDIR where that is set, else in kvtool's cache: /tmp may be no disk."""
+    parent = None if os.environ.get("TMPDIR") else cache_dir()
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=parent) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def scratch_store(
+    decoder: Decoder, level: str, sizes: Sizes, seed: int, told: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[tuple[Store, list[Prompt]]]:
+    """A store that holds all chunks of these prompts at `level`, and the prompts.
+
+    The prefix is stored alone; the chunks stand behind a lead-in, so that none is exact in its prompt. A lossy level
+    gets a profile that is fitted to the chunks' own KV, every error mattering alike.
+
+    Parameters
+    ----------
+    told : how many tokens have been prefilled, and of how many.
+
+    Raises
+    ------
+    UsageError : a context too short for a chunk.
+    NoSpaceError : the disk is full.
+    """
+    with ExitStack() as stack:
+        text = _RandomText(decoder.config.vocab_size, sizes, seed)
+        prompts = [_prompt(decoder, text, level, context) for context in sizes.contexts]
+        folder = stack.enter_context(scratch_folder())
+        store = stack.enter_context(Store.create_or_open(folder / "store"))
+        with store.writer() as writer:
+            _Filler(decoder, writer, text, seed, told).fill(prompts)
+        yield store, prompts
+
+
+class _RandomText:
+    """Token ids; a shorter prompt is the beginning of a longer one."""
+
+    def __init__(self, vocabulary: int, sizes: Sizes, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+
+        def tokens(count: int) -> Ids:
+            return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+
+        self.lead_in = tokens(LEAD_IN_TOKENS)
+        self.prefix = self.lead_in[:PREFIX_TOKENS]
+        self.question = tokens(sizes.question_tokens)
+        self._chunk_tokens = sizes.chunk_tokens
+        self._body = tokens(max(sizes.contexts))
+
+    def chunks(self, context: int) -> list[Ids]:
+        """Chunks that fill a prompt."""
+        room = context - len(self.prefix) - len(self.question)
+        if room < 1:
+            least = len(self.prefix) + len(self.question) + 1
+            raise UsageError(f"a context of {context} tokens has no room for a chunk", f"take at least {least}")
+        body, size = self._body[:room], self._chunk_tokens
+        return [body[start : start + size] for start in range(0, room, size)]
+
+
+def _prompt(decoder: Decoder, text: _RandomText, level: str, context: int) -> Prompt:
+    # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
+    prefix = _stored(decoder, text.prefix, (), "raw" if level in LOSSY else level)
+    chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
+    return Prompt(context, prefix, tuple(chunks), text.question)
+
+
+def _stored(decoder: Decoder, ids: Ids, lead_in: Ids, level: str) -> Stored:
+    fingerprint = decoder.loaded.fingerprint
+    named = chunk_id(namespace="bench", model_fingerprint=fingerprint, lead_in=ids_digest(lead_in), token_ids=ids)
+    return Stored(named, ids, level)
+
+
+class _Filler:
+    """Prefills and writes."""
+
+    def __init__(
+        self, decoder: Decoder, writer: Writer, text: _RandomText, seed: int, told: Callable[[int, int], None]
+    ) -> None:
+        self._decoder, self._writer, self._text = decoder, writer, text
+        self._told = told
+        self._draw = torch.Generator().manual_seed(seed)
+        self._profile: Profile | None = None
+
+    def fill(self, prompts: Sequence[Prompt]) -> None:
+        """Write the prefix and every chunk once."""
+        for prefix in {prompt.prefix for prompt in prompts} - {None}:
+            assert prefix is not None
+            self._write([prefix], LeadIn(self._decoder, ()), ())
+        lead_in = LeadIn(self._decoder, self._text.lead_in)
+        wanted = list(dict.fromkeys(chunk for prompt in prompts for chunk in prompt.chunks))
+        done, total = 0, sum(len(chunk.ids) for chunk in wanted)
+        for batch in batches(wanted, batch_tokens(self._decoder.device)):
+            self._told(done, total)
+            self._write(batch, lead_in, self._text.lead_in)
+            done += sum(len(chunk.ids) for chunk in batch)
+
+    def _write(self, batch: Sequence[Stored], lead_in: LeadIn, before: Ids) -> None:
+        kvs = prefill_chunks(self._decoder, lead_in, [PrefillItem(piece.ids) for piece in batch])
+        if batch[0].level in LOSSY and self._profile is None:
+            self._profile = fit_to(self._decoder, kvs)
+            self._writer.put_profile(self._profile.digest, self._profile.data, {"profile": self._profile.digest.hex()})
+        for piece, kv in zip(batch, kvs, strict=True):
+            info = ChunkInfo(piece.ids, ids_digest(before), len(kv.keys), self._sensitivity(piece))
+            records = encode_chunk(piece.chunk_id, kv, piece.level, self._profile)
+            self._writer.put_chunk(piece.chunk_id, info, piece.level, records)
+
+    def _sensitivity(self, piece: Stored) -> bytes:
+        """Any numbers: which rows are chosen by them does not matter here."""
+        return torch.rand(len(piece.ids), generator=self._draw).half().numpy().astype("<f2").tobytes()
+
+
+def batches(wanted: Sequence[Stored], tokens: int) -> Iterator[list[Stored]]:
+    """Chunks in order; a batch holds at most `tokens` tokens, or one longer chunk."""
+    batch: list[Stored] = []
+    for piece in wanted:
+        if batch and sum(len(one.ids) for one in (*batch, piece)) > tokens:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
+
+
+def fit_to(decoder: Decoder, kvs: Sequence[ChunkKV]) -> Profile:
+    """A profile of these chunks' own KV, the sensitivity being the identity in units of each side's spread."""
+    layers, channels = len(decoder.layers), decoder.kv_heads * decoder.head_dim
+
+    def sides(layer: int) -> torch.Tensor:
+        parts = [torch.stack([kv.keys[layer], kv.values[layer]]).transpose(1, 2).flatten(2) for kv in kvs]
+        return torch.cat(parts, 1)[:, :_FIT_TOKENS].float()
+
+    # [2, layers], without the channels' means, which cost no bits
+    variances = torch.stack([sides(layer).var(1, correction=0).mean(1) for layer in range(layers)], 1)
+    matters = torch.eye(channels) / variances.clamp_min(1e-12)[:, :, None, None]
+    tokens = sum(kv.keys.shape[2] for kv in kvs)
+    about = {"chunks": len(kvs), "tokens": min(tokens, _FIT_TOKENS), "sensitivity": "identity"}
+    return fit_profile(sides, matters, default_groups(decoder.kv_heads, decoder.head_dim), about, step=_STEP)

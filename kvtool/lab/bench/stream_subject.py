@@ -1,0 +1,194 @@
+"""What is streamed in `kvtool bench stream`: chunks by level, their losses, and how fast the other side computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtool.core.codec.levels import LOSSY
+from kvtool.core.errors import KvtoolError
+from kvtool.core.fusion.speeds import PassSpeed
+from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.streaming.book import Task
+from kvtool.core.streaming.ladder import Ladder, Part, Rung
+from kvtool.lab.bench.stream_speeds import Speeds, sizes_of
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+QUESTION_TOKENS = 32
+
+# Bits a number of K and V, all that is read for the level included, and nats a token of the answer. README,
+# "Compression": Qwen2.5-Coder-0.5B on XQuAD-en, 100 questions (`kvtool inspect codec`); `lossless` is SmolLM2's on the
+# sample corpus (562 against 821 MB, README, "Measured").
+MEASURED = {
+    "4": (0.49, 0.0792),
+    "3": (1.11, 0.0096),
+    "2": (2.19, 0.0017),
+    "1": (3.62, 0.0006),
+    "int8": (8.25, 0.0017),
+    "lossless": (16 * 562 / 821, 0.0),
+    "raw": (16.0, 0.0),
+}
+MEASURED_FROM = "bits and losses of Qwen2.5-Coder-0.5B on XQuAD-en, lossless of SmolLM2 (README)"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A context in chunks.
+
+    Attributes
+    ----------
+    ladders : with every level that a policy may choose from.
+    fixed : by level, the chunks at that level alone.
+    passes : how fast prompts are computed.
+    decode : seconds a token by level; a level that is not there takes none.
+    sources : where sizes, losses and speeds are from, for people.
+    """
+
+    name: str
+    ladders: tuple[Ladder, ...]
+    fixed: Mapping[str, tuple[Ladder, ...]]
+    passes: PassSpeed
+    raw_bytes: int
+    sources: tuple[str, ...]
+    decode: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(ladder.tokens for ladder in self.ladders)
+
+    def compute(self, texts: frozenset[int]) -> float:
+        """Seconds of the pass over the question and the chunks that are computed from their text."""
+        rows, keys, start = 0, 0, 0
+        for ladder in self.ladders:
+            if ladder.chunk in texts:
+                rows += ladder.tokens
+                keys += _keys(start, ladder.tokens)
+            start += ladder.tokens
+        return self.passes.seconds(rows + QUESTION_TOKENS, keys + _keys(start, QUESTION_TOKENS))
+
+    def text_seconds(self) -> float:
+        """What computing the context from its text adds to the question's own pass."""
+        everything = frozenset(ladder.chunk for ladder in self.ladders)
+        return self.compute(everything) - self.compute(frozenset())
+
+    def task(self, objective: float | None, level: str | None = None) -> Task:
+        """One request; `level`: from the chunks at that level alone."""
+        ladders = self.ladders if level is None else self.fixed[level]
+        return Task(ladders, self.compute, objective, lambda tokens, at: tokens * self.decode.get(at, 0.0))
+
+
+def _keys(start: int, tokens: int) -> int:
+    """Keys that rows start … start + tokens - 1 see."""
+    return tokens * start + tokens * (tokens + 1) // 2
+
+
+def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -> Subject:
+    """Chunks of a named shape, with the bits and losses of `MEASURED`.
+
+    Raises
+    ------
+    UsageError : no such shape.
+    """
+    from kvtool.core.model.shapes import shape_config
+
+    config = shape_config(shape)
+    sizes = sizes_of(config)
+    numbers = 2 * sizes["layers"] * sizes["kv_heads"] * sizes["head_dim"]  # of K and V a token
+    lengths = [min(chunk_tokens, context - start) for start in range(0, context, chunk_tokens)]
+    totals = [{name: round(bits * numbers * n / 8) for name, (bits, _) in MEASURED.items()} for n in lengths]
+    losses = {name: loss for name, (_, loss) in MEASURED.items()}
+    chunks = list(enumerate(zip(lengths, totals, strict=True)))
+    return Subject(
+        name=shape,
+        ladders=tuple(Ladder.of(i, n, _rungs(total, losses)) for i, (n, total) in chunks),
+        fixed={
+            name: tuple(Ladder.of(i, n, [Rung(name, loss, (Part(name, total[name]),))]) for i, (n, total) in chunks)
+            for name, loss in losses.items()
+        },
+        passes=speeds.given() or speeds.on_gpu(config),
+        raw_bytes=sum(total["raw"] for total in totals),
+        sources=(MEASURED_FROM, *speeds.told(speeds.told_of_gpu())),
+        decode=speeds.by_level(2 * numbers),
+    )
+
+
+def _rungs(totals: Mapping[str, int], losses: Mapping[str, float]) -> Iterator[Rung]:
+    """Nested levels by what each adds to the coarser one, and the lossless one; 8 bits are no level of the store."""
+    parts: list[Part] = []
+    for level in reversed(LOSSY):
+        parts.append(Part(level, totals[level] - sum(part.size for part in parts)))
+        yield Rung(level, losses[level], tuple(parts))
+    yield Rung("lossless", 0.0, (Part("lossless", totals["lossless"]),))
+
+
+def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed | None) -> Subject:
+    """The store's own chunks, document by document, with its own sizes and the losses that `compress` measured.
+
+    Raises
+    ------
+    KvtoolError : nothing is stored, or a lossy level's loss or the prefill speed is not known.
+    """
+    passes = speeds.given() or known
+    if passes is None:
+        raise KvtoolError(
+            "how fast this machine computes the store's model is not known",
+            "give --prefill-tokens-per-second, or have it measured by `kvtool query … --fusion auto`",
+        )
+    chunks = list(_store_chunks(store, context))
+    if not chunks:
+        raise KvtoolError("the store holds no chunk whose KV is whole", "run `kvtool ingest PATH` first")
+    levels = [name for name in (*reversed(LOSSY), "lossless", "raw") if all(name in rungs for _, rungs, *_ in chunks)]
+    if unknown := [name for name in levels if not all(name in losses for *_, losses in chunks)]:
+        raise KvtoolError(
+            f"what level {', '.join(unknown)} loses was never measured in this store", "run `kvtool compress` again"
+        )
+    numbered = list(enumerate(chunks))
+    raw = sum(size for *_, size, _ in chunks)
+    return Subject(
+        name=str(store.path),
+        ladders=tuple(Ladder.of(i, n, _named(rungs, losses, levels)) for i, (n, rungs, _, losses) in numbered),
+        fixed={
+            name: tuple(Ladder.of(i, n, _named(rungs, losses, [name])) for i, (n, rungs, _, losses) in numbered)
+            for name in levels
+        },
+        passes=passes,
+        raw_bytes=raw,
+        sources=("sizes and losses of the store", *speeds.told("prefill as measured on this machine")),
+        decode=speeds.by_level(raw / sum(n for n, *_ in chunks)),
+    )
+
+
+def _named(rungs: Mapping[str, tuple[Part, ...]], losses: Mapping[str, float], levels: Iterable[str]) -> Iterator[Rung]:
+    return (Rung(name, losses[name], rungs[name]) for name in levels)
+
+
+def _store_chunks(
+    store: Store, context: int
+) -> Iterator[tuple[int, dict[str, tuple[Part, ...]], int, dict[str, float]]]:
+    """(tokens, parts by level, bytes of its KV as it is, losses) of chunks until there are `context` tokens."""
+    tokens, measured = 0, MeasuredLosses(store)
+    in_order = dict.fromkeys(ref.chunk_id for document in store.documents() for ref in document.chunks)
+    for chunk in in_order:
+        if tokens >= context:
+            return
+        info, sizes = store.chunk_info(chunk), store.level_sizes(chunk)
+        found = store.read_kv(chunk, next(iter(sizes)), 0) if sizes else None
+        if info is None or found is None:
+            continue
+        tokens += len(info.token_ids)
+        parts = {level: _parts(store, chunk, level, sizes) for level in sizes}
+        losses = {"raw": 0.0, "lossless": 0.0} | measured.of(chunk, sizes)
+        yield len(info.token_ids), parts, info.layers * found[0].raw_bytes, losses
+
+
+def _parts(store: Store, chunk: bytes, level: str, sizes: Mapping[str, int]) -> tuple[Part, ...]:
+    """What a level is decoded from, the coarsest first. All layers of a level refine the same one."""
+    from kvtool.core.codec import CODECS
+
+    found = store.read_kv(chunk, level, 0)
+    base = None if found is None else CODECS[level].base_of(found[1])
+    own = (Part(level, sizes[level]),)
+    return own if base is None else (*_parts(store, chunk, base, sizes), *own)

@@ -1,0 +1,218 @@
+"""How sure is sure enough: answers of every round of deferred loading beside what each threshold would have given."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvtool.core.evaluate.scoring import score
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.source import StoreSource
+from kvtool.core.model.generate import Sampling, generate
+from kvtool.core.query.defer import PROBED, Threshold, confidence, judge
+from kvtool.core.query.layout import Asked
+from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.rounds import probe, steps, text_of
+from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.session import Session, selector_for
+from kvtool.lab.reports.intervals import interval
+from kvtool.lab.reports.journal import Journal
+from kvtool.lab.reports.quality import Warn, Work, answer_open, levels_in
+from kvtool.lab.reports.runs import RunSpec
+from kvtool.lab.reports.trial import Row
+
+ALLOWED_LOSS = 0.01  # of F1, and of the share of answers that contain a gold one, against one pass over all chunks
+NEVER = 1.5  # a threshold that no confidence reaches: everything is loaded
+_TRIED = (*(step / 20 for step in range(21)), NEVER)  # few, so that one that is good is less likely so by accident
+_BINS = 10
+_SCORES = ("f1", "exact_match", "contains")
+_ANY = Threshold(0.0, "default")  # any confidence is enough: what is refused, is refused for its words
+
+Question = Mapping[str, Any]  # `rounds`: a row each; `whole`: the row of one pass over all its chunks
+
+
+def defer_facts(options: QueryOptions) -> dict[str, Any]:
+    """What results of rounds depend on besides `evaluation_facts`."""
+    return {"rounds": [options.defer_first, PROBED], "whole": True}
+
+
+def evaluate_rounds(
+    session: Session,
+    requests: Sequence[Request],
+    work: Work,
+    options: QueryOptions,
+    journal: Journal,
+    warn: Warn = lambda text, hint: None,
+    advance: Callable[[int], None] = lambda questions: None,
+) -> int:
+    """Answer what is open after every round, and add it to the journal, whose file must be held.
+
+    Returns and raises as :func:`kvtool.lab.reports.quality.answer_open` does.
+    """
+
+    def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:
+        asked = session.lay_out(requests[at], options)
+        at_once = session.lay_out(requests[at], replace(options, defer=False))
+        return {spec.name: _question(session, asked, at_once, spec, options) for spec in missing}
+
+    return answer_open(session, requests, work, options, journal, rows_of, warn, advance)
+
+
+def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, options: QueryOptions) -> Row:
+    """What every round would have answered, had it been the last, and what one pass over all chunks answers."""
+    decoder, selector = session.decoder, selector_for(spec.options(options), spec.mode)
+    source = StoreSource.of(session.store, decoder, ProfileShelf(session.store))
+    answers = asked.request.answers
+    found = steps(decoder, asked.plan, selector, source, options)
+    rounds = [_row(session, step.fused, step.now.bytes_read, answers, options) for step in found]
+    whole = fuse(decoder, at_once.plan, selector, source, options.max_tokens)
+    answered = _row(session, whole, whole.bytes_read, answers, options)
+    return {"rounds": rounds, "whole": answered, "levels": whole.plan.levels}
+
+
+def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str], options: QueryOptions) -> Row:
+    """The answer over a fused prompt, how sure it begins, and its scores."""
+    decoder = session.decoder
+    begun = probe(decoder, fused, options.max_tokens)
+    first, *more = begun.ids
+    sampling = Sampling(options.max_tokens)
+    said = generate(decoder, fused.plan.ids, fused.cache, first, sampling, more=more).text.strip()
+    scores = score(said, answers)
+    return {
+        "chunks": len(fused.plan.chunks),
+        "confidence": confidence(begun.log_p),
+        "refused": not judge(1.0, text_of(decoder, begun), _ANY).enough,
+        "answer": said,
+        "bytes_read": bytes_read,
+        **{name: getattr(scores, name) for name in _SCORES},
+    }
+
+
+# ---- over all questions ----
+
+
+def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
+    """The JSON of `inspect quality --defer`: one entry a run, in `runs`; `level` as in :func:`levels_in`.
+
+    Returns
+    -------
+    `bins[{low, high, n, confidence, right, interval}]`: first and middle rounds by confidence, and the share whose
+    answer contains a gold one; `policies`: what thresholds from 0 to 1 give (see `policy`); `whole`: one pass over all
+    chunks; `all`, `first`: all rounds, and the first alone; `threshold`, `chosen`: see `choose`;
+    `held_out`: thresholds chosen on every other question and tried on the others, both ways.
+    """
+    names = sorted({name for of in rows.values() for name in of})
+    of_run = {name: [of[name] for _, of in sorted(rows.items()) if name in of] for name in names}
+    runs = [{"run": name} | _overview(questions) for name, questions in of_run.items()]
+    return {
+        "questions": len(rows),
+        "probed": PROBED,
+        "allowed_loss": ALLOWED_LOSS,
+        "level": levels_in(rows),
+        "runs": runs,
+    }
+
+
+def _overview(questions: Sequence[Question]) -> dict[str, Any]:
+    threshold = choose(questions)
+    return {
+        "n": len(questions),
+        "threshold": threshold,
+        "chosen": policy(questions, threshold),
+        "whole": _whole(questions),
+        "all": policy(questions, NEVER),
+        "first": policy(questions, -1.0),
+        "held_out": _held_out(questions),
+        "policies": [policy(questions, threshold) for threshold in _TRIED[:-1]],
+        "bins": bins(questions),
+    }
+
+
+def policy(questions: Sequence[Question], threshold: float) -> dict[str, Any]:
+    """What a threshold gives: means of the scores, of the chunks loaded and the bytes read, and the share of bytes.
+
+    Below 0 the first round is taken whatever it says.
+    """
+    return _means(threshold, [(rounds, _taken(rounds, threshold)) for rounds in _rounds(questions)])
+
+
+def _rounds(questions: Sequence[Question]) -> list[Sequence[Row]]:
+    return [question["rounds"] for question in questions]
+
+
+def _whole(questions: Sequence[Question]) -> dict[str, Any]:
+    """Means of one pass over all chunks."""
+    names = (*_SCORES, "chunks", "bytes_read")
+    return {name: statistics.fmean(question["whole"][name] for question in questions) for name in names}
+
+
+def _means(threshold: float, taken: Sequence[tuple[Sequence[Row], int]]) -> dict[str, Any]:
+    ends = [rounds[at] for rounds, at in taken]
+    read = [sum(row["bytes_read"] for row in rounds[: at + 1]) for rounds, at in taken]
+    everything = sum(row["bytes_read"] for rounds, _ in taken for row in rounds)
+    return {
+        "threshold": threshold,
+        **{name: statistics.fmean(row[name] for row in ends) for name in _SCORES},
+        "chunks": statistics.fmean(row["chunks"] for row in ends),
+        "rounds": statistics.fmean(at + 1 for _, at in taken),
+        "bytes_read": statistics.fmean(read),
+        "bytes_share": sum(read) / everything if everything else 0.0,
+    }
+
+
+def _taken(rounds: Sequence[Row], threshold: float) -> int:
+    """The round that a threshold stops at."""
+    if threshold < 0:
+        return 0
+    enough = (at for at, row in enumerate(rounds) if row["confidence"] >= threshold and not row["refused"])
+    return min(next(enough, len(rounds) - 1), len(rounds) - 1)
+
+
+def choose(questions: Sequence[Question]) -> float:
+    """The lowest of a few thresholds that loses at most ALLOWED_LOSS of either score; if none does, the one that loses
+    least.
+
+    What it is held against is what a query without `--defer` gives: one pass over all chunks.
+    """
+    whole = _whole(questions)
+    tried = {threshold: policy(questions, threshold) for threshold in _TRIED}
+    losses = {
+        threshold: round(max(whole[name] - one[name] for name in ("f1", "contains")), 9)
+        for threshold, one in tried.items()
+    }
+    return min(_TRIED, key=lambda threshold: (max(losses[threshold], ALLOWED_LOSS), threshold))
+
+
+def _held_out(questions: Sequence[Question]) -> dict[str, Any] | None:
+    """Each half by the threshold of the other; None of less than two questions."""
+    halves = questions[::2], questions[1::2]
+    if not all(halves):
+        return None
+    thresholds = [choose(half) for half in halves]
+    taken = [
+        (rounds, _taken(rounds, threshold))
+        for half, threshold in zip(halves[::-1], thresholds, strict=True)
+        for rounds in _rounds(half)
+    ]
+    return {"thresholds": thresholds} | {k: v for k, v in _means(0.0, taken).items() if k != "threshold"}
+
+
+def bins(questions: Sequence[Question]) -> list[dict[str, Any]]:
+    """Rounds that something hung on, by confidence; empty bins are left out."""
+    found: dict[int, list[Row]] = {}
+    for row in (row for rounds in _rounds(questions) for row in rounds[:-1]):
+        found.setdefault(min(int(row["confidence"] * _BINS), _BINS - 1), []).append(row)
+    return [
+        {
+            "low": number / _BINS,
+            "high": (number + 1) / _BINS,
+            "n": len(rows),
+            "confidence": statistics.fmean(row["confidence"] for row in rows),
+            "right": statistics.fmean(row["contains"] for row in rows),
+            "f1": statistics.fmean(row["f1"] for row in rows),
+            "interval": interval([row["contains"] for row in rows]),
+        }
+        for number, rows in sorted(found.items())
+    ]

@@ -1,0 +1,103 @@
+"""The calibration of deferred loading for people: sections of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvtool.lab.charts.page import Section, Table
+from kvtool.lab.charts.svg import Line, Panel, line_charts
+
+_BIN_HEAD = ("run", "confidence", "answers", "mean confidence", "contain a gold answer", "95 %", "F1")
+_POLICY_HEAD = ("run", "policy", "threshold", "F1", "contains", "chunks", "rounds", "bytes of all")
+
+
+def defer_sections(value: dict[str, Any]) -> list[Section]:
+    """Sections from what `inspect quality --defer --json` gives."""
+    runs = value["runs"]
+    text = (
+        f"Confidence: the geometric mean of the probabilities of an answer's first {value['probed']} tokens. Counted "
+        "is every round but a question's last, on which nothing hangs."
+    )
+    costs = (
+        f"Calibrated: the lowest threshold that loses at most {value['allowed_loss']:g} of F1 and of `contains` "
+        "against one pass over all chunks, as without --defer. Held out: each half of the questions by the threshold "
+        "of the other half."
+    )
+    return [
+        Section(
+            "Calibration",
+            (text,),
+            (_calibration(runs),) if any(run["bins"] for run in runs) else (),
+            (Table(_BIN_HEAD, tuple(row for run in runs for row in _bin_rows(run))),),
+        ),
+        Section(
+            "Threshold",
+            (costs,),
+            (_thresholds(runs),),
+            (Table(_POLICY_HEAD, tuple(row for run in runs for row in policy_rows(run))),),
+        ),
+    ]
+
+
+def _calibration(runs: Sequence[dict[str, Any]]) -> str:
+    panels = [
+        Panel(
+            title,
+            tuple(
+                Line(run["run"], tuple((round((one["low"] + one["high"]) / 2, 3), one[key]) for one in run["bins"]))
+                for run in runs
+                if run["bins"]
+            ),
+        )
+        for title, key in (("Share of answers that contain a gold one", "right"), ("Number of answers", "n"))
+    ]
+    return line_charts("Is a sure answer right?", panels, "confidence, middle of a bin")
+
+
+def _thresholds(runs: Sequence[dict[str, Any]]) -> str:
+    panels = [
+        Panel(
+            title,
+            tuple(Line(run["run"], tuple((one["threshold"], one[key]) for one in run["policies"])) for run in runs),
+        )
+        for title, key in (("F1", "f1"), ("Contains", "contains"), ("Bytes read, of loading all", "bytes_share"))
+    ]
+    return line_charts("What a threshold gives", panels, "threshold")
+
+
+def _bin_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
+    return [
+        (
+            run["run"],
+            f"{one['low']:.1f} to {one['high']:.1f}",
+            one["n"],
+            f"{one['confidence']:.3f}",
+            f"{one['right']:.3f}",
+            "[{:.3f}, {:.3f}]".format(*one["interval"]),
+            f"{one['f1']:.3f}",
+        )
+        for one in run["bins"]
+    ]
+
+
+def policy_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
+    """A run's policies, a line each: one pass, all rounds, the first alone, as calibrated, and held out."""
+    named = (("all rounds", "all"), ("first round only", "first"), ("calibrated", "chosen"), ("held out", "held_out"))
+    whole = run["whole"]
+    scores = f"{whole['f1']:.3f}", f"{whole['contains']:.3f}"
+    one_pass = (run["run"], "one pass", "-", *scores, f"{whole['chunks']:.2f}", "-", "100.0%")
+    return [one_pass] + [
+        (
+            run["run"],
+            name,
+            f"{run['threshold']:.3f}" if key == "chosen" else "-",
+            f"{one['f1']:.3f}",
+            f"{one['contains']:.3f}",
+            f"{one['chunks']:.2f}",
+            f"{one['rounds']:.2f}",
+            f"{one['bytes_share']:.1%}",
+        )
+        for name, key in named
+        if (one := run[key]) is not None
+    ]

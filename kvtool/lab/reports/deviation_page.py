@@ -1,0 +1,94 @@
+"""The deviation report for people: sections of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvtool.core.codec.levels import LOSSY
+from kvtool.lab.charts.page import Section, Shaded
+from kvtool.lab.charts.svg import Line, Panel, line_charts
+
+NAMES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
+
+
+def deviation_sections(value: dict[str, Any], tokens: Sequence[Sequence[tuple[str, float]]] = ()) -> list[Section]:
+    """Sections from what `inspect deviation --json` gives.
+
+    Parameters
+    ----------
+    tokens : pieces of each chunk's text with their deviation, those of one prompt.
+    """
+    return [
+        _by_layer(value["layers"], value.get("level", "exact")),
+        _concentration(value["layers"]),
+        _neighbours(value["layers"]),
+        _attention(value["attention"]),
+        *([_tokens(tokens)] if tokens else []),
+    ]
+
+
+def _by_layer(layers: Sequence[dict[str, Any]], level: str) -> Section:
+    lines = tuple(
+        Line(name, tuple((row["layer"], row[key]) for row in layers))
+        for name, key in (("keys", "k_relative"), ("values", "v_relative"))
+    )
+    chart = line_charts("Deviation of reused KV from full prefill's", [Panel("‖Δ‖ / ‖full‖", lines)], "layer")
+    text = (
+        "How far the reused keys and values of the chunks' tokens are from those of a full prefill of the same "
+        "prompt, layer by layer. "
+    )
+    if level in LOSSY:
+        text += f"They are read at level {level}: what it rounds away is part of the deviation, at every layer."
+    else:
+        text += "The first layer's depend on the token alone, so they do not deviate."
+    return Section("By layer", (text,), (chart,))
+
+
+def _concentration(layers: Sequence[dict[str, Any]]) -> Section:
+    deviating = [row for row in layers if row["v_sse"] > 0] or list(layers)
+    chosen = [deviating[0], deviating[len(deviating) // 2], deviating[-1]]
+    lines = tuple(
+        Line(f"layer {row['layer']}", tuple((100 * float(share), part) for share, part in row["top_share"].items()))
+        for row in {row["layer"]: row for row in chosen}.values()
+    )
+    chart = line_charts("Concentration", [Panel("share of the squared V deviation", lines)], "top % of the tokens")
+    text = (
+        "CacheBlend's first insight: few tokens hold most of the deviation. If it were spread evenly, the top 15 % of "
+        "the tokens would hold 15 % of it."
+    )
+    return Section("Concentration", (text,), (chart,))
+
+
+def _neighbours(layers: Sequence[dict[str, Any]]) -> Section:
+    points = tuple((row["layer"], row["spearman_next"]) for row in layers if row["spearman_next"] is not None)
+    text = (
+        "CacheBlend's second insight: tokens that deviate much at one layer do at the next. Spearman's rank "
+        "correlation of the tokens' V deviation, each layer with the one after it; 1 is the same order."
+    )
+    if not points:
+        return Section("From layer to layer", (text,))
+    chart = line_charts("Rank correlation with the next layer", [Panel("Spearman", (Line("V", points),))], "layer")
+    return Section("From layer to layer", (text,), (chart,))
+
+
+def _attention(rows: Sequence[dict[str, Any]]) -> Section:
+    choices = list(dict.fromkeys(row["choice"] for row in rows))
+    lines = tuple(
+        Line(NAMES[choice], tuple((100 * row["ratio"], row["deviation"]) for row in rows if row["choice"] == choice))
+        for choice in choices
+    )
+    chart = line_charts("Attention deviation", [Panel("‖A − A full‖ / ‖A full‖", lines)], "% of the tokens recomputed")
+    text = (
+        "How far the question's attention over the fused cache is from that over the full one, mean over layers, "
+        "when so many of the reused tokens are recomputed: those that deviate most, random ones, the first of each "
+        "chunk."
+    )
+    return Section("Attention against recompute", (text,), (chart,))
+
+
+def _tokens(chunks: Sequence[Sequence[tuple[str, float]]]) -> Section:
+    most = sorted(weight for pieces in chunks for _, weight in pieces)
+    scale = most[int(0.98 * (len(most) - 1))] or 1.0
+    shaded = tuple(Shaded(tuple((text, weight / scale) for text, weight in pieces)) for pieces in chunks)
+    return Section("Tokens", ("The text, each token shaded by its deviation over all layers.",), shaded=shaded)

@@ -1,0 +1,124 @@
+"""What is evaluated: fusion modes, each with how much it recomputes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.options.settings import did_you_mean
+from kvtool.core.query.reply import QueryOptions
+
+REFERENCE = "full"
+RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
+DEFAULT_RUNS = ("reuse", "epic:16", *(f"{mode}:{ratio}" for mode in ("blend", "infoflow", "union") for ratio in RATIOS))
+
+_HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """A mode and how much it recomputes.
+
+    Attributes
+    ----------
+    name : the same for every way to write the same run; results are kept under it.
+    knob : the option that `amount` sets: `ratio`, `link_tokens`, or "" where the mode has none.
+    """
+
+    mode: str
+    knob: str = ""
+    amount: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.mode if self.amount is None else f"{self.mode}:{self.amount:.12g}"
+
+    def options(self, base: QueryOptions) -> QueryOptions:
+        """`base` with this run's mode and amount."""
+        if self.amount is None:
+            return replace(base, fusion=self.mode)
+        changed: dict[str, Any] = {self.knob: self.amount}
+        return replace(base, fusion=self.mode, **changed)
+
+
+def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
+    """Runs in the order given, each once; commas separate, too. Nothing given: `DEFAULT_RUNS`.
+
+    The reference is left out: it always runs.
+
+    Raises
+    ------
+    UsageError : no such mode, or an amount that the mode does not take.
+    """
+    given = list(texts)
+    words = [word.strip() for text in given for word in text.split(",") if word.strip()]
+    if given and not words:
+        raise UsageError("--runs names no run", _HINT)
+    found = dict.fromkeys(parse_run(word) for word in (words or DEFAULT_RUNS))
+    return [run for run in found if run.mode != REFERENCE]
+
+
+def parse_run(text: str) -> RunSpec:
+    """One run: `mode`, or `mode:amount`. The amount is a ratio (0 … 1, or in percent) or a number of link tokens.
+
+    Raises
+    ------
+    UsageError : no such mode, or an amount that the mode does not take.
+    """
+    mode, colon, amount = (part.strip() for part in text.partition(":"))
+    if mode not in SELECTORS:
+        raise UsageError(
+            f"run {text!r}: there is no fusion mode {mode!r}",
+            did_you_mean(mode, SELECTORS) or f"known: {', '.join(SELECTORS)}; {_HINT}",
+        )
+    knob = _knob(mode)
+    if not colon:
+        return RunSpec(mode, knob, getattr(QueryOptions(), knob) if knob else None)
+    if not knob:
+        raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {mode}")
+    return RunSpec(mode, knob, _ratio(text, amount) if knob == "ratio" else _tokens(text, amount))
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Names of runs by mode, as the registry has them, then by amount."""
+    modes = list(SELECTORS)
+
+    def place(name: str) -> tuple[int, float, str]:
+        mode, _, amount = name.partition(":")
+        return modes.index(mode) if mode in modes else len(modes), _number(amount) or 0.0, name
+
+    return sorted(names, key=place)
+
+
+def _knob(mode: str) -> str:
+    """Which parameter of a selector says how much it recomputes; read off the selector, so a new one is known."""
+    names = [own.name for own in fields(cast(Any, SELECTORS[mode]))]
+    return next((knob for knob in ("ratio", "link_tokens") if knob in names), "")
+
+
+def _ratio(text: str, amount: str) -> float:
+    value = _number(amount.removesuffix("%"))
+    if value is not None and amount.endswith("%"):
+        value = float(f"{value / 100:.12g}")
+    if value is None or not 0 <= value <= 1:
+        raise UsageError(f"run {text!r}: {amount!r} is no ratio", "a number from 0 to 1, or such as 15%")
+    return value
+
+
+def _tokens(text: str, amount: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", amount):
+        raise UsageError(f"run {text!r}: {amount!r} is no number of link tokens", "a whole number, such as epic:16")
+    return int(amount)
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

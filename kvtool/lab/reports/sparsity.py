@@ -1,0 +1,244 @@
+"""Where attention goes, and how few keys take most of it (EPIC's premise: the heavy positions do not move)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors import Epic, Reuse, Union
+from kvtool.core.fusion.selectors.ranking import share_of
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.packed import RETURNED_BYTES
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.weights import attention_weights
+from kvtool.lab.reports.caches import Queries, Subject
+
+CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
+START_TOKENS = 4  # of every chunk, if nothing else is asked for
+MASS = 0.9
+HEAVY = 0.05  # share of the context that counts as heavy
+_STEP = 256  # keys; every other shape of a product costs oneDNN new code, which it keeps
+_BLOCK_BYTES = RETURNED_BYTES // 2  # of the weights of rows that exist at a time: they stay in the CPU's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Which class every key belongs to.
+
+    Attributes
+    ----------
+    fixed : int64 `[length]`, an index into CLASSES; a chunk's keys behind its start are `own chunk`.
+    chunk : int64 `[length]`, the chunk's number, -1 outside of chunks.
+    """
+
+    fixed: torch.Tensor
+    chunk: torch.Tensor
+
+    @classmethod
+    def of(cls, plan: Plan, start_tokens: int = START_TOKENS) -> Classes:
+        """Of a prompt; the sink is its first token."""
+        fixed = torch.full((plan.length,), CLASSES.index("question"))
+        chunk = torch.full((plan.length,), -1)
+        fixed[: plan.segments[0].stop] = CLASSES.index("instruction")
+        for number, segment in enumerate(plan.chunks):
+            fixed[segment.start : segment.stop] = CLASSES.index("own chunk")
+            fixed[segment.start : min(segment.start + start_tokens, segment.stop)] = CLASSES.index("chunk starts")
+            chunk[segment.start : segment.stop] = number
+        fixed[0] = CLASSES.index("sink")
+        return cls(fixed, chunk)
+
+    def mass(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Mass by class, summed over rows: float64 `[heads, classes]`; their `weights` are `[heads, rows, keys]`."""
+        fixed = self.fixed[: weights.shape[2]]
+        one_hot = torch.nn.functional.one_hot(fixed, len(CLASSES)).to(weights.dtype)
+        mass = (weights @ one_hot).sum(1).double()
+        own, other = CLASSES.index("own chunk"), CLASSES.index("other chunks")
+        inside = fixed == own
+        same = (self.chunk[rows][:, None] == self.chunk[: len(fixed)]) & inside
+        kept = (weights * same).sum((1, 2)).double()
+        mass[:, other] += mass[:, own] - kept
+        mass[:, own] = kept
+        return mass
+
+
+def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS) -> torch.Tensor:
+    """The share of the keys a row sees that holds `mass` of its attention: float64 `[heads, rows]`.
+
+    Parameters
+    ----------
+    weights : `[heads, rows, keys]`, each row's sum 1.
+    visible : how many keys each row sees, `[rows]`.
+    """
+    rising = torch.from_numpy(np.sort(weights.numpy(), axis=-1))  # twenty times as fast as torch's sort
+    falling = rising.flip(-1).cumsum(-1)
+    return ((falling < mass - 1e-6).sum(-1) + 1).clamp_max(visible).double() / visible
+
+
+class Tally:
+    """Attention of some rows, summed up layer by layer as a pass shows it; memory is that of a block of rows.
+
+    Parameters
+    ----------
+    rows : prompt positions of the pass's rows that are counted.
+    """
+
+    def __init__(self, classes: Classes, rows: torch.Tensor) -> None:
+        self._classes, self._rows = classes, rows
+        self.mass: list[torch.Tensor] = []  # of each layer: `[heads, classes]`, the mean over rows
+        self.needed: list[torch.Tensor] = []  # of each layer: `[heads]`, the mean over rows
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """Count a layer; `query` are the rows of the pass, of which ours are the last."""
+        query = query[0, :, query.shape[2] - len(self._rows) :]
+        mass = torch.zeros(query.shape[0], len(CLASSES), dtype=torch.float64)
+        needed = torch.zeros(query.shape[0], dtype=torch.float64)
+        step = max(1, _BLOCK_BYTES // (4 * query.shape[0] * key.shape[2]))
+        for first in range(0, len(self._rows), step):
+            rows = self._rows[first : first + step]
+            stop = min(-(-(int(rows[-1]) + 1) // _STEP) * _STEP, key.shape[2])
+            here = rows.to(key.device)
+            weights = attention_weights(query[:, first : first + step], key[0, :, :stop], here, scaling).cpu()
+            mass += self._classes.mass(weights, rows)
+            needed += keys_needed(weights, rows + 1).sum(1)
+        self.mass.append(mass / len(self._rows))
+        self.needed.append(needed / len(self._rows))
+
+    def to_json(self) -> dict[str, Any]:
+        """`mass` by class (mean over layers and heads), `keys_for_mass`; and both of each of `layers` and `heads`."""
+        mass, needed = torch.stack(self.mass), torch.stack(self.needed)
+        return {
+            "mass": _named(mass.mean((0, 1))),
+            "keys_for_mass": float(needed.mean()),
+            "layers": [
+                {
+                    "layer": layer,
+                    "mass": _named(mass[layer].mean(0)),
+                    "keys_for_mass": float(needed[layer].mean()),
+                    "heads": [
+                        {"mass": _named(mass[layer, head]), "keys_for_mass": float(needed[layer, head])}
+                        for head in range(mass.shape[1])
+                    ],
+                }
+                for layer in range(len(mass))
+            ],
+        }
+
+
+def _named(mass: torch.Tensor) -> dict[str, float]:
+    return dict(zip(CLASSES, mass.tolist(), strict=True))
+
+
+# ---- static sparsity ---------------------------------------------------------------------------------------------
+
+
+def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, share: float = HEAVY) -> torch.Tensor:
+    """Bool `[layers, length]`: the `share` of the context's positions with most of the question's attention."""
+    found = []
+    for number, (query, scaling) in enumerate(asked.layers):
+        weights = attention_weights(query, cache.buffers[number].view()[0][0], asked.positions, scaling)
+        worth = weights.mean((0, 1)).cpu()
+        heavy = torch.zeros(len(worth), dtype=torch.bool)
+        heavy[context[worth[context].topk(share_of(share, len(context))).indices]] = True
+        found.append(heavy)
+    return torch.stack(found)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """By layer: how many of one's positions the other has, too. Bool `[layers, length]` of as many positions each."""
+    shared = (one & other).sum(1).double() / one.sum(1).clamp_min(1)
+    return [float(value) for value in shared]
+
+
+# ---- a report ----------------------------------------------------------------------------------------------------
+
+
+def sparsity_report(
+    subject: Subject, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
+) -> dict[str, Any]:
+    """Everything that `inspect sparsity` tells of one prompt, as JSON values.
+
+    Parameters
+    ----------
+    others : token ids of other questions, asked over the same chunks: do they look at the same positions?
+
+    Returns
+    -------
+    `context`: rows of the chunks in full prefill. `question_over`: its rows over the caches `full`, `reuse`, `epic`,
+    `union`. Each as `Tally.to_json`. `stability`: see `_stability`; None without other questions.
+    """
+    plan, decoder = subject.plan, subject.decoder
+    classes = Classes.of(plan, start_tokens)
+    cache = decoder.new_cache(plan.length)
+    cache.set_length(plan.length)
+    first, last = plan.chunks[0].start, plan.segments[-1].start
+    watched = torch.arange(first, last)
+    context = Tally(classes, watched)
+
+    def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        context(layer, query[:, :, :last], key, scaling)
+
+    everything = replace(Rows.of(torch.arange(plan.length), decoder.device), watch=rows_of_chunks)
+    decoder.walk(plan.ids, everything, cache)
+    caches: Mapping[str, PromptCache | None] = {"full": cache, "reuse": None, "epic": None, "union": None}
+    modes = {"reuse": Reuse(), "epic": Epic(), "union": Union()}
+    question = torch.arange(last, plan.length)
+    tallies = {}
+    for name, held in caches.items():
+        tallies[name] = Tally(classes, question)
+        subject.watch_question(held or subject.fused(modes[name]).cache, tallies[name])
+    return {
+        "classes": list(CLASSES),
+        "start_tokens": start_tokens,
+        "tokens": {"context": last - first, "question": len(question), "prompt": plan.length},
+        "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
+        "mass_held": MASS,
+        "context": context.to_json(),
+        "question_over": {name: tally.to_json() for name, tally in tallies.items()},
+        "stability": _stability(subject, cache, others) if others else None,
+    }
+
+
+def _stability(subject: Subject, cache: PromptCache, others: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """How many of the heaviest positions two questions share, mean over pairs: `by_layer`, `mean`; `chance` is what two
+    random choices would share, `starts`: the part of all heavy positions among the first tokens of chunks."""
+    plan = subject.plan
+    context = torch.cat([torch.arange(one.start, one.stop) for one in plan.chunks])
+    heavy = [heavy_positions(subject.queries(cache), cache, context)]
+    for ids in others:
+        heavy.append(_heavy_of(subject, cache, ids, context))
+    pairs = [overlap(heavy[a], heavy[b]) for a in range(len(heavy)) for b in range(a)]
+    by_layer = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
+    starts = Classes.of(plan).fixed == CLASSES.index("chunk starts")
+    total = sum(int(one.sum()) for one in heavy)
+    return {
+        "questions": len(heavy),
+        "share": HEAVY,
+        "by_layer": by_layer,
+        "mean": sum(by_layer) / len(by_layer),
+        "chance": share_of(HEAVY, len(context)) / len(context),
+        "starts": sum(int((one & starts[: one.shape[1]]).sum()) for one in heavy) / total,
+        "starts_chance": float(starts.sum()) / len(context),
+    }
+
+
+def _heavy_of(subject: Subject, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
+    """Of another question over the same context, in full; cut to the context and the first question's length."""
+    start, decoder = subject.plan.segments[-1].start, subject.decoder
+    asked = Queries(torch.arange(start, start + len(ids), device=decoder.device))
+    other = decoder.new_cache(start + len(ids))
+    other.set_length(start + len(ids))
+    for mine, own in zip(cache.buffers, other.buffers, strict=True):
+        own.keys[:, :, :start].copy_(mine.keys[:, :, :start])
+        own.values[:, :, :start].copy_(mine.values[:, :, :start])
+    rows = Rows.of(torch.arange(start, start + len(ids)), decoder.device)
+    watch = replace(rows, watch=lambda layer, query, key, scaling: asked.add(query[0].clone(), scaling))
+    decoder.walk(ids, watch, other)
+    heavy = heavy_positions(asked, other, context)
+    out = torch.zeros(len(heavy), subject.plan.length, dtype=torch.bool)
+    out[:, :start] = heavy[:, :start]
+    return out

@@ -1,0 +1,79 @@
+"""The sparsity report for people: sections of a page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.lab.charts.page import Section, Table
+from kvtool.lab.charts.svg import Line, Panel, line_charts
+
+MODES = {"full": "full", "reuse": "reuse", "epic": "epic", "union": "union"}
+
+
+def sparsity_sections(value: dict[str, Any]) -> list[Section]:
+    """Sections from what `inspect sparsity --json` gives."""
+    found = [_masses(value), _by_layer(value), _keys(value), _heads(value)]
+    return [*found, _stability(value["stability"])] if value["stability"] else found
+
+
+def _masses(value: dict[str, Any]) -> Section:
+    rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()))]
+    rows.append(("context, full", *_percent(value["context"])))
+    rows += [(f"question, {name}", *_percent(tally)) for name, tally in value["question_over"].items()]
+    text = (
+        "The part of the attention that goes to each class of key, mean over rows, layers and heads: the prompt's "
+        f"first token (sink), the instruction, the first {value['start_tokens']} tokens of every chunk, the rest of "
+        "the row's own chunk, of the other chunks, and the question."
+    )
+    return Section("Where attention goes", (text,), tables=(Table(("", *value["classes"]), tuple(rows)),))
+
+
+def _percent(tally: dict[str, Any]) -> list[str]:
+    return [f"{part:.1%}" for part in tally["mass"].values()]
+
+
+def _by_layer(value: dict[str, Any]) -> Section:
+    panels = []
+    for title, tally in (("context, full", value["context"]), ("question, full", value["question_over"]["full"])):
+        lines = tuple(
+            Line(name, tuple((row["layer"], row["mass"][name]) for row in tally["layers"])) for name in value["classes"]
+        )
+        panels.append(Panel(title, lines))
+    return Section("By layer", figures=(line_charts("Attention mass by class of key", panels, "layer"),))
+
+
+def _keys(value: dict[str, Any]) -> Section:
+    tallies = {"context, full": value["context"]} | {f"question, {n}": one for n, one in value["question_over"].items()}
+    lines = tuple(
+        Line(name, tuple((row["layer"], row["keys_for_mass"]) for row in tally["layers"]))
+        for name, tally in tallies.items()
+    )
+    title = f"Share of the keys that holds {value['mass_held']:.0%} of the attention"
+    return Section("How few keys", figures=(line_charts(title, [Panel("share of keys", lines)], "layer"),))
+
+
+def _heads(value: dict[str, Any]) -> Section:
+    layers = value["question_over"]["full"]["layers"]
+    heads = range(len(layers[0]["heads"]))
+    head = ("layer", *(f"head {number}" for number in heads))
+    rows = tuple(
+        (row["layer"], *(f"{one['mass']['sink'] + one['mass']['chunk starts']:.0%}" for one in row["heads"]))
+        for row in layers
+    )
+    text = "The question's attention on the sink and on the first tokens of chunks together, head by head, in full."
+    return Section("Sinks by head", (text,), tables=(Table(head, rows),))
+
+
+def _stability(value: dict[str, Any]) -> Section:
+    lines = (
+        Line("shared", tuple(enumerate(value["by_layer"]))),
+        Line("by chance", tuple((layer, value["chance"]) for layer in range(len(value["by_layer"])))),
+    )
+    text = (
+        f"EPIC's premise: the positions that matter do not hang on the question. {value['questions']} questions over "
+        f"the same chunks, each with the {value['share']:.0%} of the positions that it looks at most: two questions "
+        f"share {value['mean']:.0%} of them (by chance {value['chance']:.0%}). {value['starts']:.0%} of them are first "
+        f"tokens of a chunk, which {value['starts_chance']:.0%} of the positions are."
+    )
+    chart = line_charts("Heavy positions that two questions share", [Panel("share", lines)], "layer")
+    return Section("Static sparsity", (text,), (chart,))

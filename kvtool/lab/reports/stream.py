@@ -1,0 +1,88 @@
+"""The stream bench for people: tables, what their numbers mean, a chart by objective."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from kvtool.lab.bench.stream import ALL, StreamBench, StreamRow
+from kvtool.lab.charts.svg import Line, Panel, line_charts
+
+READY_HEAD = ("context ready over 3 Gbit/s", "ms", "loss", "sooner than text", "sooner than int8")
+CASE_HEAD = ("3 Gbit/s, 1 from 0.1 s on", "TTFT ms", "in time", "loss", "MB", "chunks by level")
+_MEANING = (
+    "cells: share of requests within the objective, and the mean loss of all of them in nats a token of the answer "
+    "(text loses nothing); a request is one trace at one objective"
+)
+
+
+def stream_table(result: StreamBench) -> tuple[tuple[str, ...], Iterator[tuple[Any, ...]]]:
+    """Head and rows: a policy a row, all traces, then each class, then each objective over all traces."""
+    slos = result.options.slo_ms
+    head = ("policy", ALL, *result.kinds, *(f"{slo:g} ms" for slo in slos), "MB", "median ms")
+    return head, (
+        (
+            policy,
+            *(_cell(result.row(policy, kind)) for kind in (ALL, *result.kinds)),
+            *(_cell(result.row(policy, ALL, slo)) for slo in slos),
+            f"{result.row(policy).megabytes:.0f}",
+            f"{result.row(policy).median_ttft_ms:.0f}",
+        )
+        for policy in result.policies
+    )
+
+
+def _cell(row: StreamRow) -> str:
+    return f"{row.met:.0%} {row.loss:.4f}"
+
+
+def ready_table(result: StreamBench) -> Iterator[tuple[Any, ...]]:
+    """Rows under `READY_HEAD`."""
+    for one in result.ready:
+        eight = "-" if one.sooner_than_int8 is None else f"{one.sooner_than_int8:.2f}x"
+        yield one.policy, f"{one.ready_ms:.0f}", f"{one.loss:.4f}", f"{one.sooner_than_text:.2f}x", eight
+
+
+def case_table(result: StreamBench) -> Iterator[tuple[Any, ...]]:
+    """Rows under `CASE_HEAD`."""
+    for one in result.case:
+        levels = Counter(level or "text" for level in one.run.levels.values())
+        told = ", ".join(f"{count} {level}" for level, count in sorted(levels.items()))
+        met = "yes" if one.run.met else "no"
+        yield one.policy, f"{one.run.ttft_s * 1e3:.0f}", met, f"{one.run.loss:.4f}", f"{one.run.bytes / 1e6:.0f}", told
+
+
+def stream_notes(result: StreamBench) -> Iterator[str]:
+    """What was simulated, and what the numbers mean."""
+    options = result.options
+    yield (
+        f"{result.subject}: {result.tokens} tokens in {result.chunks} chunks, {result.raw_bytes / 1e6:.0f} MB of KV; "
+        f"computing them from text {result.text_ms:.0f} ms; {len(result.traces)} traces; predictor "
+        f"{options.predictor}, margin {options.margin:.0%}, {options.depth} requests outstanding; the drop's objective "
+        f"{result.case_slo_ms:g} ms"
+    )
+    yield "; ".join(result.sources)
+    yield _MEANING
+    yield result.includes
+
+
+def stream_chart(result: StreamBench) -> str:
+    """Share within the objective and mean loss by objective, as an SVG document; `raw` and `lossless`, which are hardly
+    ever in time, are left to the tables."""
+    policies = [policy for policy in result.policies if policy not in ("raw", "lossless")]
+    slos = sorted(result.options.slo_ms)
+
+    def lines(name: str) -> tuple[Line, ...]:
+        rows = {policy: [result.row(policy, ALL, slo) for slo in slos] for policy in policies}
+        return tuple(
+            Line(policy, tuple((slo, getattr(row, name)) for slo, row in zip(slos, own, strict=True)))
+            for policy, own in rows.items()
+        )
+
+    panels = [
+        Panel("share of requests within the objective", lines("met")),
+        Panel("mean loss, nats a token", lines("loss")),
+    ]
+    note = f"{result.tokens} tokens, {len(result.traces)} traces, over all of them; text loses nothing"
+    return line_charts(f"kvtool bench stream: {result.subject}", panels, "objective, ms", note)

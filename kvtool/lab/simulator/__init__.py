@@ -1,0 +1,1 @@
+"""Streaming over a simulated link."""

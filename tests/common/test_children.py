@@ -1,0 +1,67 @@
+"""A child of kvtool runs kvtool's code, and nothing that lies in the folder it was started from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvtool
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.upkeep import verify
+from kvtool.core.common.children import python, search_path
+from kvtool.lab.bench import first_call
+
+POISON = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise SystemExit('poisoned')"
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a folder of documents with modules of well-known names among them."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for name in ("json", "numpy", "xxhash", "time", "fractions", "lmdb", "sitecustomize"):
+        (folder / f"{name}.py").write_text(POISON)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_verify_runs_no_module_of_the_working_directory(
+    poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend("")  # as in `python -c` and a notebook
+    with Store.create_or_open(tmp_path / "store") as store:
+        assert verify(store, None) == []
+    assert not (poisoned / "ran").exists()
+
+
+def test_the_first_call_of_bench_runs_no_module_of_the_working_directory(poisoned: Path) -> None:
+    pytest.importorskip("llvmlite")
+    assert first_call._once() > 0
+    assert not (poisoned / "ran").exists()
+
+
+def test_a_child_finds_the_kvtool_of_its_parent(tmp_path: Path) -> None:
+    """In the working directory, or where `PYTHONPATH` says: another one that is installed is not taken instead."""
+    shutil.copytree(Path(kvtool.__file__).parent, tmp_path / "kvtool", ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import subprocess, kvtool; from kvtool.core.common.children import python\n"
+    program += "subprocess.run(python('import kvtool; print(kvtool.__file__)'), check=True)"
+    for cwd, path in ((tmp_path, None), (Path("/"), str(tmp_path))):
+        environment = {**os.environ} | ({"PYTHONPATH": path} if path else {})
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=cwd, env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == str(tmp_path / "kvtool" / "__init__.py")
+
+
+def test_a_working_directory_that_is_gone_starts_children_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    subprocess.run(python("import kvtool"), check=True)
+    assert all(map(os.path.isabs, search_path()))

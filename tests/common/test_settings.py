@@ -1,0 +1,278 @@
+"""Precedence, validation, and the words of every complaint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.common import places
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.names import AUTO, MODES
+from kvtool.core.options import settings
+from kvtool.core.options.resolve import Resolved, resolve
+from kvtool.core.options.settings import Settings, keys
+
+LAYERS = ("user", "project", "environment", "flag")  # lowest first
+VALUES = dict(zip(LAYERS, (0.1, 0.2, 0.3, 0.4), strict=True))
+
+
+@pytest.fixture
+def user_file(home: Path) -> Path:
+    home.mkdir()
+    return home / "config.toml"
+
+
+def resolve_from(layers: set[str], folder: Path, user_file: Path) -> Resolved:
+    if "user" in layers:
+        user_file.write_text("ratio = 0.1")
+    if "project" in layers:
+        (folder / "kvtool.toml").write_text("ratio = 0.2")
+    environ = dict(os.environ) | ({"KVTOOL_RATIO": "0.3"} if "environment" in layers else {})
+    return resolve({"ratio": "0.4" if "flag" in layers else None}, environ=environ, folder=folder)
+
+
+@pytest.mark.parametrize("given", [c for n in range(5) for c in itertools.combinations(LAYERS, n)], ids="+".join)
+def test_the_highest_layer_wins(given: tuple[str, ...], tmp_path: Path, user_file: Path) -> None:
+    resolved = resolve_from(set(given), tmp_path, user_file)
+    assert resolved.settings.ratio == (VALUES[given[-1]] if given else 0.15)
+    assert resolved.origins["ratio"].layer == (given[-1] if given else "default")
+    assert resolved.given("ratio") == bool(given)
+    assert resolved.origins["top_k"].layer == "default"
+
+
+def test_origins_name_the_place(tmp_path: Path, user_file: Path) -> None:
+    places = {
+        layer: resolve_from({layer}, tmp_path / layer, user_file)
+        for layer in LAYERS
+        if not (tmp_path / layer).mkdir() and not user_file.unlink(missing_ok=True)
+    }
+    assert {layer: str(r.origins["ratio"]) for layer, r in places.items()} == {
+        "user": f"user {user_file}",
+        "project": f"project {tmp_path / 'project' / 'kvtool.toml'}",
+        "environment": "environment KVTOOL_RATIO",
+        "flag": "flag --ratio",
+    }
+
+
+def test_config_replaces_the_user_file_and_not_the_project(tmp_path: Path, user_file: Path) -> None:
+    user_file.write_text("top_k = 2\nseed = 2")
+    (tmp_path / "kvtool.toml").write_text("top_k = 3")
+    (tmp_path / "mine.toml").write_text("top_k = 4\nratio = 0.4")
+    by_flag = resolve({"config": str(tmp_path / "mine.toml")}, folder=tmp_path).settings
+    by_variable = resolve(environ=os.environ | {"KVTOOL_CONFIG": str(tmp_path / "mine.toml")}, folder=tmp_path).settings
+    assert by_flag == by_variable
+    assert (by_flag.top_k, by_flag.ratio, by_flag.seed) == (3, 0.4, 0)
+
+
+def test_a_named_config_has_to_exist(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--config: there is no file .*nope\.toml"):
+        resolve({"config": str(tmp_path / "nope.toml")})
+    with pytest.raises(UsageError, match="KVTOOL_CONFIG"):
+        resolve(environ={"KVTOOL_CONFIG": str(tmp_path / "nope.toml")})
+
+
+WRONG_TEXT = [
+    ("ratio", "1.5", "between 0 and 1"),
+    ("ratio", "-0.1", "between 0 and 1"),
+    ("ratio", "nan", "finite"),
+    ("ratio", "much", "not a number"),
+    ("link_tokens", "-1", "less than 0"),
+    ("top_k", "0", "less than 1"),
+    ("top_k", "2.5", "whole number"),
+    ("max_tokens", "0", "less than 1"),
+    ("temperature", "inf", "finite"),
+    ("lock_wait", "-1", "less than 0"),
+    ("device", "gpu", "does not fit"),
+    ("dtype", "float8", "none of"),
+    ("level", "0", "does not fit"),
+    ("ingest_level", "auto", "does not fit"),
+    ("lead_in", "sink:0", "no lead-in"),
+    ("lead_in", "wram", "no lead-in"),
+    ("store", "a\0b", "NUL"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "complaint"), WRONG_TEXT)
+def test_wrong_text_names_the_flag_and_the_variable(name: str, text: str, complaint: str) -> None:
+    key = keys()[name]
+    with pytest.raises(UsageError, match=complaint) as flag:
+        resolve({name: text})
+    with pytest.raises(UsageError, match=complaint) as variable:
+        resolve(environ={key.env: text})
+    assert flag.value.message.startswith(f"{key.flag}: ")
+    assert variable.value.message.startswith(f"{key.env}: ")
+    assert flag.value.hint
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ratio = 1.5", "ratio: 1.5 is not between 0 and 1"),
+        ('ratio = "0.5"', "ratio: '0.5' is not a number"),
+        ("top_k = true", "top_k: True is not a whole number"),
+        ("top_k = 2.0", "top_k: 2.0 is not a whole number"),
+        ("offline = 1", "offline: 1 is not true or false"),
+        ("store = 5", "store: 5 is not text"),
+        ("store = []", "store: [] is not text"),
+        ("[query]\nratio = 2", "query.ratio: 2.0 is not between 0 and 1"),
+        ("top_k = 1\n[query]\ntop_k = 2", "top_k is set twice"),
+        ("ratoi = 0.5", "unknown key 'ratoi'"),
+        ("[query]\nsplit = 'fixed'", "unknown key 'split'"),
+        ("[bench]\nx = 1", "unknown key 'bench'"),
+        ("query = 1", "unknown key 'query'"),
+        ("ratio == 1", "is not valid TOML"),
+    ],
+)
+def test_wrong_files_name_the_file_and_the_key(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "kvtool.toml"
+    file.write_text(line)
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        resolve(folder=tmp_path)
+    assert str(file) in error.value.message
+    assert error.value.hint
+
+
+def test_a_wrong_value_is_found_even_where_it_is_overridden(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text("top_k = 0")
+    with pytest.raises(UsageError, match="top_k"):
+        resolve({"top_k": "3"}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("top-k", "top_k"), ("ratoi", "ratio"), ("Store", "store")])
+def test_did_you_mean_key(wrong: str, right: str, tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text(f'"{wrong}" = 1')
+    with pytest.raises(UsageError) as error:
+        resolve(folder=tmp_path)
+    assert error.value.hint == f"did you mean {right!r}?"
+
+
+def test_did_you_mean_variable_flag_and_choice() -> None:
+    with pytest.raises(UsageError, match="KVTOOL_STROE") as variable:
+        resolve(environ={"KVTOOL_STROE": "x"})
+    with pytest.raises(UsageError, match="topk") as flag:
+        resolve({"topk": 3})
+    with pytest.raises(UsageError) as choice:
+        resolve({"split": "semantik"})
+    assert variable.value.hint == "did you mean KVTOOL_STORE?"
+    assert flag.value.hint == "did you mean 'top_k'?"
+    assert choice.value.hint == "did you mean 'semantic'?"
+
+
+def test_reserved_and_empty_variables_are_no_settings(tmp_path: Path) -> None:
+    environ = {"KVTOOL_HOME": str(tmp_path), "KVTOOL_DEBUG": "1", "KVTOOL_TEST_GPU": "1", "KVTOOL_TOP_K": ""}
+    environ["KVTOOL_MAP_LIMIT"] = "1000000"
+    assert resolve(environ=environ).settings.top_k == 5
+
+
+def test_numbers_and_booleans_are_taken_as_written(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text(
+        "\ufefflevel = 2\nratio = 1\noffline = true\n[ingest]\nmax_tokens = 300\nlevel = 1\n[query]\nmax_tokens = 7",
+        encoding="utf-8",
+    )
+    got = resolve({"lock_wait": "0", "seed": 7}, environ={"KVTOOL_OFFLINE": "no"}, folder=tmp_path).settings
+    assert (got.level, got.ingest_level, got.ratio, got.offline) == ("2", "1", 1.0, False)
+    assert (got.max_chunk_tokens, got.max_tokens, got.lock_wait, got.seed) == (300, 7, 0.0, 7)
+
+
+@pytest.mark.parametrize("lead_in", ["warm", "sink:4", "none", "./text.txt", "data/운영.txt"])
+def test_lead_ins(lead_in: str) -> None:
+    assert resolve({"lead_in": lead_in}).settings.lead_in == lead_in
+
+
+def test_values_that_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match=r"contradict.*100 > 50"):
+        resolve({"min_tokens": 100, "chunk_tokens": 50})
+    assert resolve({"min_tokens": 50, "chunk_tokens": 50, "max_chunk_tokens": 50}).settings.chunk_tokens == 50
+
+
+def test_settings_made_by_hand_are_checked_too() -> None:
+    with pytest.raises(UsageError, match="ratio"):
+        Settings(ratio=2.0)
+
+
+def test_choose_names_the_place_and_the_nearest() -> None:
+    resolved = resolve({"fusion": "unoin"})
+    with pytest.raises(UsageError, match="--fusion: no such fusion: 'unoin'") as error:
+        resolved.choose("fusion", ("union", "epic"))
+    assert error.value.hint == "did you mean 'union'?"
+    assert resolve({"fusion": "new"}).choose("fusion", ("new",)) == "new"
+
+
+def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "deep" / "c.toml"
+    config.parent.mkdir()
+    config.write_text('store = "cache"')
+    assert resolve({"config": config}).settings.store == str(tmp_path / "deep" / "cache")
+    assert resolve({"store": "cache"}).settings.store == "cache"
+    assert resolve({"store": "~/cache"}).settings.store == str(tmp_path / "cache")
+    assert resolve({"store": "s3://bucket/cache"}).settings.store == "s3://bucket/cache"
+
+
+def test_one_variable_moves_all_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert places.data_dir() == home / "data"
+    assert places.cache_dir() == home / "cache"
+    assert places.config_file() == home / "config.toml"
+    assert resolve().settings.store == str(home / "data" / "store")
+    monkeypatch.setenv("KVTOOL_CACHE", "/elsewhere")
+    assert places.cache_dir() == Path("/elsewhere")
+
+
+def test_without_a_home_only_the_default_store_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import platformdirs
+
+    monkeypatch.delenv("KVTOOL_HOME")
+    for name in ("user_data_path", "user_cache_path", "user_config_path"):
+        monkeypatch.setattr(platformdirs, name, lambda *_, **__: Path("~/.local/kvtool"))
+    assert resolve({"store": "here"}).settings.store == "here"
+    with pytest.raises(UsageError, match="no home folder") as error:
+        resolve()
+    assert "KVTOOL_HOME" in error.value.hint
+
+
+def test_every_key_is_declared_in_full() -> None:
+    for name, key in keys().items():
+        assert key.name == name
+        assert key.env == f"KVTOOL_{name.upper()}"
+        assert key.flag.startswith("--")
+        assert key.help.endswith(".")
+        assert key.accept(key.default, name) == key.default
+        for word in (*key.choices, *key.suggest):
+            assert key.parse(word, name) == word
+
+
+def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
+    from kvtool.core.fusion.selectors import SELECTORS
+
+    assert tuple(SELECTORS) == MODES
+    assert keys()["fusion"].suggest == (*MODES, AUTO)
+    assert keys()["fusion"].default in SELECTORS
+    assert AUTO not in SELECTORS
+
+
+def test_every_variable_that_is_read_anywhere_is_known() -> None:
+    package = Path(settings.__file__).parents[2]
+    read = {
+        v
+        for file in package.rglob("*.py")
+        for v in re.findall(r"\bKVTOOL_[A-Z]+(?:_[A-Z]+)*\b", file.read_text("utf-8"))
+    }
+    assert read - {key.env for key in keys().values()} - set(settings.RESERVED_ENV) <= {"KVTOOL_TEST"}
+
+
+def test_flags_are_unique_within_a_command() -> None:
+    for section in settings.sections():
+        flags = [key.flag for key in keys().values() if not key.sections or section in key.sections]
+        assert len(flags) == len(set(flags))
+
+
+def test_import_is_light() -> None:
+    heavy = {"torch", "typer", "rich", "platformdirs"}
+    code = f"import sys, kvtool.core.options.settings; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

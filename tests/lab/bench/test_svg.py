@@ -1,0 +1,30 @@
+"""The chart is an XML document that holds every point."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from kvtool.lab.charts.svg import Line, Panel, line_charts
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_every_point_stands_inside_the_page(logarithmic: bool) -> None:
+    lines = (Line('a <b> & "c"', ((512.0, 0.4), (2048.0, 13000.0))), Line("d", ((512.0, 7.0),)))
+    text = line_charts("speed & <time>", [Panel("p < q", lines, logarithmic)] * 2, "x", note="n & m")
+    root = ElementTree.fromstring(text)
+    told = [title.text for title in root.iter(SVG + "title")]
+    assert told == ['a <b> & "c": 0.4', 'a <b> & "c": 1.3e+04', "d: 7"] * 2
+    width, height = (float(root.attrib[name]) for name in ("width", "height"))
+    for path in root.iter(SVG + "path"):
+        for word in path.attrib.get("transform", "").removeprefix("translate(").rstrip(")").split():
+            assert 0 <= float(word) <= max(width, height)
+
+
+def test_all_values_alike_make_a_chart() -> None:
+    for value in (0.0, 1.0):
+        ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((1.0, value),)),))], "x"))
+    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((1.0, 3.0),)),), True)], "x"))

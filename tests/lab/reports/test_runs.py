@@ -1,0 +1,110 @@
+"""What `--runs` means."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.query.reply import QueryOptions
+from kvtool.core.session.session import selector_for
+from kvtool.lab.reports.runs import DEFAULT_RUNS, ordered, parse_run, parse_runs
+
+
+def names(*texts: str) -> list[str]:
+    return [run.name for run in parse_runs(texts)]
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert names() == list(DEFAULT_RUNS)
+    assert len(DEFAULT_RUNS) == 2 + 3 * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("reuse", "reuse"),
+        ("prefix", "prefix"),
+        ("epic", "epic:16"),
+        ("epic:0", "epic:0"),
+        ("epic:016", "epic:16"),
+        ("blend", "blend:0.15"),
+        (" blend : 0.150 ", "blend:0.15"),
+        ("blend:15%", "blend:0.15"),
+        ("union:7%", "union:0.07"),
+        ("union:.5", "union:0.5"),
+        ("infoflow:1", "infoflow:1"),
+        ("infoflow:0", "infoflow:0"),
+        ("union:1e-3", "union:0.001"),
+    ],
+)
+def test_a_run_has_one_name(text: str, name: str) -> None:
+    run = parse_run(text)
+    assert run.name == name
+    assert parse_run(run.name) == run
+
+
+def test_lists() -> None:
+    assert names("reuse,union:2%", "epic") == ["reuse", "union:0.02", "epic:16"]
+    assert names("reuse,,reuse, blend:5%,blend:0.05") == ["reuse", "blend:0.05"]
+    assert names("full,reuse,full") == ["reuse"]  # the reference runs anyway
+    assert names("full") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("blond", "did you mean 'blend'"),
+        ("auto", "known: full"),
+        ("blend@prefix", "fusion mode"),
+        ("", "known"),
+        (":0.5", "known"),
+        ("reuse:0.1", "write reuse"),
+        ("prefix:1", "write prefix"),
+        ("full:1", "write full"),
+        ("reuse:", "write reuse"),
+        ("blend:", "0 to 1"),
+        ("blend:x", "0 to 1"),
+        ("blend:1.01", "0 to 1"),
+        ("blend:-0.1", "0 to 1"),
+        ("blend:101%", "0 to 1"),
+        ("blend:%", "0 to 1"),
+        ("blend:nan", "0 to 1"),
+        ("blend:inf", "0 to 1"),
+        ("blend:0.1:0.2", "0 to 1"),
+        ("epic:1.5", "whole number"),
+        ("epic:-1", "whole number"),
+        ("epic:15%", "whole number"),
+        ("epic:", "whole number"),
+        ("epic:٣", "whole number"),
+    ],
+)
+def test_bad_runs(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_run(text)
+    assert repr(text) in caught.value.message
+    assert said in caught.value.message + caught.value.hint
+
+
+def test_a_list_of_nothing() -> None:
+    with pytest.raises(UsageError, match="names no run"):
+        parse_runs([" , "])
+
+
+def test_the_amount_reaches_the_selector() -> None:
+    base = QueryOptions(ratio=0.9, link_tokens=3)
+    for mode in SELECTORS:
+        for amount in ("", ":7%", ":7"):
+            try:
+                run = parse_run(mode + amount)
+            except UsageError:
+                continue
+            selector = selector_for(run.options(base), run.mode)
+            assert selector.name == mode
+            if run.knob:
+                assert getattr(selector, run.knob) == run.amount
+
+
+def test_order() -> None:
+    given = ["later:1", "union:0.5", "union:0.05", "epic:100", "epic:16", "full", "reuse"]
+    assert ordered(given) == ["full", "reuse", "epic:16", "epic:100", "union:0.05", "union:0.5", "later:1"]
