@@ -173,13 +173,13 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Fusio
 
 
 def _draw(result: FusionBench, path: Path) -> None:
-    from kvtool.lab.reports.fusion import fusion_chart
+    from kvtool.lab.charts.fusion import fusion_chart
 
     path.write_text(fusion_chart(result), encoding="utf-8")
 
 
 def _show_fusion(run: Run, result: FusionBench) -> None:
-    from kvtool.lab.reports.fusion import TABLE_HEAD, fusion_notes, fusion_table
+    from kvtool.lab.charts.fusion import TABLE_HEAD, fusion_notes, fusion_table
 
     run.out.table(TABLE_HEAD, fusion_table(result))
     for line in fusion_notes(result):

@@ -134,8 +134,8 @@ def _measured(run: Run, store: Any) -> PassSpeed | None:
 
 
 def _draw(result: StreamBench, path: Path) -> None:
-    from kvtool.lab.reports.stream import stream_chart
-    from kvtool.lab.reports.stream_figures import classes_figure, drop_figure
+    from kvtool.lab.charts.stream import stream_chart
+    from kvtool.lab.charts.stream_figures import classes_figure, drop_figure
 
     figures = {"": stream_chart, "-classes": classes_figure, "-drop": drop_figure}
     try:
@@ -146,7 +146,7 @@ def _draw(result: StreamBench, path: Path) -> None:
 
 
 def _show(run: Run, result: StreamBench) -> None:
-    from kvtool.lab.reports.stream import CASE_HEAD, READY_HEAD, case_table, ready_table, stream_notes, stream_table
+    from kvtool.lab.charts.stream import CASE_HEAD, READY_HEAD, case_table, ready_table, stream_notes, stream_table
 
     head, rows = stream_table(result)
     run.out.table(head, rows)

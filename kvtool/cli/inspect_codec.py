@@ -15,8 +15,8 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     """Answer the questions from each level's records, tell what that loses, and write the page."""
     from kvtool.core.query.reply import QueryOptions, read_batch
     from kvtool.core.session.levels import ProfileShelf
+    from kvtool.lab.charts.codec import HEAD, codec_rows, codec_sections
     from kvtool.lab.reports.codec import chosen_schemes, codec_report
-    from kvtool.lab.reports.codec_page import HEAD, codec_rows, codec_sections
 
     if about.batch is None:
         raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")

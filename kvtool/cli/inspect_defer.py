@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
     from kvtool.core.session.session import store_identity
+    from kvtool.lab.charts.defer import defer_sections
     from kvtool.lab.reports.defer import defer_facts, defer_overview, evaluate_rounds
-    from kvtool.lab.reports.defer_page import defer_sections
     from kvtool.lab.reports.journal import Journal
     from kvtool.lab.reports.quality import evaluation_facts
     from kvtool.lab.reports.runs import parse_runs
@@ -58,7 +58,7 @@ def _keep(run: Run, store: Store, fingerprint: str, value: dict[str, Any]) -> No
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
-    from kvtool.lab.reports.defer_page import policy_rows
+    from kvtool.lab.charts.defer import policy_rows
 
     head = ("run", "policy", "threshold", "F1", "contains", "chunks", "rounds", "bytes of all")
     run.out.table(head, [row for one in value["runs"] for row in policy_rows(one)])

@@ -18,9 +18,9 @@ def deviation(run: Run, store: Any, about: Subject) -> None:
     requests = about.requests("deviation")
     prompts = laid_out(run, store, requests)
     session, facts = prompts.session, prompts.facts
+    from kvtool.lab.charts.deviation import deviation_sections
     from kvtool.lab.reports.caches import Subject as Prompt
     from kvtool.lab.reports.deviation import deviation_report
-    from kvtool.lab.reports.deviation_page import deviation_sections
     from kvtool.lab.reports.means import mean_of
 
     reports, texts = [], []

@@ -36,9 +36,9 @@ class Wanted:
 def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Measure what is not in the `--resume` file yet; then sum up all that is."""
     from kvtool.core.session.session import store_identity
+    from kvtool.lab.charts.quality import quality_sections
     from kvtool.lab.reports.journal import Journal
     from kvtool.lab.reports.quality import evaluate, evaluation_facts, overview
-    from kvtool.lab.reports.quality_page import quality_sections
     from kvtool.lab.reports.runs import parse_runs
 
     requests, limit = batch_of(wanted.about), wanted.about.limit
@@ -115,7 +115,7 @@ def read_at(value: dict[str, Any]) -> str:
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
-    from kvtool.lab.reports.quality_page import with_interval
+    from kvtool.lab.charts.quality import with_interval
 
     head = (
         *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same answer"),

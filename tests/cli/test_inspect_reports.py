@@ -12,7 +12,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.lab.reports.means import mean_of
 from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
 from tests.compress.making import fixed_losses, run
-from tests.lab.reports.test_page import Outline
+from tests.lab.charts.test_page import Outline
 
 REPORTS = ("deviation", "sparsity")
 

@@ -1,1 +1,1 @@
-"""Pages and figures."""
+"""Drawing: SVG charts, HTML pages, and what each report and bench shows on them, one file a subject."""

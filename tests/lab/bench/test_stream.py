@@ -12,8 +12,8 @@ from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
 from kvtool.lab.bench.stream import ADAPTIVE, ALL, TEXT, StreamBench, StreamOptions, bench_stream
 from kvtool.lab.bench.stream_speeds import Speeds
 from kvtool.lab.bench.stream_subject import MEASURED, Subject, shape_subject
-from kvtool.lab.reports.stream import case_table, ready_table, stream_chart, stream_notes, stream_table
-from kvtool.lab.reports.stream_figures import classes_figure, drop_figure
+from kvtool.lab.charts.stream import case_table, ready_table, stream_chart, stream_notes, stream_table
+from kvtool.lab.charts.stream_figures import classes_figure, drop_figure
 from kvtool.lab.simulator.generate import generate
 
 SVG = "{http://www.w3.org/2000/svg}"
