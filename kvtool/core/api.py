@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.places import data_dir
+from kvtool.core.common.types import Warn
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import KvtoolWarning, UsageError
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from kvtool.core.upkeep.plan import Plan
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Warn = Callable[[str, str], None]
 
 
 def open(store: str | Path | None = None, model: str | None = None, **options: Any) -> Cache:

@@ -9,6 +9,7 @@ from typing import Any
 
 import zstandard
 
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 
 MAX_ENTRY_BYTES = 2**30  # an entry never unpacks to more, whatever its frame claims
@@ -101,7 +102,7 @@ class ChunkInfo:
     sensitivity : one little-endian float16 a token, or empty: how much the token's values depend on what stood before.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Ids
     lead_in: bytes
     layers: int
     sensitivity: bytes = b""

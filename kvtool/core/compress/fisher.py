@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
+from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.model.prompt import PromptParts, question_tokens
@@ -33,8 +34,8 @@ class Probe:
     """A prompt made of stored chunks: which, and a question and an answer that stand in one of them."""
 
     chunks: tuple[int, ...]
-    question: tuple[int, ...]
-    answer: tuple[int, ...]
+    question: Ids
+    answer: Ids
 
 
 def probes(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.codec.levels import MAX_LOSS
+from kvtool.core.common.types import Warn, warn_nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +144,4 @@ class CompressEvents:
     step: Callable[[str, int, str], None] = _nothing
     advance: Callable[[int], None] = _nothing
     status: Callable[[str], None] = _nothing
-    warn: Callable[[str, str], None] = _nothing
+    warn: Warn = warn_nobody

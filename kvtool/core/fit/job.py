@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.fit.checkpoint import Checkpoint
 from kvtool.core.fit.report import FitEvents, FitOptions, FitReport
-from kvtool.core.session.identity import Ids, StoreIdentity
+from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.lead_in import learned_lead_in, learned_rows
 
 if TYPE_CHECKING:

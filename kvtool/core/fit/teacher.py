@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 
-Ids = tuple[int, ...]
 # A lead-in matters most to a chunk's first tokens: the later ones see more of their own chunk.
 TARGET_TOKENS = 96
 

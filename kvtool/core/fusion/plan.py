@@ -10,6 +10,7 @@ import torch
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec.levels import LEVELS, LOSSY
+from kvtool.core.common.types import Ids
 
 Status = Literal["hit", "exact", "miss", "fresh", "standing"]
 
@@ -27,7 +28,7 @@ class Candidate:
     relevance : to the question, the more the higher: what is asked for first when records are read.
     """
 
-    ids: tuple[int, ...]
+    ids: Ids
     chunk_id: bytes = b""
     lead_in: bytes = b""
     level: str | None = None
@@ -43,7 +44,7 @@ class Segment:
     (should be cached, is computed in place), `fresh` (never cached: the question) or `standing` (its fused rows are in
     the prompt cache from an earlier round, and are neither read nor computed again)."""
 
-    ids: tuple[int, ...]
+    ids: Ids
     start: int
     status: Status
     source: Candidate

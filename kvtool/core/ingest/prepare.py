@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
+from kvtool.core.common.types import Ids
 from kvtool.core.corpus.readers import Document
 from kvtool.core.corpus.split import split
 from kvtool.core.ingest.survey import ChangedFile
 from kvtool.core.model.prompt import chunk_tokens
 from kvtool.core.model.tokens import count_tokens
-from kvtool.core.session.identity import NEIGHBOUR, Ids, StoreIdentity
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 
 @dataclass(frozen=True, slots=True)

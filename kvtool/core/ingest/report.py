@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Skip, Skipped
 
@@ -101,7 +102,7 @@ class Events:
     `failed` and `skipped` are told of a file as soon as it is known.
     """
 
-    warn: Callable[[str, str], None] = lambda text, hint: None
+    warn: Warn = warn_nobody
     failed: Callable[[str, str], None] = lambda path, reason: None
     skipped: Callable[[str, str], None] = lambda path, reason: None
     total: Callable[[int], None] = lambda tokens: None

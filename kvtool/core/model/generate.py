@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -31,7 +32,7 @@ class Generated:
     its longest), and the time after the first token in ms."""
 
     text: str
-    ids: tuple[int, ...]
+    ids: Ids
     end: int | None
     milliseconds: float
 
@@ -89,7 +90,7 @@ def generate(
 class Beginning:
     """The greedy beginning of an answer: its token ids, an end token among them, and the log-probability of each."""
 
-    ids: tuple[int, ...]
+    ids: Ids
     log_p: tuple[float, ...]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, warm_passages
 
@@ -13,7 +14,7 @@ from kvtool.core.model.prompt import PromptParts, chunk_tokens, warm_passages
 WARM_PASSAGES = 1
 
 
-def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> tuple[int, ...]:
+def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
     """Token ids of a lead-in that all chunks share (DESIGN: lead-in; EPIC's LegoLink-0 for `sink:N`).
 
     Raises
@@ -38,7 +39,7 @@ def _bos(tokenizer: Any) -> int:
     raise UsageError("the tokenizer has no BOS token to lead in with", "use --lead-in warm or prefix")
 
 
-def _from_file(path: Path, tokenizer: Any) -> tuple[int, ...]:
+def _from_file(path: Path, tokenizer: Any) -> Ids:
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

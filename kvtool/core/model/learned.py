@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 
 FORMAT = 1
@@ -30,7 +31,7 @@ class LearnedRows:
     """
 
     fingerprint: str
-    ids: tuple[int, ...]
+    ids: Ids
     keys: torch.Tensor
     values: torch.Tensor
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.side_by_side import SideBySide
 
@@ -20,8 +21,8 @@ _LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums 
 class PrefillItem:
     """A chunk to prefill: its token ids, and ids of its own that stand between the shared lead-in and it."""
 
-    ids: tuple[int, ...]
-    before: tuple[int, ...] = ()
+    ids: Ids
+    before: Ids = ()
 
 
 @dataclass(frozen=True, slots=True)

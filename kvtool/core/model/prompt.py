@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
@@ -33,8 +34,8 @@ class PromptParts:
     answer_header : ids after the question: the user turn's end, the assistant turn's header.
     """
 
-    prefix: tuple[int, ...]
-    answer_header: tuple[int, ...]
+    prefix: Ids
+    answer_header: Ids
 
 
 def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
@@ -51,17 +52,17 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
     )
 
 
-def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[tuple[int, ...]]:
+def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
     """A chunk as it stands in the prompt: its text and one blank line."""
     return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
 
 
-def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> tuple[int, ...]:
+def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
     """The last segment: the question as ordinary text, then the answer's header."""
     return (*encode(tokenizer, f"Question: {question.strip()}"), *parts.answer_header)
 
 
-def warm_passages(tokenizer: Any, n: int = 1) -> tuple[int, ...]:
+def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
     """The first n neutral passages that come with kvtool, formatted like chunks.
 
     Raises
@@ -119,7 +120,7 @@ def _prefix_ids(tokenizer: Any, before: str, system: str, between: str) -> list[
     return [*encode_control(tokenizer, before), *encode(tokenizer, system), *encode_control(tokenizer, between)]
 
 
-def _one_bos(tokenizer: Any, ids: list[int]) -> tuple[int, ...]:
+def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
     """BOS once: where the template leaves it to the tokenizer it is added, where both write it one is dropped."""
     bos = tokenizer.bos_token_id
     if bos is None:

@@ -7,11 +7,11 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.types import Warn
 from kvtool.core.corpus.readers.jsonl import ENDINGS
 from kvtool.core.errors import UsageError
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder, How
-from kvtool.core.retrieval.index import Warn
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, warm_first
 
 _TIES = 8  # found beyond those wanted, where one that is warm may stand instead of one as good

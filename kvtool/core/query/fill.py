@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.base import Profiles
 from kvtool.core.codec.levels import EXACT
+from kvtool.core.common.types import Warn
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
@@ -20,8 +21,6 @@ from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 from kvtool.core.session.lead_in import open_lead_in
 from kvtool.core.session.levels import ProfileShelf
-
-Warn = Callable[[str, str], None]
 
 
 def fill_holes(

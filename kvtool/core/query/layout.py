@@ -12,6 +12,7 @@ from typing import Any
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.types import Ids, Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
@@ -19,9 +20,8 @@ from kvtool.core.query.choose import Chooser
 from kvtool.core.query.defer import spans
 from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.retrieval.finder import How
-from kvtool.core.retrieval.index import Warn
 from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
-from kvtool.core.session.identity import Ids, StoreIdentity
+from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
 
 
@@ -55,7 +55,7 @@ class Layout:
         identity: StoreIdentity,
         tokenizer: Any,
         layers: int,
-        warn: Warn = lambda text, hint: None,
+        warn: Warn = warn_nobody,
     ) -> None:
         self._store, self._identity, self._tokenizer, self._layers = store, identity, tokenizer, layers
         self._warn = warn

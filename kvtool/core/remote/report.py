@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtool.core.common.types import Warn, warn_nobody
+
 
 @dataclass
 class Counts:
@@ -21,7 +23,7 @@ class Events:
 
     total: Callable[[int], None] = lambda count: None
     advance: Callable[[int], None] = lambda count: None
-    warn: Callable[[str, str], None] = lambda text, hint: None
+    warn: Warn = warn_nobody
 
 
 @dataclass

@@ -14,6 +14,7 @@ from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import KVRead, Store, read_record
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.common.places import cache_dir
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
@@ -32,7 +33,6 @@ from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.urls import open_blobs, place_of
 
-Warn = Callable[[str, str], None]
 Place = tuple[bytes, str]  # chunk id, level
 _ADOPTED = "remote/adopted.json"
 _CATALOGUE = "remote/catalogue"  # the one that was taken over last
@@ -55,13 +55,11 @@ class Tier(Store):
     _blobs: Blobs | None = None
     _there: Catalogue | None = None
     _digest = ""  # of the catalogue that was found
-    _warn: Warn = staticmethod(lambda text, hint: None)
+    _warn: Warn = staticmethod(warn_nobody)
     timeout = TIMEOUT
 
     @classmethod
-    def open_url(
-        cls, url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = lambda text, hint: None
-    ) -> Tier:
+    def open_url(cls, url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Tier:
         """The tier of a URL, with its local store.
 
         Parameters
@@ -324,7 +322,7 @@ def open_store(
     *,
     timeout: float = TIMEOUT,
     lock_wait: float = 0.0,
-    warn: Warn = lambda text, hint: None,
+    warn: Warn = warn_nobody,
 ) -> Store:
     """The store at a folder or a URL. Raises as `Store.open` and `Tier.open_url` do."""
     if isinstance(place, Path):

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.store import REPAIR
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
-from kvtool.core.retrieval.index import Index, Warn, index_of
+from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
@@ -49,7 +50,7 @@ class Finder:
     """Finds chunks. The index and the vectors are read, or brought up to date, when a question needs them and the
     store's documents are others than at the question before."""
 
-    def __init__(self, store: Store, warn: Warn = lambda text, hint: None) -> None:
+    def __init__(self, store: Store, warn: Warn = warn_nobody) -> None:
         self._store, self._warn = store, warn
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}

@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.side import TABLES
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
 from kvtool.core.retrieval.segment import Marked, Segment, digests
@@ -25,7 +26,6 @@ from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-Warn = Callable[[str, str], None]
 INDEX_FORMAT = 4
 _KEY, _MARK = 20, 16  # bytes
 _STATE = f"state{TABLES}"
@@ -212,7 +212,7 @@ def _clean(folder: Path, kept: set[str]) -> None:
                 path.unlink()
 
 
-def index_of(store: Store, warn: Warn = lambda text, hint: None) -> Index:
+def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
     """The store's index at its present revision: as kept, or brought up to date and kept. A damaged one is made anew
     from the documents, and `warn` is told.
 

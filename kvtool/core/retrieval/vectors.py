@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.side import TABLES
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.embed import Embedder
-from kvtool.core.retrieval.index import Index, Warn
+from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import Array, open_tables, open_unsealed, write_tables
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Vectors:
         self.keys, self.rows = keys, rows
 
     @classmethod
-    def open(cls, path: Path, warn: Warn = lambda text, hint: None) -> Vectors:
+    def open(cls, path: Path, warn: Warn = warn_nobody) -> Vectors:
         """What is kept, or nothing; of what is damaged `warn` is told."""
         try:
             with suppress(FileNotFoundError, KeyError):
@@ -107,9 +108,7 @@ class Meaning:
         self._places = vectors.places(keys_of(index))
 
     @classmethod
-    def of(
-        cls, store: Store, index: Index, embedder: Embedder, texts: Texts, warn: Warn = lambda text, hint: None
-    ) -> Meaning:
+    def of(cls, store: Store, index: Index, embedder: Embedder, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
         """Vectors of all living chunks; those that are missing are made and kept. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
         vectors, living = Vectors.open(path, warn), _living_rows(index)
@@ -148,7 +147,7 @@ def remember(store: Store, ref: str) -> None:
         write_tables(store.side_file(_REMEMBERED), {}, {"model": ref})
 
 
-def remembered(store: Store, warn: Warn = lambda text, hint: None) -> str | None:
+def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
     """The embedding model of the last ingest that named one; where that is damaged, `warn` is told."""
     for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
         try:

@@ -12,6 +12,7 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, build_plan
@@ -38,8 +39,6 @@ KEY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.05}
 # In half precision a rounded router score may choose another expert: a correct mixture of experts differed by 0.29 in
 # one prompt of 24. What is broken is broken in every prompt, so the chunks get other turns before the gate refuses.
 TURNS = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 3}
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
+from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import StoreFormatError
 
-Ids = tuple[int, ...]
 NEIGHBOUR = "neighbour"
 
 

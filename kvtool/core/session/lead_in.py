@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, ModelError, UsageError
-from kvtool.core.session.identity import Ids, LeadInIds
+from kvtool.core.session.identity import LeadInIds
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

@@ -12,6 +12,7 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError, StoreNotFoundError, UsageError
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
@@ -44,7 +45,6 @@ from kvtool.core.session.speeds import SpeedBook
 from kvtool.core.session.verdicts import gate_store
 
 OnText = Callable[[str], None]
-Warn = Callable[[str, str], None]
 
 
 def selector_for(options: QueryOptions, mode: str) -> Selector:
@@ -117,7 +117,7 @@ class Session:
         dtype: str = "auto",
         offline: bool = False,
         gradients: bool = False,
-        warn: Warn = lambda text, hint: None,
+        warn: Warn = warn_nobody,
     ) -> Session:
         """Load the model that the store was built with.
 

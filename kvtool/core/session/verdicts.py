@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import NoSpaceError
-from kvtool.core.session.identity import Ids, StoreIdentity
+from kvtool.core.session.identity import StoreIdentity
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

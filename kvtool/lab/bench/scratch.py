@@ -19,11 +19,11 @@ from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.places import cache_dir
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.compute import batch_tokens, encode_chunk
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.session.identity import Ids
 from kvtool.lab.bench.prompts import Prompt, Stored
 
 PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.source import StoreSource
@@ -19,7 +20,7 @@ from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session, selector_for
 from kvtool.lab.reports.intervals import interval
 from kvtool.lab.reports.journal import Journal
-from kvtool.lab.reports.quality import Warn, Work, answer_open, levels_in
+from kvtool.lab.reports.quality import Work, answer_open, levels_in
 from kvtool.lab.reports.runs import RunSpec
 from kvtool.lab.reports.trial import Row
 
@@ -44,7 +45,7 @@ def evaluate_rounds(
     work: Work,
     options: QueryOptions,
     journal: Journal,
-    warn: Warn = lambda text, hint: None,
+    warn: Warn = warn_nobody,
     advance: Callable[[int], None] = lambda questions: None,
 ) -> int:
     """Answer what is open after every round, and add it to the journal, whose file must be held.

@@ -14,8 +14,8 @@ from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.session.lead_in import open_lead_in
 
 if TYPE_CHECKING:
+    from kvtool.core.common.types import Ids
     from kvtool.core.query.layout import Asked
-    from kvtool.core.session.identity import Ids
     from kvtool.core.session.session import Session
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS
+from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.query.reply import QueryOptions, Request
@@ -25,7 +26,6 @@ from kvtool.lab.reports.runs import REFERENCE, RunSpec, ordered
 from kvtool.lab.reports.trial import Row, Trial
 
 Work = list[tuple[int, list[RunSpec]]]
-Warn = Callable[[str, str], None]
 
 _MEANS = (
     *("f1", "exact_match", "contains", "kl_first", "kl_answer", "top1_agrees", "answer_equal"),
@@ -64,7 +64,7 @@ def evaluate(
     work: Work,
     options: QueryOptions,
     journal: Journal,
-    warn: Warn = lambda text, hint: None,
+    warn: Warn = warn_nobody,
     advance: Callable[[int], None] = lambda questions: None,
 ) -> int:
     """Answer what is open and add each finished question to the journal, whose file must be held.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvtool.core.common.types import Ids
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, forced_logits, fuse
 from kvtool.core.fusion.source import KVSource
@@ -26,7 +27,7 @@ Row = dict[str, Any]
 class Answer:
     """Answer token ids without the end token; `end`: None if the answer was cut off at its longest."""
 
-    ids: tuple[int, ...]
+    ids: Ids
     end: int | None
 
     @property
