@@ -26,6 +26,7 @@ import typer.main
 from kvtool.cli.options import new_app
 from kvtool.cli.out import Out
 from kvtool.core.common.machine import is_busy
+from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -36,7 +37,6 @@ from kvtool.core.errors import (
     NoSpaceError,
     UsageError,
 )
-from kvtool.core.remote.urls import scrubbed
 
 COMMANDS = {
     "ingest": "Read, split and prefill documents, and keep their KV.",

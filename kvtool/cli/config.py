@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.core.remote.urls import for_people, is_url
+from kvtool.core.common.urls import for_people, is_url
 
 app = new_app("Show the settings and where they come from.")
 

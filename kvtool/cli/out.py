@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from kvtool.core.common.json_text import escaped
+from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError
-from kvtool.core.remote.urls import scrubbed
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

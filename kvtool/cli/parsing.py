@@ -22,7 +22,7 @@ def store_path(store: str) -> Path:
     UsageError : a URL, where a command needs the folder itself.
     """
     from kvtool.core.common.places import data_dir
-    from kvtool.core.remote.urls import is_url
+    from kvtool.core.common.urls import is_url
 
     if is_url(store):
         raise UsageError(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def open_any_store(run: Run) -> Store:
     """The store of `--store`, a folder or a URL; what a shared one has to say is told to the user."""
+    from kvtool.core.common.urls import is_url
     from kvtool.core.remote.tier import open_store
-    from kvtool.core.remote.urls import is_url
 
     settings = run.settings
     place = settings.store if is_url(settings.store) else store_path(settings.store)

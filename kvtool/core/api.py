@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from kvtool.core.cache.store import Store
 from kvtool.core.common.places import data_dir
 from kvtool.core.common.types import Warn
+from kvtool.core.common.urls import is_url
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import KvtoolWarning, UsageError
@@ -27,7 +28,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.report import Events as TransferEvents
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.tier import open_store
-from kvtool.core.remote.urls import is_url, open_blobs
+from kvtool.core.remote.urls import open_blobs
 
 if TYPE_CHECKING:
     from kvtool.core.pack.give import ExportReport

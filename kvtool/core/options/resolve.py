@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from kvtool.core.common.places import data_dir, default_config_file
+from kvtool.core.common.urls import is_url
 from kvtool.core.errors import UsageError
 from kvtool.core.options.settings import (
     ENV_PREFIX,
@@ -23,7 +24,6 @@ from kvtool.core.options.settings import (
     keys,
     sections,
 )
-from kvtool.core.remote.urls import is_url
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS
 from kvtool.core.common.durations import seconds
+from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.names import AUTO, MODES
 from kvtool.core.remote.blobs import TIMEOUT
-from kvtool.core.remote.urls import scrubbed
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 ENV_PREFIX = "KVTOOL_"

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
-from kvtool.core.errors import NoSpaceError, RemoteError
+from kvtool.core.common.urls import for_people
+from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import seconds_held
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.descend import Writing, again_if_gone, is_left_behind, opened
@@ -25,6 +27,15 @@ _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a swap takes milliseconds
 _LEASES = "push"  # the folder of what is held
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def from_url(url: str, timeout: float) -> FolderBlobs:
+    """The folder of a `file://` URL; a timeout has no meaning for it."""
+    parts = urlsplit(url)
+    path = Path(unquote(parts.path))
+    if parts.netloc not in ("", "localhost") or not path.is_absolute():
+        raise UsageError(f"{for_people(url)} names no folder of this machine", "such as file:///mnt/shared/kv")
+    return FolderBlobs(path)
 
 
 class FolderBlobs:

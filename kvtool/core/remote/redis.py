@@ -8,16 +8,25 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import TIMEOUT, seconds_held
 from kvtool.core.remote.limits import most_bytes
-from kvtool.core.remote.urls import HIDDEN, SHOWN, for_people
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
 _AT_ONCE = {"getrange": 128}  # commands in one round trip
 _SMALL_AT_ONCE = 1024  # of those that carry no values
 _BYTES_AT_ONCE = 16 * 2**20
+
+
+def from_url(url: str, timeout: float) -> RedisBlobs:
+    """The database of a `redis://` URL; raises ValueError for one whose password is not escaped."""
+    parts = urlsplit(url)
+    more = parts.path + parts.query
+    if not is_host(parts.netloc.rpartition("@")[2]) or parts.fragment or url.count("@") > 1 or "@" in more:
+        raise ValueError("a password that is not escaped would be taken for a host, and looked up")
+    return RedisBlobs(url, timeout)
 
 
 class RedisBlobs:

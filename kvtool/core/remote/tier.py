@@ -15,6 +15,7 @@ from kvtool.core.cache.store import KVRead, Store, read_record
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.common.urls import place_of
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
@@ -31,7 +32,7 @@ from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.mirror import drop_stale, read_before
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.urls import open_blobs, place_of
+from kvtool.core.remote.urls import open_blobs
 
 Place = tuple[bytes, str]  # chunk id, level
 _ADOPTED = "remote/adopted.json"

@@ -1,0 +1,85 @@
+"""URLs of shared stores: what of them people are shown, and whether a store's place is one.
+
+`KINDS` is the registry of backends: a new one is a module of `kvtool.core.remote` with `from_url`, and a line here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+KINDS: Mapping[str, str] = {"redis": "redis", "rediss": "redis", "file": "folder"}  # kind of a URL -> its module
+HIDDEN = "***"
+KIND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+SHOWN = ("prefix", "db", "protocol")  # what may stand behind `?` and is no secret
+_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
+
+
+def is_url(place: str) -> bool:
+    """Whether a store's place is a shared tier rather than a local folder; a URL that is written wrong is one, too."""
+    kind, colon, _ = place.partition(":")
+    return "://" in place or (colon != "" and kind.lower() in KINDS)
+
+
+def for_people(url: str) -> str:
+    """A URL as it may be shown, written down and sent: without user and password, nor what might be a part of them.
+
+    Also of one that cannot be read, since people forget to escape what stands in a password: whatever is not plainly a
+    host, a port, a database or a prefix is hidden.
+    """
+    kind, mark, rest = url.partition("://")
+    if not mark or not KIND.fullmatch(kind):
+        return url if not is_url(url) and "@" not in url else f"{kind}:{HIDDEN}" if kind in KINDS else HIDDEN
+    if kind.lower() == "file" and rest.startswith("/"):
+        return url
+    place, tail = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+    if "@" in tail:  # a part of a password, or not: nobody can tell
+        return f"{kind}://{HIDDEN}"
+    _, at, place = place.rpartition("@")
+    path, _, query = tail.partition("?")
+    shown = (f"{HIDDEN}@" if at else "") + (place if is_host(place) else HIDDEN)
+    shown += path if re.fullmatch(r"(/\d*)?", path) else f"/{HIDDEN}"
+    return f"{kind}://{shown}" + (f"?{_query_for_people(query)}" if query else "")
+
+
+def is_host(text: str) -> bool:
+    """Whether a text is a host and perhaps a port, and nothing that could hide a password."""
+    found = _HOST.fullmatch(text)
+    return found is not None and int(found[4] or 0) < 2**16
+
+
+def _query_for_people(query: str) -> str:
+    shown = []
+    for part in query.split("&"):
+        name, mark, _ = part.partition("=")
+        known = mark and name in SHOWN and "#" not in part
+        shown.append(part if known else f"{name}={HIDDEN}" if mark and name.isidentifier() else HIDDEN)
+    return "&".join(shown)
+
+
+def scrubbed(text: str) -> str:
+    """Any text with its URLs as people are shown them: for what other programs say of them."""
+    return _IN_TEXT.sub(_scrub, text) if ":" in text else text
+
+
+_IN_TEXT = re.compile(
+    rf"(?:[^\s'\"`(]*@)?\b(?:(?:{'|'.join(KINDS)}):|[A-Za-z][A-Za-z0-9+.-]*://(?=\S*@))(?:[^\n]*@)?[^\s'\"`]*", re.I
+)
+
+
+def _scrub(found: re.Match[str]) -> str:
+    url = found[0].rstrip(":;,.)]")
+    if not is_url(url):
+        return found[0]
+    after = found[0][len(url) :]
+    return (for_people(url) if "//" in url or "@" in url else url) + after
+
+
+def place_of(url: str) -> str:
+    """What of a URL tells one tier from another: no secret, so it may name a folder."""
+    if url.partition("://")[0].lower() == "file":
+        return url
+    rest = url.rpartition("@")[2]
+    start, _, query = rest.partition("?")
+    kept = [part for part in query.split("&") if part.partition("=")[0] in SHOWN]
+    return start + (f"?{'&'.join(kept)}" if kept else "")
