@@ -141,10 +141,10 @@ def write_corpus(corpus: Path) -> None:
 def change_for_ever(store: Path, corpus: Path) -> Iterator[None]:
     """One step of a writer after the other: documents change, come and go; levels are made and dropped; the file is
     compacted. No step makes a hole, for then a reader would write, too."""
+    from kvtool.core.compress.compress_report import CompressOptions
     from kvtool.core.compress.job import compress
-    from kvtool.core.compress.report import CompressOptions
+    from kvtool.core.ingest.ingest_report import IngestOptions
     from kvtool.core.ingest.job import ingest
-    from kvtool.core.ingest.report import IngestOptions
 
     for version in itertools.count(1):
         (corpus / f"{version % 5}.md").write_text(document(version, version))
@@ -274,8 +274,8 @@ def main() -> int:
     given.folder.mkdir(parents=True)
     write_corpus(given.folder / "corpus")
     from kvtool.core.corpus.split import SplitSettings
+    from kvtool.core.ingest.ingest_report import IngestOptions
     from kvtool.core.ingest.job import ingest
-    from kvtool.core.ingest.report import IngestOptions
 
     split = SplitSettings(max_tokens=64)
     options = IngestOptions((given.folder / "corpus",), model=given.model, split=split, lead_in="prefix")

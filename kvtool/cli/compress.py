@@ -11,7 +11,7 @@ from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues, store_path
 from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.cli.watch import Watch
-from kvtool.core.compress.report import CompressOptions, CompressReport
+from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 
 app = new_app()
 PREDICTORS = ("auto", "mean", "anchor")

@@ -10,7 +10,7 @@ import typer
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import store_path
 from kvtool.cli.watch import Watch
-from kvtool.core.fit.report import ROUNDS, FitOptions, FitReport
+from kvtool.core.fit.fit_report import ROUNDS, FitOptions, FitReport
 
 app = new_app("Learn the lead-in from the store's own chunks.")
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import store_path, system_text
 from kvtool.cli.upkeep import BUDGET, budget_of_run
+from kvtool.cli.watch import Watch
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
+from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
 from kvtool.core.ingest.log import EventLog
-from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 
 app = new_app()
 
@@ -87,7 +88,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         place = store_path(run.settings.store)
         if book:
             book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
-        with _Watch(run) as watch:
+        with Watch(run) as watch:
             events = book.listening(watch.events) if book else watch.events
             report = run_ingest(place, options, events)
         if book:
@@ -116,38 +117,6 @@ def _split(run: Run) -> SplitSettings:
     settings = run.settings
     longest = settings.max_chunk_tokens or settings.chunk_tokens
     return SplitSettings(settings.split, longest, settings.min_tokens)
-
-
-class _Watch:
-    """Shows progress while chunks are computed: a bar from the moment their number is known."""
-
-    def __init__(self, run: Run) -> None:
-        self._out = run.out
-        self._progress: Any = None
-        self._bar: Any = None
-        self.events = Events(
-            warn=self._out.warning,
-            failed=self._out.failed,
-            skipped=lambda path, reason: self._out.detail(f"skipped {path}: {reason}"),
-            total=self._total,
-            advance=self._advance,
-            status=self._out.detail,
-        )
-
-    def __enter__(self) -> _Watch:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*error)
-
-    def _total(self, tokens: int) -> None:
-        self._progress = self._out.progress("prefill", total=tokens)
-        self._bar = self._progress.__enter__()
-
-    def _advance(self, tokens: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(tokens)
 
 
 def _show(run: Run, report: IngestReport) -> None:

@@ -10,8 +10,9 @@ import typer
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
 from kvtool.cli.parsing import list_of, store_path
-from kvtool.cli.transfer import events_of, told
+from kvtool.cli.transfer import told
 from kvtool.cli.upkeep import BUDGET, budget_of_run
+from kvtool.cli.watch import Watch
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
 
@@ -35,9 +36,9 @@ def export(
     from kvtool.core.pack.give import export as run_export
 
     levels = [check_level(one) for one in list_of(level)] or None
-    with events_of(run) as events:
+    with Watch(run) as watch:
         report = run_export(
-            store_path(run.settings.store), pack, only=only or (), levels=levels, force=force, events=events
+            store_path(run.settings.store), pack, only=only or (), levels=levels, force=force, events=watch.events
         )
     for row in report.damaged:
         run.out.warning(f"left out: {row['what']}: {row['reason']}")
@@ -66,7 +67,9 @@ def import_(
 
     settings = run.settings
     budget = budget_of_run(run, max_size)
-    with events_of(run) as events:
-        report = take(store_path(settings.store), pack, lock_wait=settings.lock_wait, max_size=budget, events=events)
+    with Watch(run) as watch:
+        report = take(
+            store_path(settings.store), pack, lock_wait=settings.lock_wait, max_size=budget, events=watch.events
+        )
     report.direction = "import"
     return told(run, [report], report.to_json())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,11 +10,12 @@ import typer
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import list_of, store_path
 from kvtool.cli.upkeep import BUDGET, budget_of_run
+from kvtool.cli.watch import Watch
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
 
 if TYPE_CHECKING:
-    from kvtool.core.remote.report import Events, TransferReport
+    from kvtool.core.remote.transfer_report import TransferReport
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="redis://HOST:PORT/DB[?prefix=NAME] or file:///FOLDER.")]
 
@@ -45,9 +45,9 @@ def push(
     with (
         closing(open_blobs(url, settings.remote_timeout)) as blobs,
         Store.open(store_path(settings.store)) as store,
-        events_of(run) as events,
+        Watch(run) as watch,
     ):
-        report = run_push(store, blobs, delete=delete, verify=verify, dry_run=dry_run, yes=yes, events=events)
+        report = run_push(store, blobs, delete=delete, verify=verify, dry_run=dry_run, yes=yes, events=watch.events)
     return told(run, [report], report.to_json())
 
 
@@ -82,7 +82,7 @@ def pull(
             report = preview(store_path(settings.store), blobs, levels=levels, delete=delete)
         return told(run, [report], report.to_json())
     budget = budget_of_run(run, max_size)
-    with closing(open_blobs(url, settings.remote_timeout)) as blobs, events_of(run) as events:
+    with closing(open_blobs(url, settings.remote_timeout)) as blobs, Watch(run) as watch:
         report = run_pull(
             store_path(settings.store),
             blobs,
@@ -92,7 +92,7 @@ def pull(
             max_size=budget,
             timeout=settings.remote_timeout,
             yes=yes,
-            events=events,
+            events=watch.events,
         )
     return told(run, [report], report.to_json())
 
@@ -107,30 +107,9 @@ def sync(run: Run, url: Url) -> int | None:
     from kvtool.core.remote.urls import open_blobs
 
     settings = run.settings
-    with closing(open_blobs(url, settings.remote_timeout)) as blobs, events_of(run) as events:
-        reports = run_sync(store_path(settings.store), blobs, lock_wait=settings.lock_wait, events=events)
+    with closing(open_blobs(url, settings.remote_timeout)) as blobs, Watch(run) as watch:
+        reports = run_sync(store_path(settings.store), blobs, lock_wait=settings.lock_wait, events=watch.events)
     return told(run, reports, {report.direction: report.to_json() for report in reports})
-
-
-@contextmanager
-def events_of(run: Run) -> Iterator[Events]:
-    """A bar for each direction, from the moment its length is known."""
-    from kvtool.core.remote.report import Events
-
-    shown: list[Any] = []
-
-    def total(count: int) -> None:
-        while shown:
-            shown.pop().__exit__(None, None, None)
-        shown.append(run.out.progress("chunks", total=count, unit="chunks"))
-        bars.append(shown[-1].__enter__())
-
-    bars: list[Any] = []
-    try:
-        yield Events(total, lambda count: bars[-1].advance(count), run.out.warning)
-    finally:
-        while shown:
-            shown.pop().__exit__(None, None, None)
 
 
 def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:

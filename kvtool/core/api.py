@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.places import data_dir
+from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Warn
 from kvtool.core.common.urls import is_url
+from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.job import compress
-from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import KvtoolWarning, UsageError
+from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
 from kvtool.core.ingest.job import ingest
-from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.report import Events as TransferEvents
-from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.tier import open_store
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.transfer_report import TransferReport
 
 if TYPE_CHECKING:
     from kvtool.core.pack.give import ExportReport
@@ -110,11 +109,11 @@ class Cache:
         return ingest(self._folder(), wanted, events or Events(warn=self._warn))
 
     @_alone
-    def compress(self, *levels: str, events: CompressEvents | None = None, **options: Any) -> CompressReport:
+    def compress(self, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
         """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
         self.close()
         wanted = CompressOptions(levels=levels, **self._model, **options)
-        return compress(self._folder(), wanted, events or CompressEvents(warn=self._warn))
+        return compress(self._folder(), wanted, events or Events(warn=self._warn))
 
     @_alone
     def query(
@@ -130,34 +129,34 @@ class Cache:
         return self._opened().ask(request, replace(QueryOptions(), **options))
 
     @_alone
-    def push(self, url: str, *, events: TransferEvents | None = None, **options: Any) -> TransferReport:
+    def push(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Bring a shared store up to date with this one; `options` are those of `core.remote.push.push`."""
         self.close()
         with closing(open_blobs(url)) as blobs, Store.open(self._folder()) as store:
-            return push(store, blobs, events=events or TransferEvents(warn=self._warn), **options)
+            return push(store, blobs, events=events or Events(warn=self._warn), **options)
 
     @_alone
-    def pull(self, url: str, *, events: TransferEvents | None = None, **options: Any) -> TransferReport:
+    def pull(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Bring this store up to date with a shared one; `options` are those of `core.remote.pull.pull`."""
         self.close()
         with closing(open_blobs(url)) as blobs:
-            return pull(self._folder(), blobs, events=events or TransferEvents(warn=self._warn), **options)
+            return pull(self._folder(), blobs, events=events or Events(warn=self._warn), **options)
 
     @_alone
-    def export(self, pack: str | Path, *, events: TransferEvents | None = None, **options: Any) -> ExportReport:
+    def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are those of `core.pack.give.export`."""
         from kvtool.core.pack.give import export
 
         self.close()
-        return export(self._folder(), Path(pack), events=events or TransferEvents(warn=self._warn), **options)
+        return export(self._folder(), Path(pack), events=events or Events(warn=self._warn), **options)
 
     @_alone
-    def take(self, pack: str | Path, *, events: TransferEvents | None = None, **options: Any) -> TransferReport:
+    def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Take a pack into the store, as `store import` does; `options` are those of `core.pack.take.take`."""
         from kvtool.core.pack.take import take
 
         self.close()
-        return take(self._folder(), Path(pack), events=events or TransferEvents(warn=self._warn), **options)
+        return take(self._folder(), Path(pack), events=events or Events(warn=self._warn), **options)
 
     @_alone
     def forget(self, *targets: str, **options: Any) -> Plan:

@@ -16,10 +16,11 @@ from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.payload import Coded
+from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting, loss
 from kvtool.core.compress.chunks import read_chunk
+from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.job import compress
-from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
 from kvtool.core.session.session import store_identity
@@ -30,7 +31,7 @@ __all__ = ["LAYERS", "damages"]
 LOSSES = {"1": 0.001, "2": 0.004, "3": 0.02, "4": 0.05}  # what `fixed_losses` measures
 
 
-def run(path: Path, *levels: str, events: CompressEvents | None = None, **options: Any) -> CompressReport:
+def run(path: Path, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
     """Compress without measuring, which is most of the time of such a small store."""
     options = {"questions": 0} | options
     return compress(path, CompressOptions(levels=levels, **options), events)

@@ -12,9 +12,10 @@ from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY
 from kvtool.core.codec.payload import NO_PROFILE, Predictor
+from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting
+from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import check_levels
-from kvtool.core.compress.report import CompressEvents, CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
 from tests.cli.working import files_below, kvtool
 from tests.compress.making import (
@@ -43,7 +44,7 @@ from tests.families import save_tiny
 
 def test_without_a_profile_the_default_level_is_made_and_the_profile_missed(plain: Path) -> None:
     said: list[str] = []
-    report = run(plain, events=CompressEvents(warn=lambda text, hint: said.append(f"{text}: {hint}")))
+    report = run(plain, events=Events(warn=lambda text, hint: said.append(f"{text}: {hint}")))
     chunks = chunks_in(plain)
     assert [level.level for level in report.levels] == [DEFAULT_LOSSY]
     assert (report.encoded, report.kept, report.skipped) == (len(chunks), 0, 0)

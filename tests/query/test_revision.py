@@ -14,8 +14,8 @@ import pytest
 import kvtool as package
 from kvtool.core.api import Cache
 from kvtool.core.cache.store import Store
+from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import compress
-from kvtool.core.compress.report import CompressOptions
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.retrieval.passages import Hit

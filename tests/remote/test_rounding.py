@@ -12,9 +12,10 @@ import torch
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
+from kvtool.core.common.progress import Events
 from kvtool.core.compress.chunks import read_chunk
+from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.encode import Encoder
-from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.pull import pull
@@ -155,7 +156,7 @@ def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
         writer.put_chunk(CHUNK, info_of("f0.0"), "raw", exact, replace=True)
         writer.flush()
         before = read(store, "2")
-        report, events = CompressReport(), CompressEvents()
+        report, events = CompressReport(), Events()
         Encoder(store, writer, ProfileShelf(store), profile(), CompressOptions(), report, events).run([CHUNK], ["1"])
         assert report.warnings == []
         assert torch.equal(read(store, "2"), before)

@@ -18,6 +18,7 @@ from kvtool.core.cache import environment as tables
 from kvtool.core.cache import keys
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import local, sweep
@@ -26,7 +27,6 @@ from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.report import Events
 from kvtool.core.remote.urls import open_blobs
 from tests.cache import making
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of

@@ -17,8 +17,9 @@ from kvtool.core.codec.levels import EXACT, LOSSY, coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.common.progress import Events
 from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
-from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport, LevelReport
+from kvtool.core.compress.compress_report import CompressOptions, CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.levels import ProfileShelf
@@ -38,7 +39,7 @@ class Encoder:
         profile: Profile | None,
         options: CompressOptions,
         report: CompressReport,
-        events: CompressEvents,
+        events: Events,
     ) -> None:
         self._store, self._writer, self._shelf, self._profile = store, writer, shelf, profile
         self._options, self._report, self._events = options, report, events

@@ -10,13 +10,13 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
+from kvtool.core.common.progress import Events
 from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
 from kvtool.core.compress.fisher import CONTEXTS, probes, sensitivity
-from kvtool.core.compress.report import CompressEvents
 from kvtool.core.session.session import Session
 
 
-def fit(session: Session, store: Store, sample: Sequence[tuple[bytes, str]], events: CompressEvents) -> Profile:
+def fit(session: Session, store: Store, sample: Sequence[tuple[bytes, str]], events: Events) -> Profile:
     """Fit a profile on chunks that are stored exactly, each given with the level that holds it so."""
     decoder, identity = session.decoder, session.identity
     layers = len(decoder.layers)

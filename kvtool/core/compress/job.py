@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, NO_PROFILE, check_level
-from kvtool.core.compress.report import CompressEvents, CompressOptions, CompressReport
+from kvtool.core.common.progress import Events
+from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import ProfileShelf, losses_by_maker
@@ -28,7 +29,7 @@ FIT_CHUNKS = 64
 _SEED = 0
 
 
-def compress(path: Path, options: CompressOptions, events: CompressEvents | None = None) -> CompressReport:
+def compress(path: Path, options: CompressOptions, events: Events | None = None) -> CompressReport:
     """Encode a store's records at some levels. What is there already stays; run again to resume.
 
     Raises
@@ -40,7 +41,7 @@ def compress(path: Path, options: CompressOptions, events: CompressEvents | None
     levels = check_levels(options)
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        report = _Job(store, writer, options, events or CompressEvents()).run(levels)
+        report = _Job(store, writer, options, events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -70,7 +71,7 @@ class _Job:
     store: Store
     writer: Writer
     options: CompressOptions
-    events: CompressEvents
+    events: Events
 
     def __post_init__(self) -> None:
         from kvtool.core.session.session import store_identity

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.fit.checkpoint import Checkpoint
-from kvtool.core.fit.report import FitEvents, FitOptions, FitReport
+from kvtool.core.fit.fit_report import FitOptions, FitReport
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.lead_in import learned_lead_in, learned_rows
 
@@ -36,7 +37,7 @@ _SEED = 3
 _FORMAT = 1
 
 
-def fit_lead_in(path: Path, options: FitOptions, events: FitEvents | None = None) -> FitReport:
+def fit_lead_in(path: Path, options: FitOptions, events: Events | None = None) -> FitReport:
     """Learn the lead-in of a store's model on the store's own chunks, and keep it where it is better than the warm one.
 
     Interrupted, it goes on from its last checkpoint and ends with the same rows. Nothing is locked before the end.
@@ -48,7 +49,7 @@ def fit_lead_in(path: Path, options: FitOptions, events: FitEvents | None = None
     """
     started = time.perf_counter()
     with Store.open(path) as store:
-        job = _Job(store, options, events or FitEvents())
+        job = _Job(store, options, events or Events())
         rows = job.taken(options.source) if options.source is not None else job.fitted()
         state = {"digest": rows.digest, "fingerprint": rows.fingerprint, "ids": list(rows.ids)}
         with store.writer(options.lock_wait) as writer:
@@ -65,7 +66,7 @@ def fit_lead_in(path: Path, options: FitOptions, events: FitEvents | None = None
 class _Job:
     store: Store
     options: FitOptions
-    events: FitEvents
+    events: Events
 
     def __post_init__(self) -> None:
         from kvtool.core.session.session import store_identity

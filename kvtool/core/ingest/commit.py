@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvtool.core.cache.writer import Writer
+from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.ingest.report import IngestReport
 
 
 def commit_known(files: Iterable[PreparedFile], writer: Writer, report: IngestReport) -> None:

@@ -12,9 +12,10 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.profile import Profile
+from kvtool.core.common.progress import Events
 from kvtool.core.ingest.commit import count_file
+from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
-from kvtool.core.ingest.report import Events, IngestReport
 from kvtool.core.ingest.sensitivity import Sensitivity
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks

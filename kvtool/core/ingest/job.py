@@ -15,11 +15,12 @@ from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import LOSSY, check_level
+from kvtool.core.common.progress import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Walked, find_files, places
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
+from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
-from kvtool.core.ingest.report import Events, IngestOptions, IngestReport
 from kvtool.core.ingest.survey import Survey, is_below, reason_of, survey
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -346,7 +347,7 @@ class _Job:
             return
         from kvtool.core.ingest.compute import ChunkStorer
 
-        self.events.total(sum(len(chunk.ids) for chunk in missing.values()))
+        self.events.step("prefill", sum(len(chunk.ids) for chunk in missing.values()), "tokens")
         assert self.store is not None
         profile = ProfileShelf(self.store).current() if self.options.level in LOSSY else None
         led = self.identity.lead_in

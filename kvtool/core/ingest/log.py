@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import UsageError
-from kvtool.core.ingest.report import Events
 
 
 class EventLog:
@@ -60,11 +60,11 @@ class EventLog:
             self.event("status", message=text)
             events.status(text)
 
-        def total(tokens: int) -> None:
-            self.event("status", message="prefill", tokens=tokens)
-            events.total(tokens)
+        def step(label: str, total: int, unit: str) -> None:
+            self.event("status", message=label, **{unit: total})
+            events.step(label, total, unit)
 
-        return replace(events, warn=warn, failed=failed, status=status, total=total)
+        return replace(events, warn=warn, failed=failed, status=status, step=step)
 
     def close(self) -> None:
         """Close the file."""

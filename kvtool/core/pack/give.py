@@ -11,6 +11,7 @@ from typing import Any
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.pack.container import PackWriter, writing
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
@@ -27,7 +28,6 @@ from kvtool.core.remote.catalogue import (
     file_name,
     seal_head,
 )
-from kvtool.core.remote.report import Events
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.naming import named_documents
 
@@ -112,7 +112,7 @@ class _Export:
     def run(self, entries: Sequence[FileEntry]) -> None:
         files, wanted = self._files(entries)
         chunks: dict[str, Chunk] = {}
-        self.events.total(len(wanted) + 1)
+        self.events.step("chunks", len(wanted) + 1, "chunks")
         for chunk_id in (self.identity.prefix_id, *wanted):
             self._noting(f"chunk {chunk_id.hex()}", lambda one=chunk_id: self._chunk(one, chunks))  # type: ignore[misc]
             self.events.advance(1)

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError
 from kvtool.core.pack.container import PackReader
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
@@ -16,7 +17,7 @@ from kvtool.core.remote.catalogue import Catalogue, digest_of, unseal_head
 from kvtool.core.remote.limits import most_bytes
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity
-from kvtool.core.remote.report import Events, TransferReport
+from kvtool.core.remote.transfer_report import TransferReport
 
 _AGAIN = "get the pack again, or export it again"
 _SECONDS = 600.0  # for a value to come off the disk

@@ -13,6 +13,7 @@ from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
@@ -22,8 +23,8 @@ from kvtool.core.remote.groups import Group, Groups
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.report import Events, TransferReport
 from kvtool.core.remote.state import join_codec
+from kvtool.core.remote.transfer_report import TransferReport
 
 _DESCRIBED_AT_ONCE = 1024
 
@@ -220,7 +221,7 @@ class _Pull:
 
     def _records(self, there: Catalogue, levels: Sequence[str] | None) -> None:
         wanted, self.report.chunks.there = wanted_records(self.store, there, levels)
-        self.events.total(sum(len(one.levels) for _, one in wanted))
+        self.events.step("chunks", sum(len(one.levels) for _, one in wanted), "chunks")
         for group, records in self._fetched(_records_of(key, there.chunks[key], one) for key, one in wanted):
             with self._noted(group):
                 self._put(group, there.chunks[group.key], records)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LOSSY
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import Blobs
@@ -24,9 +25,9 @@ from kvtool.core.remote.catalogue import (
 from kvtool.core.remote.lease import Lease
 from kvtool.core.remote.reading import check_same_identity, read_head
 from kvtool.core.remote.rehearsal import Rehearsal
-from kvtool.core.remote.report import Events, TransferReport
 from kvtool.core.remote.send import Sender
 from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
+from kvtool.core.remote.transfer_report import TransferReport
 
 _TRIES = 8  # pushes of others that come in between
 

@@ -8,12 +8,13 @@ from itertools import islice
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import local
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, chunk_name, file_name, kv_names
 from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.report import Events, TransferReport
+from kvtool.core.remote.transfer_report import TransferReport
 
 _SMALL_AT_ONCE = 256
 _CHUNKS_AT_ONCE = 64
@@ -48,7 +49,7 @@ class Sender:
         KvtoolError : the store was changed meanwhile.
         """
         self._send_small(mine, there)
-        self.events.total(sum(len(chunk.levels) for chunk in mine.chunks.values()))
+        self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
         chunks, left = {}, iter(mine.chunks.items())
         while some := dict(islice(left, _CHUNKS_AT_ONCE)):
             for (key, chunk), gaps in zip(some.items(), self._gaps(some), strict=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
 from kvtool.core.remote.lease import Lease
 from kvtool.core.remote.reading import catalogue_of, read_head
-from kvtool.core.remote.report import Events, TransferReport
+from kvtool.core.remote.transfer_report import TransferReport
 
 KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
 _MOST_BEFORE = 64  # that a head names, while other pushes leave no time to reclaim them

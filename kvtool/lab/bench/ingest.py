@@ -14,9 +14,10 @@ import torch
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
 from kvtool.core.ingest.compute import ChunkStorer, batch_tokens
+from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
-from kvtool.core.ingest.report import Events, IngestReport
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity
 

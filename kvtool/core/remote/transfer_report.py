@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from kvtool.core.common.types import Warn, warn_nobody
 
 
 @dataclass
@@ -15,15 +12,6 @@ class Counts:
 
     moved: int = 0
     there: int = 0
-
-
-@dataclass
-class Events:
-    """Told while it goes on: the number of chunks at a level to move, each one moved, and warnings (text, hint)."""
-
-    total: Callable[[int], None] = lambda count: None
-    advance: Callable[[int], None] = lambda count: None
-    warn: Warn = warn_nobody
 
 
 @dataclass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvtool.core.codec.levels import MAX_LOSS
-from kvtool.core.common.types import Warn, warn_nobody
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +129,3 @@ class CompressReport:
 
 def _rate(size: int, seconds: float) -> float | None:
     return round(size / seconds / 1e9, 3) if seconds else None
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class CompressEvents:
-    """Told what happens: `step(label, total, unit)` opens a bar that `advance(n)` moves."""
-
-    step: Callable[[str, int, str], None] = _nothing
-    advance: Callable[[int], None] = _nothing
-    status: Callable[[str], None] = _nothing
-    warn: Warn = warn_nobody

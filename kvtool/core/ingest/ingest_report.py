@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Skip, Skipped
 
@@ -93,18 +91,3 @@ class IngestReport:
         facts = asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
         del facts["skipped_files"]  # there may be more of them than of all else
         return facts
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """Where an ingest tells how far it is: a warning, the number of tokens to compute, tokens just computed.
-
-    `failed` and `skipped` are told of a file as soon as it is known.
-    """
-
-    warn: Warn = warn_nobody
-    failed: Callable[[str, str], None] = lambda path, reason: None
-    skipped: Callable[[str, str], None] = lambda path, reason: None
-    total: Callable[[int], None] = lambda tokens: None
-    advance: Callable[[int], None] = lambda tokens: None
-    status: Callable[[str], None] = lambda text: None

@@ -1,0 +1,34 @@
+"""How far a job is, as it tells whoever watches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.core.common.types import Warn, warn_nobody
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What a job calls while it runs; by default nobody listens.
+
+    Attributes
+    ----------
+    step : (label, total, unit): a part of the job begins, of so many units; the part before it is over.
+    advance : (count): so many more units of this part are done.
+    status : (text): what is done now, for who asked to see more.
+    warn : (text, hint): something that the user should know.
+    failed, skipped : (path, reason): a file that could not be read, or was passed over.
+    """
+
+    step: Callable[[str, int, str], None] = _nothing
+    advance: Callable[[int], None] = _nothing
+    status: Callable[[str], None] = _nothing
+    warn: Warn = warn_nobody
+    failed: Callable[[str, str], None] = _nothing
+    skipped: Callable[[str, str], None] = _nothing
