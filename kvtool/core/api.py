@@ -28,6 +28,7 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.tier import open_store
 from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.urls import open_blobs
 
 if TYPE_CHECKING:
     from kvtool.core.pack.give import ExportReport
