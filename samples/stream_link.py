@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.errors import KvtoolError
@@ -29,7 +30,7 @@ from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.streaming import rungs_of
 from kvtool.core.remote.push import push
-from kvtool.core.remote.tier import Tier
+from kvtool.core.remote.tier import open_shared
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.estimate import make_estimator
@@ -98,12 +99,14 @@ def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: arg
     real = []
     for _ in range(given.repeat):
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        with Tier.open_url(url, timeout=60) as tier:
-            plan = plan_of(tier, given.chunks)
-            task = task_of(tier, plan, given)
+        with open_shared(url, timeout=60) as store:
+            link = store.link
+            assert link is not None
+            plan = plan_of(store, given.chunks)
+            task = task_of(store, link, plan, given)
             policy = Adaptive(task, make_estimator("harmonic"))
             shape(trace)
-            driver = Driver(tier, plan.segments, policy, NothingBeside(), time.perf_counter())  # type: ignore[arg-type]
+            driver = Driver(link, plan.segments, policy, NothingBeside(), time.perf_counter())  # type: ignore[arg-type]
             started = time.perf_counter()
             driver.run()
             real.append((time.perf_counter() - started, sum(row["bytes"] for row in policy.log), policy.levels))
@@ -120,19 +123,19 @@ def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: arg
     return seconds / found.ready_s
 
 
-def plan_of(tier: Tier, count: int) -> Plan:
+def plan_of(store: Store, count: int) -> Plan:
     """A prompt of some chunks that have the most levels."""
-    ids = sorted(tier.chunk_ids(), key=lambda chunk: (-len(tier.levels(chunk)), chunk))[:count]
-    chunks = [Candidate(tier.chunk_info(chunk).token_ids, chunk, level="raw") for chunk in ids]  # type: ignore[union-attr]
+    ids = sorted(store.chunk_ids(), key=lambda chunk: (-len(store.levels(chunk)), chunk))[:count]
+    chunks = [Candidate(store.chunk_info(chunk).token_ids, chunk, level="raw") for chunk in ids]  # type: ignore[union-attr]
     return build_plan(Candidate(()), chunks, (1,))
 
 
-def task_of(tier: Tier, plan: Plan, given: argparse.Namespace) -> Task:
+def task_of(store: Store, link: Link, plan: Plan, given: argparse.Namespace) -> Task:
     """Of every level whose loss is known."""
-    losses = {"raw": 0.0, "lossless": 0.0} | MeasuredLosses(tier).at_most()
+    losses = {"raw": 0.0, "lossless": 0.0} | MeasuredLosses(store).at_most()
     allowed = {level: losses[level] for level in LEVELS if level in losses}
     ladders = tuple(
-        Ladder.of(number, len(segment.ids), rungs_of(tier, segment, allowed))
+        Ladder.of(number, len(segment.ids), rungs_of(link, segment, allowed))
         for number, segment in enumerate(plan.segments[:-1])
         if segment.ids
     )

@@ -13,7 +13,7 @@ from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import front
 from kvtool.core.remote.push import push
-from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.pins import pin
@@ -49,7 +49,7 @@ IDENTITY = {
 def ask(url: str, number: int, told: list[str]) -> None:
     """Read a chunk as a question does."""
     chunk = id_of(f"f{number}.0")
-    with Tier.open_url(url, warn=lambda text, hint: told.append(text)) as tier:
+    with open_shared(url, warn=lambda text, hint: told.append(text)) as tier:
         for layer in range(LAYERS):
             assert isinstance(tier.read_layer([chunk], "raw", layer)[0], tuple)
         tier.note_access([chunk])
@@ -62,11 +62,11 @@ def here(url: str) -> list[int]:
 
 def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "disk_free", lambda path: 30 * 10**9)
-    Tier.open_url(url).close()
+    open_shared(url).close()
     with Store.open(local_place(url)) as store:
         assert 15 * 10**9 <= store.stats()["budget"] <= 16 * 10**9
     keep_budget(local_place(url), None)
-    Tier.open_url(url).close()
+    open_shared(url).close()
     with Store.open(local_place(url)) as store:
         assert store.budget() is None  # its owner's word counts
 
@@ -75,7 +75,7 @@ def test_what_was_not_asked_for_longest_gives_way(url: str, monkeypatch: pytest.
     clock = itertools.count(1_700_000_000)
     monkeypatch.setattr("kvtool.core.cache.access.time", SimpleNamespace(time=lambda: next(clock)))
     told: list[str] = []
-    Tier.open_url(url).close()
+    open_shared(url).close()
     budget = space.folder_bytes(local_place(url)) + 6 * 10**6
     keep_budget(local_place(url), budget)
     for number in range(FILES):

@@ -27,7 +27,7 @@ from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.tier import Tier
+from kvtool.core.remote.tier import open_shared
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, LEAD_IN, header_of, id_of, ids_of, make_store, payload_of, put
 from tests.remote.test_blobs import in_the_way
@@ -353,13 +353,13 @@ def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None
     """Opened for questions: what is wrong is told, and the rest is there."""
     key, told = id_of("f0.1"), list[str]()
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, ChunkInfo((), LEAD_IN, LAYERS).to_bytes()))
-    with Tier.open_url(blobs.url, warn=lambda text, hint: told.append(text)) as tier:
+    with open_shared(blobs.url, warn=lambda text, hint: told.append(text)) as tier:
         assert tier.sources() == ["f1"]
         assert any(key.hex() in text for text in told)
         found = tier.read_layer([id_of("f1.0"), key], "raw", 0)
         assert isinstance(found[0], tuple)
     publish(blobs, packed([]))
     told.clear()
-    with Tier.open_url(blobs.url, warn=lambda text, hint: told.append(text)) as tier:
+    with open_shared(blobs.url, warn=lambda text, hint: told.append(text)) as tier:
         assert tier.sources() == ["f1"]
         assert "only what is here already is used" in told[0]

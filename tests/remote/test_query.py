@@ -14,7 +14,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.query import streaming
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.catalogue import Chunk
-from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.session.levels import MeasuredLosses
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.compress.making import LOSSES, fixed_losses, run
@@ -343,7 +343,7 @@ def test_a_tier_says_which_profile_its_records_are_of(
     def known() -> tuple[dict[str, float], list[str]]:
         kvtool("store", "push", url, "--store", store).fine()
         said: list[str] = []
-        with Tier.open_url(url, warn=lambda text, hint: said.append(text)) as tier:
+        with open_shared(url, warn=lambda text, hint: said.append(text)) as tier:
             return MeasuredLosses(tier).of(chunk, ["raw", "2"]), said
 
     with monkeypatch.context() as before:
@@ -353,5 +353,6 @@ def test_a_tier_says_which_profile_its_records_are_of(
         assert len(said) == 1
         assert "which profile" in said[0]
     assert known() == ({"2": LOSSES["2"]}, [])
-    with Tier.open_url(url) as tier:
-        assert not tier.is_here(chunk, "2")
+    with open_shared(url) as tier:
+        assert tier.link is not None
+        assert not tier.link.is_here(chunk, "2")

@@ -21,7 +21,7 @@ from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import ProfileShelf
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
@@ -130,19 +130,19 @@ def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path:
 def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_path: Path) -> None:
     """It holds a level of one machine; another one has pushed its own, and what refines that."""
     sent(compressed(tmp_path / "one", ["2"], machine=0), blobs)
-    with Tier.open_url(blobs.url) as tier:
+    with open_shared(blobs.url) as tier:
         read(tier, "2")
         tier.note_access([CHUNK])
     with Store.open(local_place(blobs.url)) as front:
         assert front.levels(CHUNK) == ["2"]
     theirs = sent(compressed(tmp_path / "other", ["1", "2"], machine=1), blobs)
-    with Tier.open_url(blobs.url) as tier:
-        assert tier.levels_here(CHUNK) == []
+    with open_shared(blobs.url) as tier:
+        assert tier.sizes_here(CHUNK) == {}
         for level in ("1", "2"):
             assert torch.equal(read(tier, level), theirs[level])
         tier.note_access([CHUNK])
-    with Tier.open_url(blobs.url) as tier:
-        assert tier.levels_here(CHUNK) == ["1", "2"]
+    with open_shared(blobs.url) as tier:
+        assert list(tier.sizes_here(CHUNK)) == ["1", "2"]
 
 
 def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.tier import Tier, local_place
+from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import make_store
 
@@ -52,7 +52,7 @@ def send(store: Store, url: str) -> None:
 
 def seen(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the store in front of a tier knows."""
-    with Tier.open_url(url) as tier:
+    with open_shared(url) as tier:
         return tier.codec_state(), tier.lead_in_state()
 
 

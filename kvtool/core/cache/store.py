@@ -21,7 +21,8 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_
 from kvtool.core.cache.environment import Closed, Environment, Snapshot
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, KVHeader, decode_record, payload_part, unseal
+from kvtool.core.cache.link import KVRead, Link
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part, unseal
 from kvtool.core.cache.served import Served, ServedLog
 from kvtool.core.cache.view import View
 from kvtool.core.codec.levels import LOSSY, MAKER
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 FORMAT = layout.FORMAT
 REPAIR = "run `kvtool store verify --repair`, then ingest again"
 _NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
-KVRead = tuple[KVHeader, memoryview]
 
 
 class Store:
@@ -43,10 +43,15 @@ class Store:
     Every read is its own short transaction, or part of a :meth:`view`: what comes out is a private copy whose digest
     was checked. Readers never wait for a writer. Thread-safe, except that a :class:`Writer` belongs to one thread. Not
     usable across fork.
+
+    Attributes
+    ----------
+    link : what stands behind the folder, and has more of its KV; None: nothing.
     """
 
     path: Path
     uuid: str
+    link: Link | None = None
 
     def __init__(self, path: Path, uuid: str) -> None:
         """Use :meth:`open` or :meth:`create_or_open`."""
@@ -94,6 +99,8 @@ class Store:
 
     def close(self) -> None:
         """Write the access notes and let go of the files; closing twice is fine."""
+        if self.link is not None:
+            self.link.close()
         self.flush()
         with self._mutex:
             environment, self._environment = self._environment, None
@@ -413,7 +420,9 @@ class Store:
             return chunk_info_of(snapshot, chunk_id)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Whether the chunk's description is intact and at least one level is complete."""
+        """Whether at least one level can be read, of a chunk whose description is intact or that a link offers."""
+        if self.link is not None and self.link.offers(chunk_id):
+            return True
         with self._read() as snapshot:
             try:
                 return chunk_info_of(snapshot, chunk_id) is not None and bool(_levels_of(snapshot, chunk_id))
@@ -421,31 +430,36 @@ class Store:
                 return False
 
     def levels(self, chunk_id: bytes) -> list[str]:
-        """Levels of which all layers are stored, sorted."""
+        """Levels of which all layers are stored or offered by a link, sorted."""
         return list(self.level_sizes(chunk_id))
 
-    def levels_here(self, chunk_id: bytes) -> list[str]:
-        """The same of this folder alone, whatever a shared store behind it offers."""
-        with self._read() as snapshot:
-            return list(_levels_of(snapshot, chunk_id))
-
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
-        """Bytes of the records of each level of which all layers are stored, by level, sorted."""
+        """Bytes of the records of each level of which all layers are stored or offered by a link, by level, sorted."""
+        here = self.sizes_here(chunk_id)
+        if self.link is None:
+            return here
+        offered = {level: offer.size for level, offer in self.link.offers(chunk_id).items()}
+        return dict(sorted((offered | here).items()))
+
+    def sizes_here(self, chunk_id: bytes) -> dict[str, int]:
+        """The same of this folder alone, whatever a link offers."""
         with self._read() as snapshot:
             return _levels_of(snapshot, chunk_id)
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
         """Digest, in hex, of the profile that the records of a lossy level name; None: there are none, or it cannot be
-        told. Read off the first record's beginning, which is not checked: whoever reads the KV checks it."""
+        told. Read off the first record's beginning, which is not checked: whoever reads the KV checks it. Of what is
+        not here a link's word is taken; nothing is fetched."""
         if level not in LOSSY:
             return None
-        try:
-            with self._read() as snapshot:
-                key = keys.record_key(chunk_id, level, 0)
-                data = snapshot.beginning(lmdb_tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
-        except DamagedError:
-            return None
-        return None if data is None else payload_part(data, MAKER).hex()
+        data = None
+        with contextlib.suppress(DamagedError), self._read() as snapshot:
+            key = keys.record_key(chunk_id, level, 0)
+            data = snapshot.beginning(lmdb_tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
+        if data is not None:
+            return payload_part(data, MAKER).hex()
+        offer = self.link.offers(chunk_id).get(level) if self.link is not None else None
+        return offer.maker if offer is not None else None
 
     def record_mark(self, chunk_id: bytes, level: str) -> bytes | None:
         """What tells a chunk's records of a level from others of the same level; None: there are none."""
@@ -493,6 +507,7 @@ class Store:
         self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = lambda number: None
     ) -> list[KVRead | KvtoolError | None]:
         """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
+        What is not here is fetched, where a link offers it.
 
         Parameters
         ----------
@@ -510,17 +525,22 @@ class Store:
             for number, key in enumerate(wanted):
                 before(number)
                 copies.append(_copy(snapshot, key))
-        return [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
+        found = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
+        if self.link is not None:
+            self.link.complete(found, chunk_ids, level, layer, before)
+        return found
 
     # ---- upkeep --------------------------------------------------------------------------------------------------
 
     def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0) -> None:
         """Remember that a question used these chunks now, and how many it missed; takes no lock, and does nothing on a
-        read-only store."""
+        read-only store. What a link fetched for the question is written."""
         self.note_use(chunk_ids)
         self._served.note(len(chunk_ids), missed)
         if time.monotonic() - self._flushed_at > _NOTES_SECONDS:
             self.flush()
+        if self.link is not None:
+            self.link.keep_fetched()
 
     def note_use(self, chunk_ids: Sequence[bytes]) -> None:
         """The same of chunks that were not found: computed for a question, and stored now."""

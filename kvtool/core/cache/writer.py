@@ -139,7 +139,7 @@ class Writer:
 
     def has_level(self, chunk_id: bytes, level: str) -> bool:
         """Whether the chunk is stored at this level or waits to be."""
-        return (chunk_id, level) in self._pending or level in self._store.levels_here(chunk_id)
+        return (chunk_id, level) in self._pending or level in self._store.sizes_here(chunk_id)
 
     def flush(self) -> None:
         """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""

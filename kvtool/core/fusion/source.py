@@ -16,7 +16,8 @@ from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import KVRead, Store
+    from kvtool.core.cache.link import KVRead
+    from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
 

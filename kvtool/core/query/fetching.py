@@ -1,4 +1,4 @@
-"""A policy's fetches over a real tier."""
+"""A policy's fetches over the link of a store."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kvtool.core.cache.link import Link, Stream
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.ahead import Ahead
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.catalogue import kv_names
-from kvtool.core.remote.tier import Tier
 from kvtool.core.streaming.policy import Fetch, Policy
 from kvtool.lab.simulator.simulate import DEPTH
 
@@ -29,17 +27,17 @@ class _Flight:
 class Driver:
     """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
 
-    def __init__(self, store: Tier, segments: Sequence[Segment], policy: Policy, ahead: Ahead, since: float) -> None:
-        self._store, self._segments, self._policy, self._ahead = store, segments, policy, ahead
+    def __init__(self, link: Link, segments: Sequence[Segment], policy: Policy, ahead: Ahead, since: float) -> None:
+        self._link, self._segments, self._policy, self._ahead = link, segments, policy, ahead
         self._since = since
         self._out: deque[_Flight] = deque()
-        self._arrivals: Arrivals | None = None
+        self._arrivals: Stream | None = None
         self._last_end = 0.0
 
     def run(self) -> None:
         """Until the policy wants no more, or the tier is gone."""
         try:
-            self._arrivals = self._store.arrivals()
+            self._arrivals = self._link.arrivals()
             while self._ask():
                 self._wait()
         except RemoteError as error:
@@ -57,10 +55,9 @@ class Driver:
             self._policy.have(number)
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
-            chunk = self._store.shared(segment.source.chunk_id)
             names: list[tuple[str, str, int]] = []
-            for part in fetch.parts if chunk is not None else ():
-                blobs = kv_names(segment.source.chunk_id.hex(), chunk, part.level)  # type: ignore[arg-type]
+            for part in fetch.parts:
+                blobs = self._link.names(segment.source.chunk_id, part.level)
                 names += [(name, part.level, layer) for layer, name in enumerate(blobs)]
             self._out.append(_Flight(fetch, self._now(), deque(names)))
             self._send(self._out[-1])
@@ -72,7 +69,7 @@ class Driver:
         assert self._arrivals is not None
         chunk_id = self._segments[flight.fetch.chunk].source.chunk_id
         for level, rows in groupby(flight.waiting, key=lambda row: row[1]):
-            self._arrivals.ask([name for name, _, _ in rows], self._store.stated(chunk_id, level))
+            self._arrivals.ask([name for name, _, _ in rows], self._link.stated(chunk_id, level))
 
     def _wait(self) -> None:
         """Take one value of the oldest fetch, or give it up."""
@@ -86,7 +83,7 @@ class Driver:
         if left is not None and left <= 0:
             self._abandon(flight)
             return
-        patience = self._store.timeout
+        patience = self._link.timeout
         try:
             arrival = self._arrivals.take(patience if left is None else min(left, patience))
         except RemoteError:
@@ -96,7 +93,7 @@ class Driver:
             return
         _, level, layer = flight.waiting.popleft()
         place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
-        flight.sound = self._store.keep(place, layer, arrival.value) and flight.sound
+        flight.sound = self._link.keep(place, layer, arrival.value) and flight.sound
         if not flight.waiting:
             self._end(flight, arrival.at - self._since, arrived=flight.sound)
 
@@ -113,13 +110,13 @@ class Driver:
         assert self._arrivals is not None
         self._arrivals.close()
         self._end(flight, self._now(), arrived=False)
-        self._arrivals = self._store.arrivals()
+        self._arrivals = self._link.arrivals()
         for other in self._out:
             self._send(other)
 
     def _lose(self, error: RemoteError) -> None:
         """The tier is gone: what is outstanding failed, and nothing more is asked."""
-        self._store.give_up(error)
+        self._link.give_up(error)
         while self._out:
             self._end(self._out[0], self._now(), arrived=False)
         while (fetch := self._policy.next(self._now())) is not None:

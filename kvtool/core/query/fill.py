@@ -66,7 +66,7 @@ def _clean(store: Store, writer: Writer, chunk: WantedChunk, layers: int) -> boo
         writer.drop_chunks([chunk.chunk_id])  # another chunk's
         return False
     profiles = ProfileShelf(store)
-    here = store.levels_here(chunk.chunk_id)
+    here = store.sizes_here(chunk.chunk_id)
     sound = [level for level in here if _reads(store, chunk.chunk_id, level, layers, profiles)]
     for level in {*here, "raw"} - {*sound}:  # raw: records that no row counts any more
         writer.drop_level([chunk.chunk_id], level)

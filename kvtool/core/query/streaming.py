@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.cache.link import Link
+from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.fusion.controller import Prompt, Span
 from kvtool.core.fusion.hot import HotSource
@@ -19,7 +21,6 @@ from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
 from kvtool.core.query.ahead import COMPUTED, Ahead, Prefill
 from kvtool.core.query.fetching import Driver
-from kvtool.core.remote.tier import Tier
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.book import text_row
 from kvtool.core.streaming.estimate import make_estimator
@@ -62,7 +63,8 @@ class Streamed:
 
 
 def stream_prompt(
-    store: Tier,
+    store: Store,
+    link: Link,
     asked: Asked,
     options: QueryOptions,
     mode: str,
@@ -83,7 +85,7 @@ def stream_prompt(
     prefill : computes a chunk that does not come, while others do.
     """
     assert options.slo_ms is not None
-    ladders = _ladders(store, asked, options)
+    ladders = _ladders(store, link, asked, options)
     if not ladders:
         return Streamed(asked.plan, source)
     segments = asked.plan.segments
@@ -97,7 +99,7 @@ def stream_prompt(
     for number, hole in holes.items():
         ahead.compute(number, hole)
     try:
-        Driver(store, segments, policy, ahead, since).run()
+        Driver(link, segments, policy, ahead, since).run()
     finally:
         ahead.finish()
     computed = ahead.computed
@@ -124,7 +126,7 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
 # ---- what there is to choose from ----
 
 
-def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, ...]:
+def _ladders(store: Store, link: Link, asked: Asked, options: QueryOptions) -> tuple[Ladder, ...]:
     """Of the segments that lack something here, by their number in the prompt; the most relevant first.
 
     The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
@@ -133,7 +135,7 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
     numbered.sort(key=lambda one: (one[0] == 0, -one[1].source.relevance))
     found, losses = [], MeasuredLosses(store)
     for number, segment in numbered:
-        rungs = rungs_of(store, segment, _allowed(store, segment, options, losses, prefix=number == 0))
+        rungs = rungs_of(link, segment, _allowed(link, segment, options, losses, prefix=number == 0))
         ladder = Ladder.of(number, len(segment.ids), rungs)
         if ladder.rungs and ladder.rungs[-1].parts:  # else the best that is allowed is here
             found.append(ladder)
@@ -141,31 +143,31 @@ def _ladders(store: Tier, asked: Asked, options: QueryOptions) -> tuple[Ladder, 
 
 
 def _allowed(
-    store: Tier, segment: Segment, options: QueryOptions, measured: MeasuredLosses, prefix: bool
+    link: Link, segment: Segment, options: QueryOptions, measured: MeasuredLosses, prefix: bool
 ) -> dict[str, float]:
     """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
-    chunk, own = store.shared(segment.source.chunk_id), segment.source.level or ""
-    losses = measured.of(segment.source.chunk_id, chunk.levels if chunk is not None else (own,))
-    if chunk is not None and options.level == "auto" and not prefix:
-        lossy = {level: loss for level, loss in losses.items() if level in chunk.levels and loss <= options.max_loss}
+    offers, own = link.offers(segment.source.chunk_id), segment.source.level or ""
+    losses = measured.of(segment.source.chunk_id, offers or (own,))
+    if offers and options.level == "auto" and not prefix:
+        lossy = {level: loss for level, loss in losses.items() if level in offers and loss <= options.max_loss}
         if lossy:
             return lossy
     return {own: losses.get(own, 0.0)}
 
 
-def rungs_of(store: Tier, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
+def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
     """What a segment can be fetched as, and the parts of each that are not here; `allowed`: losses by level."""
-    chunk = store.shared(segment.source.chunk_id)
+    offers = link.offers(segment.source.chunk_id)
     found = []
     for level in LEVELS:
-        if chunk is None or level not in chunk.levels or level not in allowed:
+        if level not in offers or level not in allowed:
             continue
         parts: list[Part] = []
         at: str | None = level
-        while at is not None and at in chunk.levels:
-            if not store.is_here(segment.source.chunk_id, at):
-                parts.append(Part(at, chunk.levels[at].size))
-            at = chunk.levels[at].base
+        while at is not None and at in offers:
+            if not link.is_here(segment.source.chunk_id, at):
+                parts.append(Part(at, offers[at].size))
+            at = offers[at].base
         found.append(Rung(level, allowed[level], tuple(reversed(parts))))
     return found
 

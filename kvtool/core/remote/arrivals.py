@@ -6,23 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from kvtool.core.cache.link import Arrival
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote.blobs import Readable, Reader
 from kvtool.core.remote.limits import MOST_BYTES
 
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
 _Wanted = tuple[str, int]  # name, most bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A blob asked for: its value, None where there is none of its name, and when it was there (`perf_counter`)."""
-
-    name: str
-    value: bytes | None
-    at: float
 
 
 class Arrivals:

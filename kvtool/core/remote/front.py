@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,8 +18,6 @@ MOST_BYTES = 20 * 10**9
 _ROW = 256
 _SLACK = 2**20  # tree pages, locks and what else a commit touches
 
-Sizes = Callable[[bytes], Mapping[str, int]]  # of the levels of a chunk that are here
-
 
 def default_budget(path: Path) -> int:
     """20 GB, or half of the disk that is left where that is less; never less than what is there already."""
@@ -28,7 +25,7 @@ def default_budget(path: Path) -> int:
     return max(used, min(MOST_BYTES, used + space.disk_free(path) // 2))
 
 
-def make_room(store: Store, writer: Writer, sizes: Sizes, need: int) -> None:
+def make_room(store: Store, writer: Writer, need: int) -> None:
     """Let `need` bytes find room in the store's budget: KV goes, that of the least recently used chunks first.
 
     Everything that goes can be fetched again. Pinned documents and chunks, and the prompt's own beginning, stay.
@@ -44,7 +41,7 @@ def make_room(store: Store, writer: Writer, sizes: Sizes, need: int) -> None:
     for chunk_id in _oldest_first(store):
         if lacking <= 0:
             break
-        for level, size in sizes(chunk_id).items():
+        for level, size in store.sizes_here(chunk_id).items():
             doomed.setdefault(level, []).append(chunk_id)
             lacking -= size
     for level in LEVELS:  # the finer first: none is ever there without what it refines

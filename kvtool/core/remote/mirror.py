@@ -40,7 +40,7 @@ def drop_stale(store: Store, writer: Writer, there: Catalogue, before: Catalogue
 
 
 def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
-    here = [level for level in reversed(LOSSY) if level in store.levels_here(chunk_id)]
+    here = [level for level in reversed(LOSSY) if level in store.sizes_here(chunk_id)]
     kept: list[str] = []
     for level in here:  # the coarser first
         if level in now.levels:

@@ -37,7 +37,6 @@ from kvtool.core.query.meanwhile import Meanwhile
 from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, answer_in_rounds
 from kvtool.core.query.streaming import DEFAULT_MODE, STREAMED, Streamed, stream_prompt
-from kvtool.core.remote.tier import Tier
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import ProfileShelf
@@ -260,13 +259,13 @@ class Session:
         return reply
 
     def _streams(self, options: QueryOptions) -> bool:
-        return options.slo_ms is not None and isinstance(self.store, Tier) and not options.defer
+        return options.slo_ms is not None and self.store.link is not None and not options.defer
 
     def _stream(self, asked: Asked, options: QueryOptions, mode: str) -> Streamed:
         """Fetch what the prompt lacks under the objective, where there is one and a shared tier to fetch from."""
         if not self._streams(options) or mode not in STREAMED:
             return Streamed(asked.plan, self._source)
-        assert isinstance(self.store, Tier)
+        assert self.store.link is not None
         speeds = self.speeds.speeds((MEMORY,), ())  # measuring the machine, once, is not the question's time
         warm_up(self.identity.dtype)
         started = time.perf_counter()
@@ -274,7 +273,7 @@ class Session:
         element = torch.empty((), dtype=self.decoder.dtype).element_size()
         token_bytes = 2 * len(self.decoder.layers) * self.decoder.kv_heads * self.decoder.head_dim * element
         streamed = stream_prompt(
-            self.store, asked, options, mode, speeds, self._source, token_bytes, since, self._meanwhile
+            self.store, self.store.link, asked, options, mode, speeds, self._source, token_bytes, since, self._meanwhile
         )
         streamed.ms = add_span(self.trace, "stream", started) * 1e3
         return streamed

@@ -125,9 +125,9 @@ class Range:
         if part == "store":
             return Store.open(self._copy(part))
         if part == "tier":
-            from kvtool.core.remote.tier import Tier
+            from kvtool.core.remote.tier import open_shared
 
-            return Tier.open_url(f"file://{self._copy(part)}", warn=lambda text, hint: warned.append(text))
+            return open_shared(f"file://{self._copy(part)}", warn=lambda text, hint: warned.append(text))
         return import_pack(self._copy(part), self.place / "imported", warned)
 
     def _verify(self, part: str) -> list[str]:

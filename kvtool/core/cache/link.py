@@ -1,0 +1,138 @@
+"""What may stand behind a local store: a place that has more of its chunks' records, which a read fetches.
+
+:attr:`Store.link` is one, or None for a store that is only a folder: callers ask that, and nothing about classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtool.core.cache.record import KVHeader
+from kvtool.core.errors import KvtoolError
+
+KVRead = tuple[KVHeader, memoryview]
+
+
+class RecordReader(Protocol):
+    """What gives the KV of chunks: a store, whatever stands behind it."""
+
+    def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
+        """Bytes of the records of each level that can be read, by level, sorted."""
+        ...
+
+    def made_with(self, chunk_id: bytes, level: str) -> str | None:
+        """Digest, in hex, of the profile that the records of a lossy level name; None where it cannot be told."""
+        ...
+
+    def read_layer(
+        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = ...
+    ) -> list[KVRead | KvtoolError | None]:
+        """One layer of many chunks; for each its header and payload, None, or what is wrong with it."""
+        ...
+
+
+class Offer(Protocol):
+    """A level of a chunk that a link has: bytes of its records, the level that it refines, the profile it names."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def base(self) -> str | None: ...
+
+    @property
+    def maker(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A value that was asked for: None where there is none of its name; `at` is when it came (`perf_counter`)."""
+
+    name: str
+    value: bytes | None
+    at: float
+
+
+class Stream(Protocol):
+    """Values of a link, in the order in which they were asked for.
+
+    Attributes
+    ----------
+    alive : nothing has gone wrong so far.
+    """
+
+    alive: bool
+
+    def ask(self, names: Sequence[str], most: int = ...) -> None:
+        """Ask for some more, each of at most so many bytes; never waits."""
+        ...
+
+    def take(self, timeout: float) -> Arrival:
+        """Wait for the next one, for so many seconds; raises RemoteError."""
+        ...
+
+    def close(self) -> None:
+        """Give up what has not come."""
+        ...
+
+
+class Link(Protocol):
+    """The place behind a store. A link that fails once offers nothing from then on.
+
+    Attributes
+    ----------
+    timeout : seconds to wait for a value.
+    """
+
+    timeout: float
+
+    def offers(self, chunk_id: bytes) -> Mapping[str, Offer]:
+        """The levels that the link has of a chunk."""
+        ...
+
+    def complete(
+        self,
+        found: list[KVRead | KvtoolError | None],
+        chunk_ids: Sequence[bytes],
+        level: str,
+        layer: int,
+        before: Callable[[int], None],
+    ) -> None:
+        """Fetch what a read of the local store did not find, and put it into its place in `found`."""
+        ...
+
+    def keep_fetched(self) -> None:
+        """Write what was fetched into the local store, as far as there is room."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the place."""
+        ...
+
+    # ---- fetching ahead of the reads (core/query/streaming) ----
+
+    def is_here(self, chunk_id: bytes, level: str) -> bool:
+        """Whether all of a chunk at a level needs no fetching."""
+        ...
+
+    def names(self, chunk_id: bytes, level: str) -> list[str]:
+        """What the records of a level are asked for by, layer by layer; none where it is not offered."""
+        ...
+
+    def stated(self, chunk_id: bytes, level: str) -> int:
+        """Bytes that the records of a level may have in all."""
+        ...
+
+    def arrivals(self) -> Stream:
+        """A stream of values; raises RemoteError where the place is gone."""
+        ...
+
+    def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
+        """Hold a record that came, to be read now and written afterwards. False: it is missing or wrong."""
+        ...
+
+    def give_up(self, error: KvtoolError) -> None:
+        """Ask the place no more."""
+        ...
