@@ -30,7 +30,6 @@ KNOWN: set[tuple[str, str]] = {
     ("session", "evaluate"),
     ("session", "ingest"),
     ("session", "query"),
-    ("session", "remote"),
 }
 
 
