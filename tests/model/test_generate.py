@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvtool.core.fusion.engine import Fused, forced_logits
+from kvtool.core.evaluate.reference import forced_logits
+from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS, Full, Reuse
 from kvtool.core.model.generate import Generated, Sampling, _TextStream, begin, first_token, generate, stop_ids
 from kvtool.core.model.tokens import encode

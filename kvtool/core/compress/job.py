@@ -21,7 +21,7 @@ from kvtool.core.session.levels import ProfileShelf, losses_by_maker
 
 if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
-    from kvtool.core.compress.loss import Loss, Prompt
+    from kvtool.core.compress.loss import Loss, Question
     from kvtool.core.session.session import Session
 
 AUTO = "auto"
@@ -228,7 +228,7 @@ class _Job:
         session = self.session
         decoder = session.decoder
         sample = random.Random(_SEED + 1).sample(list(chunks), min(FIT_CHUNKS, len(chunks)))
-        prompts: list[Prompt] = own_prompts(session, self.store, list(self._exact(sample)), self.options.questions)
+        prompts: list[Question] = own_prompts(session, self.store, list(self._exact(sample)), self.options.questions)
         if not prompts:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import REPAIR
 from kvtool.core.codec import CODECS
@@ -18,21 +16,21 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.compress.by_layer import Toll
 from kvtool.core.errors import DamagedError
-from kvtool.core.evaluate.scoring import kl, score
-from kvtool.core.fusion.engine import Fused, forced_logits, fuse
+from kvtool.core.evaluate.reference import Distance, Reference
+from kvtool.core.evaluate.scoring import score
+from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors import Reuse
 from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 
 EXACT = "exact"
-_SAMPLING = Sampling(32, 0.0, 0)  # the longest answer that is compared
+_MAX_TOKENS = 32  # of the longest answer that is compared
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A laid out prompt, and the right answers where they are known."""
+class Question:
+    """A question's prompt, laid out, and the right answers where they are known."""
 
     plan: Plan
     answers: tuple[str, ...] = ()
@@ -128,19 +126,27 @@ class Loss:
         """Bits of a number of K or V, over the chunks of all prompts."""
         return sum(self.layers, Toll()).bits
 
-    def add_tolls(self, tolls: Sequence[Toll]) -> None:
-        """Those of one prompt, a layer each."""
+    def add(self, distance: Distance, tolls: Sequence[Toll]) -> None:
+        """Count one prompt: how far its answer moved, and what was lost at each layer."""
+        self.kl_first.append(distance.kl_first)
+        self.kl_answer.append(distance.kl_answer)
+        self.top1_agrees.append(distance.agreement)
         before = self.layers or [Toll() for _ in tolls]
         self.layers = [a + b for a, b in zip(before, tolls, strict=True)]
+
+    def add_answer(self, text: str, answers: Sequence[str]) -> None:
+        """Score one prompt's answer where the right ones are known."""
+        if answers:
+            self.f1.append(score(text.strip(), answers).f1)
 
 
 def measure(
     decoder: Decoder,
     exact: KVSource,
-    prompts: Iterable[Prompt],
+    questions: Iterable[Question],
     schemes: Mapping[str, Scheme],
     prefix_id: bytes,
-    advance: Callable[[int], None] = lambda prompts: None,
+    advance: Callable[[int], None] = lambda questions: None,
 ) -> dict[str, Loss]:
     """Loss of each scheme with nothing recomputed (`reuse`): the codec's own effect, undiluted.
 
@@ -154,36 +160,20 @@ def measure(
     forced, end token included), the share of its tokens that stay the most likely ones, and F1 where answers are known.
     """
     losses = {name: Loss() for name in (EXACT, *schemes)}
-    for prompt in prompts:
-        plan = prompt.plan
+
+    def fused(plan: Plan, held: Held) -> Fused:
+        return fuse(decoder, plan, Reuse(), held, reserve=_MAX_TOKENS)
+
+    for question in questions:
+        plan, answers = question.plan, question.answers
         held = Held.exact(exact, plan, len(decoder.layers))
-        fused = fuse(decoder, plan, Reuse(), held, reserve=_SAMPLING.max_tokens)
-        said = _say(decoder, fused)
-        script = [*said.ids, *([] if said.end is None else [said.end])]
-        expected = forced_logits(decoder, fused, script)
-        if prompt.answers:
-            losses[EXACT].f1.append(score(said.text.strip(), prompt.answers).f1)
+        reference = Reference.answered(decoder, fused(plan, held), _MAX_TOKENS)
+        losses[EXACT].add_answer(reference.answer.text, answers)
         for name, scheme in schemes.items():
             lossy, tolls = held.through(scheme, plan, prefix_id)
-            losses[name].add_tolls(tolls)
-            fused = fuse(decoder, plan, Reuse(), lossy, reserve=_SAMPLING.max_tokens)
-            same = _add(losses[name], expected, forced_logits(decoder, fused, script))
-            if prompt.answers:
-                fused.cache.set_length(fused.plan.length)
-                text = said.text if same else _say(decoder, fused).text
-                losses[name].f1.append(score(text.strip(), prompt.answers).f1)
+            forced = reference.force(fused(plan, lossy))
+            losses[name].add(forced.distance, tolls)
+            if answers:
+                losses[name].add_answer(forced.answer(_MAX_TOKENS).text, answers)
         advance(1)
     return losses
-
-
-def _add(loss: Loss, expected: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Count one prompt; whether the greedy answer is the same."""
-    agrees = expected.argmax(-1) == logits.argmax(-1)
-    loss.kl_first.append(kl(expected[:1], logits[:1]))
-    loss.kl_answer.append(kl(expected, logits))
-    loss.top1_agrees.append(float(agrees.float().mean()))
-    return bool(agrees.all())
-
-
-def _say(decoder: Decoder, fused: Fused) -> Generated:
-    return generate(decoder, fused.plan.ids, fused.cache, first_token(fused.logits, _SAMPLING), _SAMPLING)

@@ -8,12 +8,12 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.chunks import exact_level
 from kvtool.core.compress.fisher import probes
-from kvtool.core.compress.loss import Prompt
+from kvtool.core.compress.loss import Question
 from kvtool.core.fusion.plan import Candidate, build_plan
 from kvtool.core.session.session import Session
 
 
-def own_prompts(session: Session, store: Store, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Prompt]:
+def own_prompts(session: Session, store: Store, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Question]:
     """Prompts over chunks that are stored exactly; other ones than a profile's sensitivity was measured on."""
     infos = {chunk: store.chunk_info(chunk) for chunk, _ in chunks}
     there = [(chunk, level, info) for chunk, level in chunks if (info := infos[chunk]) is not None]
@@ -25,5 +25,5 @@ def own_prompts(session: Session, store: Store, chunks: Sequence[tuple[bytes, st
     for probe in made:
         some = [there[number] for number in probe.chunks]
         candidates = [Candidate(info.token_ids, chunk, info.lead_in, level) for chunk, level, info in some]
-        prompts.append(Prompt(build_plan(prefix, candidates, probe.question)))
+        prompts.append(Question(build_plan(prefix, candidates, probe.question)))
     return prompts

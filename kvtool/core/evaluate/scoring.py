@@ -1,4 +1,4 @@
-"""Answer scores as SQuAD defines them, and the distance between two models' next-token distributions."""
+"""Answer scores as SQuAD defines them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = set(string.punctuation)
@@ -24,6 +20,10 @@ class Scores:
     f1: float
     exact_match: float
     contains: float
+
+    def to_json(self) -> dict[str, float]:
+        """The three by name."""
+        return asdict(self)
 
 
 def normalise(text: str) -> str:
@@ -50,14 +50,3 @@ def _f1(said: str, wanted: str) -> float:
     if not a or not b:
         return float(a == b)
     return 2 * common / (len(a) + len(b))
-
-
-def kl(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """KL divergence in nats of softmaxed logits, mean over rows: D(reference ‖ other), both `[rows, vocabulary]`."""
-    p, q = reference.double().log_softmax(-1), other.double().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return sum(values) / len(values) if values else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -98,17 +97,6 @@ def fuse(
             return fuse_into(cache, decoder, plan, selector, source, trace, patience)
         except RecordMissing as missing:
             plan = plan.without_all(missing.unusable, missing.stored)
-
-
-def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:
-    """Logits before each token of `script`, float32 `[len(script), vocabulary]`, over a fused cache.
-
-    An answer may have grown the cache; the rows up to the prompt's end are still those of the fusion.
-    """
-    fused.cache.set_length(fused.plan.length)
-    if len(script) < 2:
-        return fused.logits[None]
-    return torch.cat([fused.logits[None], decoder.extend(script[:-1], fused.cache)])
 
 
 def fuse_into(

@@ -36,6 +36,11 @@ class Generated:
     end: int | None
     milliseconds: float
 
+    @property
+    def script(self) -> Ids:
+        """The ids and the end token."""
+        return self.ids if self.end is None else (*self.ids, self.end)
+
 
 def stop_ids(decoder: Decoder) -> set[int]:
     """Ids that end an answer."""

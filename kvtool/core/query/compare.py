@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kvtool.core.errors import UsageError
-from kvtool.core.evaluate.scoring import kl
-from kvtool.core.fusion.engine import forced_logits
+from kvtool.core.evaluate.reference import SAME, Reference
 from kvtool.core.query.reply import QueryOptions, Reply, Request
 from kvtool.core.session.session import Session
 
@@ -32,22 +29,13 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
 
 def _compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
-    reference = session.answer(session.lay_out(request, options), options, REFERENCE)
-    script = [*reference.generated.ids, *([] if reference.generated.end is None else [reference.generated.end])]
-    expected = forced_logits(session.decoder, reference.fused, script)
-    replies = [reference]
+    full = session.answer(session.lay_out(request, options), options, REFERENCE)
+    reference = Reference.of(session.decoder, full.fused, full.generated)
+    full.comparison = SAME.to_json() | {"answer_equal": True}
+    replies = [full]
     for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
         reply = session.answer(session.lay_out(request, options), options, mode)
-        reply.comparison = _distance(expected, forced_logits(session.decoder, reply.fused, script), reference, reply)
+        distance = reference.force(reply.fused).distance
+        reply.comparison = distance.to_json() | {"answer_equal": reply.generated.ids == full.generated.ids}
         replies.append(reply)
-    reference.comparison = _distance(expected, expected, reference, reference)
     return replies
-
-
-def _distance(expected: torch.Tensor, logits: torch.Tensor, reference: Reply, reply: Reply) -> dict[str, object]:
-    return {
-        "kl_first": kl(expected[:1], logits[:1]),
-        "kl_answer": kl(expected, logits),
-        "top1_agrees": bool(expected[0].argmax() == logits[0].argmax()),
-        "answer_equal": reference.generated.ids == reply.generated.ids,
-    }

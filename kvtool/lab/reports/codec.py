@@ -11,7 +11,7 @@ import torch
 from kvtool.core.codec.levels import EXACT as EXACT_LEVELS
 from kvtool.core.codec.levels import LOSSY
 from kvtool.core.codec.profile import Profile
-from kvtool.core.compress.loss import EXACT, LevelScheme, Prompt, Scheme, measure
+from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, measure
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.source import LayerKV, StoreSource
 from kvtool.core.query.reply import QueryOptions, Request
@@ -95,7 +95,7 @@ def codec_report(
     return {"questions": len(requests), EXACT: losses[EXACT].to_json(), "schemes": rows}
 
 
-def _prompts(session: Session, requests: Sequence[Request], options: QueryOptions) -> Iterator[Prompt]:
+def _prompts(session: Session, requests: Sequence[Request], options: QueryOptions) -> Iterator[Question]:
     for request in requests:
         plan = session.lay_out(request, options).plan
         lossy = [s for s in plan.segments[:-1] if s.ids and s.source.level not in EXACT_LEVELS]
@@ -104,4 +104,4 @@ def _prompts(session: Session, requests: Sequence[Request], options: QueryOption
                 f"chunk {lossy[0].source.chunk_id.hex()[:12]} is not stored exactly",
                 "ingest its document into a new store",
             )
-        yield Prompt(plan, request.answers)
+        yield Question(plan, request.answers)

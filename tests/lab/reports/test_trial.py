@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtool.core.evaluate.scoring import kl
-from kvtool.core.fusion.engine import forced_logits, fuse
+from kvtool.core.evaluate.reference import Reference, forced_logits, kl
+from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.session.session import selector_for
 from kvtool.lab.reports.runs import RunSpec, parse_run
-from kvtool.lab.reports.trial import Answer, Trial, continued
+from kvtool.lab.reports.trial import Trial
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, tokens
 
 RUNS = tuple(
@@ -27,10 +29,14 @@ LONGEST = (1, 2, 12)
 
 def scratch(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...]) -> Generated:
     """What `Session.answer` does."""
-    selector = selector_for(spec.options(options), spec.mode)
-    fused = fuse(own.decoder, own.plan(chunks), selector, own.source, reserve=options.max_tokens)
+    fused = fused_by(own, spec, options, chunks)
     sampling = Sampling(options.max_tokens)
     return generate(own.decoder, fused.plan.ids, fused.cache, first_token(fused.logits, sampling), sampling)
+
+
+def fused_by(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> Fused:
+    selector = selector_for(spec.options(options), spec.mode)
+    return fuse(own.decoder, own.plan(chunks), selector, own.source, reserve=options.max_tokens)
 
 
 def trial(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> Trial:
@@ -38,23 +44,20 @@ def trial(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] 
     return Trial(own.decoder, own.source, asked, options)
 
 
-def both(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> list[tuple[int, Answer]]:
+def both(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> list[tuple[int, Generated]]:
     """Every run's answer, checked against scratch; with each how many of the reference's tokens it begins with."""
     whole = scratch(own, RUNS[0], options, chunks)
-    reference = Answer(whole.ids, whole.end)
+    reference = Reference.of(own.decoder, fused_by(own, RUNS[0], options, chunks), whole)
     found = []
     rows = dict(trial(own, options, chunks).rows([run for run in RUNS if run.mode != "full"]))
     for spec in RUNS:
         wanted = scratch(own, spec, options, chunks)
-        selector = selector_for(spec.options(options), spec.mode)
-        fused = fuse(own.decoder, own.plan(chunks), selector, own.source, reserve=options.max_tokens)
-        logits = forced_logits(own.decoder, fused, reference.script)
-        answer = continued(own.decoder, fused, reference, logits, options.max_tokens)
-        assert (answer.ids, answer.end) == (wanted.ids, wanted.end), spec.name
+        answer = reference.force(fused_by(own, spec, options, chunks)).answer(options.max_tokens)
+        assert (answer.ids, answer.end, answer.text) == (wanted.ids, wanted.end, wanted.text), spec.name
         row = rows[spec.name]
         assert row["answer"] == wanted.text.strip()
         assert row["answer_equal"] == (wanted.ids == whole.ids)
-        pairs = list(zip(answer.script, reference.script, strict=False))
+        pairs = list(zip(answer.script, whole.script, strict=False))
         found.append((next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)), answer))
     return found
 
@@ -98,17 +101,18 @@ def test_answers_that_end() -> None:
 def test_distances() -> None:
     own, options = case("qwen3"), QueryOptions(max_tokens=8)
     whole = scratch(own, RUNS[0], options, CHUNKS)
-    script = [*whole.ids, *([] if whole.end is None else [whole.end])]
+    script = whole.script
     rows = dict(trial(own, options).rows(RUNS[1:]))
-    logits = {}
+    log_p = {}
     for spec in RUNS:
-        fused = fuse(own.decoder, own.plan(), selector_for(spec.options(options), spec.mode), own.source)
-        logits[spec.name] = forced_logits(own.decoder, fused, script)
+        logits = forced_logits(own.decoder, fused_by(own, spec, options), script)
+        log_p[spec.name] = logits.double().log_softmax(-1)
     for spec in RUNS:
         row = rows[spec.name]
-        assert row["kl_first"] == pytest.approx(kl(logits["full"][:1], logits[spec.name][:1]), abs=1e-9)
-        assert row["kl_answer"] == pytest.approx(kl(logits["full"], logits[spec.name]), abs=1e-9)
-        assert row["top1_agrees"] == bool(logits["full"][0].argmax() == logits[spec.name][0].argmax())
+        divergence = kl(log_p["full"], log_p[spec.name])
+        assert row["kl_first"] == pytest.approx(float(divergence[0]), abs=1e-9)
+        assert row["kl_answer"] == pytest.approx(float(divergence.mean()), abs=1e-9)
+        assert row["top1_agrees"] == bool(log_p["full"][0].argmax() == log_p[spec.name][0].argmax())
     assert rows["prefix"]["kl_answer"] < 1e-9 < rows["reuse"]["kl_answer"]
     assert rows["full"] | {"speedup": 1.0, "kl_first": 0.0, "kl_answer": 0.0, "answer_equal": True} == rows["full"]
 
@@ -120,21 +124,21 @@ def test_distances_by_transformers_alone(name: str) -> None:
     plan, start = own.plan(), own.plan().segments[-1].start
     whole = scratch(own, RUNS[0], options, CHUNKS)
     assert whole.ids == plain_text(name, own.dtype, tuple(plan.ids), options.max_tokens)
-    script = [*whole.ids, *([] if whole.end is None else [whole.end])]
-    full = log_p(own, plan.ids, script, None)
+    script = whole.script
+    full = plain_log_p(own, plan.ids, script, None)
     rows = dict(trial(own, options).rows(RUNS[1:]))
     for spec in RUNS[1:]:
-        fused = fuse(own.decoder, plan, selector_for(spec.options(options), spec.mode), own.source)
+        fused = fused_by(own, spec, options)
         past = DynamicCache()
         for layer, buffer in enumerate(fused.cache.buffers):
             past.update(*(side[:, :, :start].clone() for side in buffer.view()), layer)
-        mine = log_p(own, plan.ids[start:], script, past)
+        mine = plain_log_p(own, plan.ids[start:], script, past)
         divergence = (np.exp(full) * (full - mine)).sum(-1)
         assert rows[spec.name]["kl_first"] == pytest.approx(divergence[0], abs=1e-5)
         assert rows[spec.name]["kl_answer"] == pytest.approx(divergence.mean(), abs=1e-5)
 
 
-def log_p(own: Case, ids: list[int], script: list[int], past: DynamicCache | None) -> np.ndarray:
+def plain_log_p(own: Case, ids: list[int], script: Sequence[int], past: DynamicCache | None) -> np.ndarray:
     """Before each token of the script: float64 `[len(script), vocabulary]`."""
     seen = past.get_seq_length() if past is not None else 0
     both = [*ids, *script[:-1]]

@@ -1,0 +1,126 @@
+"""One answer as the measure of others: how far another cache's distributions are from those that it was chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvtool.core.fusion.engine import Fused
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a run is from its reference, over the reference's script.
+
+    Attributes
+    ----------
+    kl_first : KL divergence in nats of the first token's distribution, D(reference ‖ run).
+    kl_answer : the same, as the mean over all tokens of the script.
+    first_agrees : whether the most probable first token is the same.
+    agreement : the share of the script's tokens that are the most probable ones of the run, too.
+    """
+
+    kl_first: float
+    kl_answer: float
+    first_agrees: bool
+    agreement: float
+
+    def to_json(self) -> dict[str, Any]:
+        """What `query --compare` and `inspect quality` tell of it."""
+        return {"kl_first": self.kl_first, "kl_answer": self.kl_answer, "top1_agrees": self.first_agrees}
+
+
+SAME = Distance(0.0, 0.0, True, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A greedy answer, and the distributions before each token of its script: its tokens and the end token.
+
+    Attributes
+    ----------
+    log_p : float64 `[len(script), vocabulary]`.
+    best : the most probable token of each.
+    """
+
+    decoder: Decoder
+    answer: Generated
+    log_p: torch.Tensor
+    best: Sequence[int]
+
+    @classmethod
+    def of(cls, decoder: Decoder, fused: Fused, answer: Generated) -> Reference:
+        """Take an answer that was given over a fused prompt."""
+        logits = forced_logits(decoder, fused, answer.script)
+        return cls(decoder, answer, logits.double().log_softmax(-1), logits.argmax(-1).tolist())
+
+    @classmethod
+    def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
+        """Answer greedily over a fused prompt, and take that."""
+        sampling = Sampling(max_tokens)
+        first = first_token(fused.logits, sampling)
+        return cls.of(decoder, fused, generate(decoder, fused.plan.ids, fused.cache, first, sampling))
+
+    def force(self, fused: Fused) -> Forced:
+        """Measure another fused cache of the same prompt."""
+        logits = forced_logits(self.decoder, fused, self.answer.script)
+        best = logits.argmax(-1).tolist()
+        divergence = kl(self.log_p, logits.double().log_softmax(-1))
+        agreed = [own == wanted for own, wanted in zip(best, self.best, strict=True)]
+        distance = Distance(
+            kl_first=float(divergence[0]),
+            kl_answer=float(divergence.mean()),
+            first_agrees=agreed[0],
+            agreement=sum(agreed) / len(agreed),
+        )
+        return Forced(self, fused, best, distance)
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A run that was led through its reference's script, token by token.
+
+    Attributes
+    ----------
+    best : the run's own most probable token before each of the script.
+    """
+
+    reference: Reference
+    fused: Fused
+    best: Sequence[int]
+    distance: Distance
+
+    def answer(self, max_tokens: int) -> Generated:
+        """The run's own greedy answer.
+
+        What it says in the reference's words needs no generation: that goes on from the first other token.
+        """
+        script = self.reference.answer.script
+        agreed = next((n for n, (own, said) in enumerate(zip(self.best, script, strict=True)) if own != said), None)
+        if agreed is None:
+            return self.reference.answer
+        fused, decoder = self.fused, self.reference.decoder
+        fused.cache.set_length(fused.plan.length + agreed)
+        first, *more = [*script[:agreed], self.best[agreed]]
+        return generate(decoder, fused.plan.ids, fused.cache, first, Sampling(max_tokens), more=more)
+
+
+def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:
+    """Logits before each token of `script`, float32 `[len(script), vocabulary]`, over a fused cache.
+
+    An answer may have grown the cache; the rows up to the prompt's end are still those of the fusion.
+    """
+    fused.cache.set_length(fused.plan.length)
+    if len(script) < 2:
+        return fused.logits[None]
+    return torch.cat([fused.logits[None], decoder.extend(script[:-1], fused.cache)])
+
+
+def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL divergence in nats of each row, D(p ‖ q); both are log-probabilities, float64 `[rows, vocabulary]`."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
