@@ -26,7 +26,6 @@ KNOWN: set[tuple[str, str]] = {
     ("options", "streaming"),
     ("query", "compress"),
     ("query", "ingest"),
-    ("query", "lab"),
     ("session", "evaluate"),
     ("session", "ingest"),
     ("session", "query"),

@@ -12,7 +12,7 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import list_of, store_path
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS, make_estimator
-from kvtool.lab.simulator.simulate import DEPTH
+from kvtool.core.streaming.policy import DEPTH
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.speeds import PassSpeed

@@ -12,8 +12,7 @@ from kvtool.core.cache.link import Link, Stream
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.ahead import Ahead
-from kvtool.core.streaming.policy import Fetch, Policy
-from kvtool.lab.simulator.simulate import DEPTH
+from kvtool.core.streaming.policy import DEPTH, Fetch, Policy
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from kvtool.core.streaming.ladder import Ladder
 
 __all__ = ["Adaptive", "Fetch", "Policy", "Task"]
 
+DEPTH = 2  # fetches outstanding at once
 OPTIMISM = 10.0  # how much faster than ever before a link may become: those that were down come back
 _NONE: frozenset[int] = frozenset()
 

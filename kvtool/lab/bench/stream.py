@@ -9,11 +9,11 @@ from typing import Any
 
 from kvtool.core.streaming.book import Policy, Task
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, make_estimator
-from kvtool.core.streaming.policy import Adaptive
+from kvtool.core.streaming.policy import DEPTH, Adaptive
 from kvtool.lab.bench.stream_subject import Subject
 from kvtool.lab.simulator.generate import drop_in_mid_transfer
 from kvtool.lab.simulator.rules import CacheGenRule, Fixed, TextOnly
-from kvtool.lab.simulator.simulate import DEPTH, Run, simulate
+from kvtool.lab.simulator.simulate import Run, simulate
 from kvtool.lab.simulator.traces import Trace
 
 ADAPTIVE, CACHEGEN, TEXT = "adaptive", "cachegen", "text"

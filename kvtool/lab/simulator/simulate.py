@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.streaming.book import Fetch, Policy, Task
+from kvtool.core.streaming.policy import DEPTH
 from kvtool.lab.simulator.traces import Trace
-
-DEPTH = 2  # fetches outstanding at once
 
 
 @dataclass(frozen=True, slots=True)
