@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
+from kvtool.core.query.summary import numbers, summarise
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
+    from kvtool.core.evaluate.measures import Row
     from kvtool.core.query.reply import QueryOptions, Reply, Request
     from kvtool.core.session.session import Session
 
@@ -22,7 +24,7 @@ class Batch:
 
     def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
         self._run, self._session, self._options, self._modes = run, session, options, modes
-        self._summaries: dict[str, Any] = {}
+        self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
         self._failed = 0
 
     def run(self, requests: list[Request]) -> int | None:
@@ -30,7 +32,7 @@ class Batch:
             for request in requests:
                 self._one(request)
                 bar.advance()
-        rows = [summary.to_json() for summary in self._summaries.values()]
+        rows = [summarise(mode, of) for mode, of in self._numbers.items()]
         head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
         if self._modes is not None:
             self._run.out.json(head | {"reference": "full", "runs": rows})
@@ -52,7 +54,7 @@ class Batch:
             self._run.out.json({"type": "error", **known, "question": request.question, "error": facts})
             return
         for reply in replies:
-            self._summary(reply.asked_mode).add(reply)
+            self._numbers.setdefault(reply.asked_mode, []).append(numbers(reply))
         if self._modes is not None:
             runs = [reply.to_json() for reply in replies]
             self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
@@ -65,8 +67,3 @@ class Batch:
         from kvtool.core.query.compare import compare
 
         return compare(self._session, request, self._options, self._modes)
-
-    def _summary(self, mode: str) -> Any:
-        from kvtool.core.query.summary import Summary
-
-        return self._summaries.setdefault(mode, Summary(mode))
