@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import RAW, exact, known
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.query.fetching import Driver
@@ -126,14 +126,14 @@ def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: arg
 def plan_of(store: Store, count: int) -> Plan:
     """A prompt of some chunks that have the most levels."""
     ids = sorted(store.chunk_ids(), key=lambda chunk: (-len(store.levels(chunk)), chunk))[:count]
-    chunks = [Candidate(store.chunk_info(chunk).token_ids, chunk, level="raw") for chunk in ids]  # type: ignore[union-attr]
+    chunks = [Candidate(store.chunk_info(chunk).token_ids, chunk, level=RAW) for chunk in ids]  # type: ignore[union-attr]
     return build_plan(Candidate(()), chunks, (1,))
 
 
 def task_of(store: Store, link: Link, plan: Plan, given: argparse.Namespace) -> Task:
     """Of every level whose loss is known."""
-    losses = {"raw": 0.0, "lossless": 0.0} | MeasuredLosses(store).at_most()
-    allowed = {level: losses[level] for level in LEVELS if level in losses}
+    losses = dict.fromkeys(exact(), 0.0) | MeasuredLosses(store).at_most()
+    allowed = {level: losses[level] for level in known(losses)}
     ladders = tuple(
         Ladder.of(number, len(segment.ids), rungs_of(link, segment, allowed))
         for number, segment in enumerate(plan.segments[:-1])

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.lab.bench import codec, codec_tasks, first_call
 from tests.cli.working import LAYERS, damages, kvtool, listing
 
@@ -68,7 +68,7 @@ def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
 def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_tasks, "LOSSY", ("2", "4"))
+    monkeypatch.setattr(codec_tasks, "NESTED", ("2", "4"))
     with Store.open(store) as opened:
         first = [part for chunk in opened.chunk_ids()[:6] for part in ("--chunks", chunk.hex())]
     kvtool("compress", "--store", store, "--predictor", "mean", "--questions", "0", "--level", "2", *first).fine()
@@ -106,7 +106,7 @@ def test_bench_codec_takes_the_stores_profile_and_shows_the_limit_of_its_transfo
     assert found["profile"]
     assert found["chunks"] == 1
     assert {row["threads"] for row in found["rows"]} == {1}
-    for level in LOSSY:
+    for level in NESTED:
         rows = {row["what"]: row for row in found["rows"] if row["level"] == level}
         assert set(rows) - {codec_tasks.CONSTRICTION} == OF_A_LEVEL
         limit = rows["transform limit, decode"]
@@ -119,7 +119,7 @@ def test_bench_codec_takes_the_stores_profile_and_shows_the_limit_of_its_transfo
 
 @pytest.mark.usefixtures("quick")
 def test_bench_codec_runs_by_the_coder_it_is_told(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_tasks, "LOSSY", LOSSY[3:])
+    monkeypatch.setattr(codec_tasks, "NESTED", NESTED[3:])
     found = bench_codec(store, "--tokens", "1", "--coder", "numpy")
     assert found["backend"] == "numpy"
     assert native.VARIABLE not in os.environ
@@ -130,7 +130,7 @@ def test_bench_codec_runs_by_the_coder_it_is_told(store: Path, monkeypatch: pyte
 @pytest.mark.usefixtures("quick")
 def test_bench_codec_without_constriction_says_so(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "constriction", None)
-    monkeypatch.setattr(codec_tasks, "LOSSY", LOSSY[:1])
+    monkeypatch.setattr(codec_tasks, "NESTED", NESTED[:1])
     done = kvtool("bench", "codec", "--store", store, "--tokens", "1", "--repeat", "1").fine()
     (line,) = (line for line in done.out.splitlines() if "constriction" in line)
     assert "not installed" in line

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
-from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY
+from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.errors import DamagedError
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, files_below, kvtool, process
 from tests.compress.making import (
@@ -65,11 +65,11 @@ def stats(path: Path) -> dict[str, Any]:
 def test_fit_and_several_levels(plain: Path) -> None:
     """Measured, reported, remembered; and nothing but one object on stdout."""
     before = stats(plain)
-    done = kvtool("compress", "--store", plain, "--fit", "--level", *LOSSY, "--questions", "2", "--json").fine()
+    done = kvtool("compress", "--store", plain, "--fit", "--level", *NESTED, "--questions", "2", "--json").fine()
     row = done.json
     assert done.err == ""
     check_report(row, plain, before)
-    assert [level["level"] for level in row["levels"]] == list(LOSSY)
+    assert [level["level"] for level in row["levels"]] == list(NESTED)
     for level in row["levels"]:
         assert level["kl_answer"] >= 0
         assert level["kl_first"] >= 0

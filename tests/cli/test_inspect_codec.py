@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from tests.cli.working import QUESTION, kvtool
 from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, make_fitted, make_plain, replace_record
 
-SCHEMES = {"int8", "int4", *(f"{name}-{level}" for name in ("anchor", "mean") for level in LOSSY)}
+SCHEMES = {"int8", "int4", *(f"{name}-{level}" for name in ("anchor", "mean") for level in NESTED)}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
     assert row["questions"] == 2
     assert set(row["exact"]) >= {"f1", "questions"}
     found = {scheme["scheme"]: scheme for scheme in row["schemes"]}
-    assert set(found) == SCHEMES | (set(LOSSY) if profile else set())
+    assert set(found) == SCHEMES | (set(NESTED) if profile else set())
     for scheme in found.values():
         assert scheme["bits_per_element"] > 0
         assert scheme["ratio_vs_16bit"] == pytest.approx(16 / scheme["bits_per_element"])
@@ -69,7 +69,7 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
         bits = [layer["bits_per_element"] for layer in scheme["layers"]]
         assert sum(bits) / LAYERS == pytest.approx(scheme["bits_per_element"])
         assert all(0 < layer[side] < 2 for layer in scheme["layers"] for side in ("k_relative", "v_relative"))
-    for names in (("int8", "int4"), *([LOSSY] if profile else []), *([f"mean-{n}" for n in LOSSY],)):
+    for names in (("int8", "int4"), *([NESTED] if profile else []), *([f"mean-{n}" for n in NESTED],)):
         bits, losses = ([found[name][key] for name in names] for key in ("bits_per_element", "kl_answer"))
         assert bits == sorted(bits, reverse=True)
         assert losses[0] < losses[-1]
@@ -97,7 +97,7 @@ def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
     """Bits of a level that stands alone, on one document's chunks, are those of its records."""
     one = batch.with_name("one.jsonl")
     one.write_text(json.dumps({"question": "Where?", "documents": ["mill0.md"]}) + "\n")
-    for level in LOSSY:
+    for level in NESTED:
         drop(fitted, level)
     with Store.open(fitted) as store:
         (document,) = [entry for entry in store.documents() if entry.source.endswith("mill0.md")]
@@ -131,7 +131,7 @@ def test_a_lossless_record_is_exact(fitted: Path, batch: Path) -> None:
 
 def test_a_level_that_was_measured_to_lose_nothing_is_not_taken_for_exact(fitted: Path, batch: Path) -> None:
     with Store.open(fitted) as store, store.writer() as writer:
-        losses = {level: {"kl_answer": 0.0} for level in LOSSY}
+        losses = {level: {"kl_answer": 0.0} for level in NESTED}
         writer.set_codec_state(store.codec_state() | {"losses": losses})
     inspect(fitted, "--batch", batch, "--scheme", "int8", "--limit", "1").fine()
 

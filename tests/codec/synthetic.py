@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvtool.core.codec.base import Encoded, Profiles
-from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.cachegen import encode_nested
 from kvtool.core.codec.fit import fit_profile
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
@@ -100,7 +100,7 @@ def encoded(
     predictor: str = "auto",
 ) -> dict[str, Encoded]:
     """Records of some levels, each with those that it refines."""
-    made = encode_levels(keys, values, layer, levels, profile, predictor=predictor, layers=LAYERS)
+    made = encode_nested(keys, values, layer, levels, profile, predictor=predictor, layers=LAYERS)
     out: dict[str, Encoded] = {}
     for level in sorted(levels, reverse=True):  # coarsest first
         payload = b"".join(made[level])

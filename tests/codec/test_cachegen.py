@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded, no_profiles
-from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.cachegen import encode_nested
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.encoder import to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened, refinement
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.numbers import HostNumbers
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
@@ -65,7 +65,7 @@ def test_within_the_stated_error(scheme: str, dtype: str) -> None:
     for layer in (0, 2):
         kv = model().kv(layer, 60, dtype=DTYPES[dtype])
         before = (0.0, 0.0)
-        for level in LOSSY:
+        for level in NESTED:
             item = encoded(*kv, [level], of, layer, predictor)[level]
             errors = check_law(item, level, kv, *([of] if of else []), layer=layer)
             assert all(error < 1 for error in errors)
@@ -78,7 +78,7 @@ def test_within_the_stated_error(scheme: str, dtype: str) -> None:
 def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
     of, predictor = made_with(scheme)
     kv = model().kv(1, tokens, dtype=torch.bfloat16)
-    for level, item in encoded(*kv, LOSSY, of, 1, predictor).items():
+    for level, item in encoded(*kv, NESTED, of, 1, predictor).items():
         errors = check_law(item, level, kv, *([of] if of else []), layer=1)
         assert max(errors) < 1.1
 
@@ -89,7 +89,7 @@ def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
 def test_one_number_for_all(scheme: str, dtype: str, number: float) -> None:
     of, predictor = made_with(scheme)
     side = torch.full((2, 20, 24), number, dtype=DTYPES[dtype])
-    for level, item in encoded(side, side, LOSSY, of, 0, predictor).items():
+    for level, item in encoded(side, side, NESTED, of, 0, predictor).items():
         check_law(item, level, (side, side), *([of] if of else []))
         if of is None:
             assert relative(decoded(item, level)[0], side) < 0.005
@@ -116,7 +116,7 @@ def test_numbers_far_outside(scheme: str) -> None:
             rows, columns = (torch.randint(most, (12,), generator=dice) for most in (80, 48))
             sides[side, rows, columns] += size * (2 * torch.rand(12, generator=dice) - 1)
         kv = model().heads_of(sides)
-        for level, item in encoded(*kv, LOSSY, of, 0, predictor).items():
+        for level, item in encoded(*kv, NESTED, of, 0, predictor).items():
             check_law(item, level, kv, *([of] if of else []))
         item = encoded(*kv, ["1"], of, 0, predictor)["1"]
         escapes = Coded.parse(item.payload).escapes
@@ -136,11 +136,11 @@ def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -
     low, full = model(2, 64, 20), Model(2, 64, seed=1)
     of = profile(2, 64, 20, groups)
     assert of.active.max() * 32 < of.layout.padded
-    for level in LOSSY:
+    for level in NESTED:
         usual = low.kv(0, 60, dtype=DTYPES[dtype])
         sides = full.sides(0, 60, seed=3) - torch.from_numpy(full.means[0]).float() + of.means[0, :, None]
         other = full.heads_of(sides, DTYPES[dtype])
-        inside, outside = (encoded(*kv, LOSSY, of)[level] for kv in (usual, other))
+        inside, outside = (encoded(*kv, NESTED, of)[level] for kv in (usual, other))
         check_law(inside, level, usual, of)
         check_law(outside, level, other, of)
         assert len(Coded.parse(outside.payload).escapes.places) > (100 if level == "1" else 0)
@@ -154,7 +154,7 @@ def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> to
     wrong = torch.stack([one.float() - other.float() for one, other in zip(made, exact, strict=True)])
     layout = of.layout
     grouped = wrong.transpose(1, 2).reshape(2, -1, layout.groups, layout.size).transpose(1, 2)
-    steps: torch.Tensor = grouped @ of.forward(layer) / 3 ** LOSSY.index(level)
+    steps: torch.Tensor = grouped @ of.forward(layer) / 3 ** NESTED.index(level)
     return steps
 
 
@@ -163,7 +163,7 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
     """At most half a step, 1 / 12 of a step squared on average: numbers in and out of the tables alike."""
     of, kv = profile(2, 32, groups=groups), model(2, 32).kv(0, 300)
     kv[0][0, 5, :3] += 800.0
-    for level, item in encoded(*kv, LOSSY, of).items():
+    for level, item in encoded(*kv, NESTED, of).items():
         wrong = in_steps(of, level, decoded(item, level, of), kv)
         assert wrong.abs().max() < 0.51
         assert wrong.square().mean() < 1.1 / 12
@@ -183,7 +183,7 @@ def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
         items, kvs = [], []
         for number, (source, name) in enumerate(sources):
             kvs.append(model().kv(2, 5 + 13 * number, seed=number, dtype=DTYPES[dtype]))
-            items.append(encoded(*kvs[-1], LOSSY if number % 2 else [level], source, 2, name)[level])
+            items.append(encoded(*kvs[-1], NESTED if number % 2 else [level], source, 2, name)[level])
         found = shelf(other, *([of] if of else []))
         together = CODECS[level].decode(items, 2, found)
         assert len(together) == len(items)
@@ -240,11 +240,11 @@ def test_refined_or_alone(rank: int | None, groups: int, dtype: str) -> None:
     far = torch.zeros(2, 70, 32, dtype=DTYPES[dtype])
     far[0, 3, 7], far[1, 69, 31], far[0, 0, 0] = 500.0, -90.0, 2.0
     kv = (kv[0] + far, kv[1] - far)
-    chain = encoded(*kv, LOSSY, of, 1)
-    for level in LOSSY:
+    chain = encoded(*kv, NESTED, of, 1)
+    for level in NESTED:
         alone = encoded(*kv, [level], of, 1)[level]
         assert Coded.parse(alone.payload).base == 0
-        assert Coded.parse(chain[level].payload).base == (0 if level == LOSSY[-1] else int(level) + 1)
+        assert Coded.parse(chain[level].payload).base == (0 if level == NESTED[-1] else int(level) + 1)
         assert np.array_equal(numbers_of(chain[level], of, 1), numbers_of(alone, of, 1))
         assert Coded.parse(chain[level].payload).errors == Coded.parse(alone.payload).errors
         for one, other in zip(
@@ -256,7 +256,7 @@ def test_refined_or_alone(rank: int | None, groups: int, dtype: str) -> None:
 
 def test_each_level_is_the_rounded_finer_one() -> None:
     of, kv = profile(), model().kv(0, 90)
-    numbers = [numbers_of(encoded(*kv, [level], of)[level], of) for level in LOSSY]
+    numbers = [numbers_of(encoded(*kv, [level], of)[level], of) for level in NESTED]
     for fine, coarse in pairwise(numbers):
         assert np.array_equal(coarse, np.rint(fine / 3).astype(np.int16))
 
@@ -265,18 +265,18 @@ def test_which_level_refines_which() -> None:
     of, kv = profile(), model().kv(0, 30)
 
     def bases(levels: list[str], stored: tuple[str, ...] = ()) -> dict[str, str | None]:
-        made = encode_levels(*kv, 0, levels, of, bases=dict.fromkeys(stored, b""))
+        made = encode_nested(*kv, 0, levels, of, bases=dict.fromkeys(stored, b""))
         return {level: CODECS[level].base_of(b"".join(parts)) for level, parts in made.items()}
 
     assert bases(["1", "3"]) == {"1": None, "3": None}
     assert bases(["2", "3"]) == {"2": "3", "3": None}
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
-    assert [CODECS[level].base_of(b"".join(encode_levels(*kv, 0, [level])[level])) for level in LOSSY] == [None] * 4
+    assert [CODECS[level].base_of(b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
     for predictor in ("mean", "anchor"):  # a profile is left alone
-        made = Coded.parse(b"".join(encode_levels(*kv, 0, ["1", "2"], of, predictor=predictor)["1"]))
+        made = Coded.parse(b"".join(encode_nested(*kv, 0, ["1", "2"], of, predictor=predictor)["1"]))
         assert (made.profile, made.base) == (NO_PROFILE, 0)
-    assert CODECS["2"].encode(*kv, 0, of) == encode_levels(*kv, 0, ["2"], of)["2"]
+    assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
 
 
 def test_a_base_and_what_refines_it_take_little_more_than_the_finest() -> None:
@@ -284,10 +284,10 @@ def test_a_base_and_what_refines_it_take_little_more_than_the_finest() -> None:
     of = fitted(some, tokens=3000, step=0.1)
     kv = some.kv(0, 1500, dtype=torch.bfloat16)
     alone = len(encoded(*kv, ["1"], of)["1"].payload)
-    sizes = {level: len(item.payload) for level, item in encoded(*kv, LOSSY, of).items()}
+    sizes = {level: len(item.payload) for level, item in encoded(*kv, NESTED, of).items()}
     assert alone < sum(sizes.values()) < 1.06 * alone
     assert sizes["4"] < alone / 3
-    single = [len(encoded(*kv, [level], of)[level].payload) for level in LOSSY]
+    single = [len(encoded(*kv, [level], of)[level].payload) for level in NESTED]
     assert single == sorted(single, reverse=True)
     assert sum(sizes.values()) < 0.7 * sum(single)
 
@@ -316,7 +316,7 @@ def test_the_papers_thirds() -> None:
     kv = model().kv(0, 50)
     steps = []
     for layer in range(6):
-        made = encode_levels(*kv, layer, ["2"], predictor="anchor", layers=6)["2"]
+        made = encode_nested(*kv, layer, ["2"], predictor="anchor", layers=6)["2"]
         steps.append(Coded.parse(b"".join(made)).steps[0])
     assert np.allclose(np.array(steps) / steps[0], [1, 1, 2, 2, 3, 3])
 
@@ -327,9 +327,9 @@ def test_columns_whose_tables_know_only_zero() -> None:
     of = fitted(some, step=3.0)
     assert not of.active[-1].any()
     kv = some.kv(0, 40)
-    chain = encoded(*kv, LOSSY, of)
+    chain = encoded(*kv, NESTED, of)
     assert Coded.parse(chain["4"].payload).columns == 0
-    for level in LOSSY:
+    for level in NESTED:
         check_law(chain[level], level, kv, of)
 
 
@@ -381,7 +381,7 @@ def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
     keys, values = model().kv(0, 40)
     exact = keys.clone()
     keys[1, 7, 5] = 1e6
-    for level, item in encoded(keys, values, LOSSY, of, 0, predictor).items():
+    for level, item in encoded(keys, values, NESTED, of, 0, predictor).items():
         check_law(item, level, (keys, values), *([of] if of else []))
         made = decoded(item, level, *([of] if of else []))[0]
         assert torch.isfinite(made).all()
@@ -394,7 +394,7 @@ def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     heads=st.integers(1, 3), tokens=st.integers(1, 25), dim=st.integers(1, 40), seed=st.integers(0, 99),
-    level=st.sampled_from(LOSSY), predictor=st.sampled_from(["auto", "mean", "anchor"]),
+    level=st.sampled_from(NESTED), predictor=st.sampled_from(["auto", "mean", "anchor"]),
     dtype=st.sampled_from(sorted(DTYPES)), size=st.sampled_from([1e-3, 1.0, 50.0]),
 )  # fmt: skip
 def test_law_7_of_any_shape_without_a_profile(
@@ -409,8 +409,8 @@ def test_views_and_their_strides() -> None:
     of = profile()
     keys, values = model().kv(0, 40)
     for one in (of, None):
-        whole = encode_levels(keys[:, 5:20].contiguous(), values[:, 5:20].contiguous(), 0, LOSSY, one)
-        assert whole == encode_levels(keys[:, 5:20], values[:, 5:20], 0, LOSSY, one)
+        whole = encode_nested(keys[:, 5:20].contiguous(), values[:, 5:20].contiguous(), 0, NESTED, one)
+        assert whole == encode_nested(keys[:, 5:20], values[:, 5:20], 0, NESTED, one)
 
 
 # ---- what does not fit -------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def test_views_and_their_strides() -> None:
 
 def refused_after(change: Callable[[Encoded], Encoded]) -> None:
     of, kv = profile(), model().kv(0, 30)
-    item = encoded(*kv, LOSSY, of)["1"]
+    item = encoded(*kv, NESTED, of)["1"]
     decoded(item, "1", of)
     with pytest.raises(DamagedError):
         decoded(change(item), "1", of)
@@ -445,7 +445,7 @@ def test_a_profile_that_is_not_there() -> None:
 def test_another_profile_than_the_record_names() -> None:
     kv = model().kv(0, 30)
     for wrong in (profile(groups=2), profile(2, 32), fitted(model(), tokens=399)):
-        for levels in (["1"], LOSSY):
+        for levels in (["1"], NESTED):
             item = encoded(*kv, levels, profile())["1"]
             with pytest.raises(DamagedError):
                 CODECS["1"].decode([item], 0, {item.payload[64:80]: wrong}.__getitem__)
@@ -503,15 +503,15 @@ def test_a_base_whose_empty_stream_would_do() -> None:
     """Nothing is coded at any level, so only the header says which level or length a record is of."""
     some = model(2, 32, 20)
     of = fitted(some, step=60.0)
-    chain = encoded(*some.kv(0, 30), LOSSY, of)
+    chain = encoded(*some.kv(0, 30), NESTED, of)
     assert not Coded.parse(chain["1"].payload).columns
     decoded(chain["1"], "1", of)
-    for base in (chain["1"], chain["3"], chain["4"], encoded(*some.kv(0, 20), LOSSY, of)["2"]):
+    for base in (chain["1"], chain["3"], chain["4"], encoded(*some.kv(0, 20), NESTED, of)["2"]):
         with pytest.raises(DamagedError):
             decoded(with_base(base)(chain["1"]), "1", of)
     other = fitted(some, step=61.0)
     with pytest.raises(DamagedError):
-        decoded(with_base(encoded(*some.kv(0, 30), LOSSY, other)["2"])(chain["1"]), "1", of)
+        decoded(with_base(encoded(*some.kv(0, 30), NESTED, other)["2"])(chain["1"]), "1", of)
 
 
 def test_a_base_of_another_length() -> None:
@@ -597,7 +597,7 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
 
 def test_a_refinement_knows_no_marks() -> None:
     of = profile()
-    chain = encoded(*model().kv(0, 30), LOSSY, of)
+    chain = encoded(*model().kv(0, 30), NESTED, of)
     coded = Coded.parse(chain["1"].payload)
     assert not len(coded.escapes.marked)
     changed = dataclasses.replace(coded.escapes, marked=np.array([1], np.int16))
@@ -611,4 +611,4 @@ def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     values[1, 2, 3] = odd
     with pytest.raises(KvtoolError, match="finite"):
-        encode_levels(keys, values, 0, ["2"])
+        encode_nested(keys, values, 0, ["2"])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy import native
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
@@ -54,7 +54,7 @@ def sources() -> dict[str, tuple[str, Encoded]]:
     keys[0, 3, 2], values[1, 17, 15], values[0, 0, 0] = 900.0, -40.0, 77.0
     keys[1, 5:9] += torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).bfloat16() * 4
     out = {f"alone-{level}": (level, encoded(keys, values, [level], PROFILE, 1)[level]) for level in ("1", "3")}
-    chain = encoded(keys, values, LOSSY, PROFILE, 1)
+    chain = encoded(keys, values, NESTED, PROFILE, 1)
     out |= {f"refined-{level}": (level, chain[level]) for level in ("1", "2", "3")}
     for predictor in ("mean", "anchor"):
         out[predictor] = ("2", encoded(keys, values, ["2"], predictor=predictor)["2"])

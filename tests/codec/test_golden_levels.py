@@ -19,10 +19,10 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.cachegen import encode_nested
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.payload import FORMAT, Coded, Predictor
 from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
 from kvtool.core.codec.profile import Profile
@@ -30,8 +30,8 @@ from tests.codec.synthetic import KV, item_of, shelf
 
 FOLDER = Path(__file__).with_name("golden")
 HEADS, TOKENS, DIM = 2, 12, 20
-REFINED = LOSSY[:-1]
-TRANSFORMED = [*(f"level-{level}" for level in LOSSY), *(f"refined-{level}" for level in REFINED)]
+REFINED = NESTED[:-1]
+TRANSFORMED = [*(f"level-{level}" for level in NESTED), *(f"refined-{level}" for level in REFINED)]
 PLAIN = [f"{predictor}-{level}" for predictor in ("mean", "anchor") for level in ("1", "3")]
 
 
@@ -108,14 +108,14 @@ def written(profile: Profile) -> dict[str, bytes]:
     """Bytes of all kinds of records."""
     kv = source()
     out = {}
-    for level in LOSSY:
+    for level in NESTED:
         out[f"level-{level}"] = b"".join(CODECS[level].encode(*kv, 0, profile))
-    for level, parts in encode_levels(*kv, 0, LOSSY, profile).items():
+    for level, parts in encode_nested(*kv, 0, NESTED, profile).items():
         if level in REFINED:
             out[f"refined-{level}"] = b"".join(parts)
     for name in PLAIN:
         predictor, level = name.split("-")
-        out[name] = b"".join(encode_levels(*kv, 0, [level], predictor=predictor)[level])
+        out[name] = b"".join(encode_nested(*kv, 0, [level], predictor=predictor)[level])
     return out
 
 

@@ -15,7 +15,7 @@ from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
-CODEC = Lossless()
+CODEC = Lossless("lossless")
 GOLDEN = bytes.fromhex(
     # [1, 2, 3] bfloat16: keys 0, -0, 1, -2.5, inf, 3 and values 1e-30 … 3e38; written by format version 1
     "0f0000000f00000028b52ffd200631000000007f80ff8028b52ffd20063100001b757b81a0fe00010041008044079ac02bc4"

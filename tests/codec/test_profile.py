@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from kvtool.core.codec.clusters import TABLES
 from kvtool.core.codec.fit import WHOLE_LAYER, default_groups
 from kvtool.core.codec.layout import BLOCK, Layout
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError
 from tests.codec.synthetic import LAYERS, STEP, fitted, model, profile
@@ -39,7 +39,7 @@ def made(kind: tuple[int, int, int]) -> Profile:
 
 def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
     """First columns of the blocks that a level codes."""
-    return of.layout.places(of.active[LOSSY.index(level), layer])
+    return of.layout.places(of.active[NESTED.index(level), layer])
 
 
 # ---- what is fitted ----------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_there_and_back(kind: tuple[int, int, int], made: Profile) -> None:
         sides = model(heads, dim).sides(layer, 50, seed=7)
         grouped = (sides - made.means[layer, :, None]).view(2, 50, layout.groups, layout.size).transpose(1, 2)
         numbers = grouped @ made.forward(layer)
-        for at, level in enumerate(LOSSY):
+        for at, level in enumerate(NESTED):
             back = made.backward(layer, level, torch.float32)[0][:, :, : layout.size]
             again = (numbers / 3**at) @ back
             assert (again - grouped).abs().max() < 2e-5 * grouped.abs().max()
@@ -100,7 +100,7 @@ def test_finer_levels_code_what_coarser_ones_do(made: Profile) -> None:
     active = made.active.astype(int)
     assert (active[:-1] >= active[1:]).all()
     for layer in range(LAYERS):
-        for level in LOSSY:
+        for level in NESTED:
             places = coded_blocks(made, level, layer)
             assert len(places) % 2 == 0
             assert (np.diff(places) > 0).all()
@@ -187,7 +187,7 @@ def refused_or_another(data: bytes) -> bool:
         return True
     assert data == SOUND or read.digest != profile(2, 24).digest
     for layer in range(read.layers):
-        for level in LOSSY:
+        for level in NESTED:
             assert len(coded_blocks(read, level, layer)) % 2 == 0
     return False
 

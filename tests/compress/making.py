@@ -14,7 +14,7 @@ from kvtool.core.cache import environment as tables
 from kvtool.core.cache import keys
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting, loss
@@ -109,7 +109,7 @@ def check_sound(path: Path) -> None:
             kv = decoded(path, chunk, level)
             assert torch.isfinite(kv.keys).all()
             assert torch.isfinite(kv.values).all()
-            if level in LOSSY and "raw" in levels:
+            if level in NESTED and "raw" in levels:
                 assert error_of(path, chunk, level) < 0.5
 
 
@@ -175,7 +175,7 @@ def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4
 def make_fitted(plain: Path, folder: Path) -> Path:
     """A store with a profile and with all levels beside the raw records."""
     store = Path(shutil.copytree(plain, folder / "store"))
-    run(store, *LOSSY, fit=True)
+    run(store, *NESTED, fit=True)
     return store
 
 

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.cache import writer as writers
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.codec.cachegen import CacheGen
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.compress import encode
 from kvtool.core.errors import DamagedError
@@ -42,7 +42,7 @@ def bases_in(path: Path, level: str) -> set[int]:
 
 def profiles_in(path: Path, *chunks: str) -> set[str]:
     """Profiles that the lossy records of chunks name; of all where none is named."""
-    every = {(chunk, coded.profile.hex()) for level in LOSSY for (chunk, _), coded in coded_in(path, level).items()}
+    every = {(chunk, coded.profile.hex()) for level in NESTED for (chunk, _), coded in coded_in(path, level).items()}
     return {profile for chunk, profile in every if not chunks or chunk in chunks}
 
 
@@ -50,7 +50,7 @@ def profiles_in(path: Path, *chunks: str) -> set[str]:
 
 
 def test_several_levels_at_once_are_nested(fitted: Path) -> None:
-    assert [bases_in(fitted, level) for level in LOSSY] == [{2}, {3}, {4}, {0}]
+    assert [bases_in(fitted, level) for level in NESTED] == [{2}, {3}, {4}, {0}]
     check_sound(fitted)
     raw, lossy = (sum(len(data) for data in rows(fitted, level).values()) for level in ("raw", "1"))
     assert lossy < raw
@@ -58,17 +58,17 @@ def test_several_levels_at_once_are_nested(fitted: Path) -> None:
 
 def test_one_after_the_other_is_as_at_once(fitted: Path) -> None:
     """The coarser ones first; in any other order they stand alone and come back the same."""
-    expected = {level: rows(fitted, level) for level in LOSSY}
+    expected = {level: rows(fitted, level) for level in NESTED}
     chunk = chunks_in(fitted)[0]
-    whole = {level: decoded(fitted, chunk, level) for level in LOSSY}
-    for level in LOSSY:
+    whole = {level: decoded(fitted, chunk, level) for level in NESTED}
+    for level in NESTED:
         drop(fitted, level)
-    for level in reversed(LOSSY):
+    for level in reversed(NESTED):
         assert run(fitted, level).encoded == len(chunks_in(fitted))
-    assert {level: rows(fitted, level) for level in LOSSY} == expected
-    for level in LOSSY:
+    assert {level: rows(fitted, level) for level in NESTED} == expected
+    for level in NESTED:
         drop(fitted, level)
-    for level in LOSSY:
+    for level in NESTED:
         run(fitted, level)
         assert bases_in(fitted, level) == {0}
     check_sound(fitted)
@@ -83,10 +83,10 @@ def test_running_again_encodes_nothing(
     profile: bool, plain: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fitted if profile else plain
-    run(path, *LOSSY, "lossless")
+    run(path, *NESTED, "lossless")
     before = files_below(path)
     monkeypatch.setattr(encode, "encode_levels", None)
-    report = run(path, *LOSSY, "lossless")
+    report = run(path, *NESTED, "lossless")
     assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
     assert report.bytes_before == report.bytes_after
     assert all(level.chunks == report.kept and level.bytes for level in report.levels)
@@ -97,7 +97,7 @@ def test_a_new_chunk_alone_is_encoded(fitted: Path, tmp_path: Path) -> None:
     count = len(chunks_in(fitted))
     (tmp_path / "new.md").write_text("A mill that nobody has seen, by a river that has no name.")
     kvtool("ingest", tmp_path / "new.md", "--store", fitted).fine()
-    report = run(fitted, *LOSSY)
+    report = run(fitted, *NESTED)
     assert (report.encoded, report.kept) == (1, count)
     check_sound(fitted)
 
@@ -146,7 +146,7 @@ def test_an_interrupted_run_is_taken_up_again(
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a slow run ends, whose every record is written at once."""
-    for level in LOSSY:
+    for level in NESTED:
         drop(fitted, level)
     monkeypatch.setattr(writers, "BATCH_SECONDS", -1.0)
     with monkeypatch.context() as patch:
@@ -194,7 +194,7 @@ def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path, monkeyp
 
 def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, (one, *others) = state_of(fitted)["profile"], chunks_in(fitted)
-    before = {level: decoded(fitted, one, level) for level in LOSSY}
+    before = {level: decoded(fitted, one, level) for level in NESTED}
     drop(fitted, "raw", one)
     report = refit(fitted, monkeypatch, "1", "2")
     assert (report.encoded, report.kept, report.skipped) == (len(others), 0, 1)
@@ -209,10 +209,10 @@ def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path, monke
 
 
 def test_lossless_records_leave_other_profiles_alone(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {level: rows(fitted, level) for level in LOSSY}
+    before = {level: rows(fitted, level) for level in NESTED}
     report = refit(fitted, monkeypatch, "lossless")
     assert report.encoded == len(chunks_in(fitted))
-    assert {level: rows(fitted, level) for level in LOSSY} == before
+    assert {level: rows(fitted, level) for level in NESTED} == before
 
 
 @pytest.mark.parametrize("hurt", ["base gone", "base damaged", "damaged"])
@@ -252,7 +252,7 @@ def test_exact_records_go(fitted: Path) -> None:
     report = run(fitted, "2", keep_raw=False)
     assert report.dropped == len(chunks) + 2
     assert report.bytes_after < report.bytes_before
-    assert levels_in(fitted) == {chunk: list(LOSSY) for chunk in chunks} | {prefix_of(fitted): ["raw"]}
+    assert levels_in(fitted) == {chunk: list(NESTED) for chunk in chunks} | {prefix_of(fitted): ["raw"]}
     assert damages(fitted) == []
     again = run(fitted, "2", keep_raw=False)
     assert (again.encoded, again.kept, again.dropped) == (0, len(chunks), 0)

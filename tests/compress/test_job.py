@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY
+from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.codec.payload import NO_PROFILE, Predictor
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting
@@ -70,26 +70,26 @@ def test_a_named_predictor(predictor: str, fitted: Path) -> None:
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("levels", [("1",), ("4", "2"), LOSSY, ("lossless", "3")], ids=" ".join)
+@pytest.mark.parametrize("levels", [("1",), ("4", "2"), NESTED, ("lossless", "3")], ids=" ".join)
 @pytest.mark.parametrize("profile", [False, True], ids=["no profile", "profile"])
 def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, fitted: Path, plain: Path) -> None:
     """Envelopes, and the coarser records that a level needs, included; counted from the rows themselves."""
     path = fitted if profile else plain
     if profile:
-        for level in LOSSY:
+        for level in NESTED:
             drop(path, level)
     with Store.open(path) as store:
         before = store.stats()["bytes"]
     report = run(path, *levels)
     with Store.open(path) as store:
         stats = store.stats()
-    assert [level.level for level in report.levels] == sorted(levels, key=["lossless", *LOSSY].index)
+    assert [level.level for level in report.levels] == sorted(levels, key=["lossless", *NESTED].index)
     assert report.bytes_before == before
     assert report.bytes_after == stats["bytes"]
     chunks = chunks_in(path)
     for level in report.levels:
         needed = [level.level]
-        while level.level in LOSSY and (base := next(iter(coded_in(path, needed[-1]).values())).base):
+        while level.level in NESTED and (base := next(iter(coded_in(path, needed[-1]).values())).base):
             needed.append(str(base))
         stored = {name: sum(len(data) for data in rows(path, name).values()) for name in needed}
         assert stored == {name: stats["levels"][name]["bytes"] for name in needed}
@@ -107,7 +107,7 @@ def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, 
 
 
 def test_errors_are_those_of_what_is_read(fitted: Path) -> None:
-    report = run(fitted, *LOSSY, "lossless")
+    report = run(fitted, *NESTED, "lossless")
     with Store.open(fitted) as store:
         tokens = {chunk: len(store.chunk_info(bytes.fromhex(chunk)).token_ids) for chunk in chunks_in(fitted)}
     found = {level.level: level.to_json()["relative_error"] for level in report.levels}
@@ -118,7 +118,7 @@ def test_errors_are_those_of_what_is_read(fitted: Path) -> None:
 
 
 def test_the_loss_is_measured_and_remembered(fitted: Path) -> None:
-    report = run(fitted, *LOSSY, questions=2)
+    report = run(fitted, *NESTED, questions=2)
     lost = [level.to_json()["kl_answer"] for level in report.levels]
     assert lost[0] > 0
     assert lost == sorted(set(lost))
@@ -182,9 +182,9 @@ def test_losses_of_a_named_predictor_are_not_the_levels(fitted: Path, monkeypatc
 
 def test_fit_keeps_a_profile_that_records_name(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With it some level is both smaller and less lossy than one without, and never the other way round."""
-    untransformed = run(plain, *LOSSY, questions=2)
+    untransformed = run(plain, *NESTED, questions=2)
     monkeypatch.setattr(fitting, "CONTEXTS", 12)
-    report = run(plain, *LOSSY, fit=True, questions=2)
+    report = run(plain, *NESTED, fit=True, questions=2)
     assert report.warnings == []
     assert report.profile is not None
     digest = bytes.fromhex(report.profile["digest"])
@@ -194,7 +194,7 @@ def test_fit_keeps_a_profile_that_records_name(plain: Path, monkeypatch: pytest.
     assert data is not None
     assert report.profile["bytes"] == len(data)
     assert state_of(plain)["profile"] == digest.hex()
-    for level in LOSSY:
+    for level in NESTED:
         assert {coded.profile for coded in coded_in(plain, level).values()} == {digest}
     plains, fitted = ([(row.to_json()["bits_per_element"], row.loss["kl_answer"]) for row in one.levels]
                       for one in (untransformed, report))  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path],
 def test_fitting_again_changes_nothing(fitted: Path) -> None:
     """The same chunks give the same profile: neither it nor any record is written again."""
     before = files_below(fitted)
-    assert run(fitted, *LOSSY, fit=True).encoded == 0
+    assert run(fitted, *NESTED, fit=True).encoded == 0
     assert files_below(fitted) == before
 
 
@@ -367,11 +367,11 @@ def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
 def test_a_named_predictors_records_are_not_judged_by_what_was_measured_of_others(fitted: Path) -> None:
     """`auto` would read them, as if the profile's loss were theirs."""
     with Store.open(fitted) as store, store.writer() as writer:
-        losses = {level: {"kl_answer": 0.001} for level in LOSSY}
+        losses = {level: {"kl_answer": 0.001} for level in NESTED}
         rows = dict.fromkeys((store.codec_state()["profile"], NO_PROFILE.hex()), losses)
         writer.set_codec_state(store.codec_state() | {"losses": rows})
     one, *others = chunks_in(fitted)
-    assert all(set(losses_of(fitted, chunk)) == set(LOSSY) for chunk in (one, *others))
+    assert all(set(losses_of(fitted, chunk)) == set(NESTED) for chunk in (one, *others))
     run(fitted, "2", predictor="anchor", chunks=(one,))
     assert losses_of(fitted, one) == {}
-    assert all(set(losses_of(fitted, chunk)) == set(LOSSY) for chunk in others)
+    assert all(set(losses_of(fitted, chunk)) == set(NESTED) for chunk in others)

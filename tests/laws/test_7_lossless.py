@@ -7,10 +7,10 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Codec, Encoded
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import LEVELS, exact, lossy
 from kvtool.core.codec.raw import DTYPES, NAMES, Raw
 
-LOSSLESS = [name for name, codec in CODECS.items() if codec.lossless]
+LOSSLESS = exact()
 SHAPES = [(2, 5, 16), (1, 1, 1), (3, 1, 7), (8, 33, 80), (1, 256, 5)]
 _BITS = {2: torch.int16, 4: torch.int32}
 _SPECIAL = {
@@ -42,9 +42,19 @@ def holds(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def test_a_level_is_a_codec() -> None:
-    assert set(LEVELS) == set(CODECS)
-    assert all(codec.level == name for name, codec in CODECS.items())
+    assert [*LEVELS] == [*CODECS] == [*LOSSLESS, *lossy()]
     assert LOSSLESS
+    assert lossy()
+
+
+@pytest.mark.parametrize("level", lossy())
+def test_a_lossy_level_is_within_the_error_that_it_states(level: str) -> None:
+    sides = [torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    payload = bytearray(b"".join(CODECS[level].encode(sides[0], sides[1])))
+    decoded = CODECS[level].decode([Encoded(payload, (2, 40, 32), "float32")])[0]
+    for given, got, stated in zip(sides, decoded, CODECS[level].stated_error(payload), strict=True):
+        wrong = (got - given).square().mean().sqrt() / given.square().mean().sqrt()
+        assert 0 < wrong <= stated * 1.01
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -93,7 +103,7 @@ class _Transposed(Raw):
 
 
 @pytest.mark.parametrize(
-    "broken", [_Swapped(), _Rounded(), _Canonical(), _Transposed()], ids=lambda c: type(c).__name__
+    "broken", [kind("raw") for kind in (_Swapped, _Rounded, _Canonical, _Transposed)], ids=lambda c: type(c).__name__
 )
 def test_a_broken_codec_is_caught(broken: Codec) -> None:
     with pytest.raises(AssertionError):

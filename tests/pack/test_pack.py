@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 import kvtool as kvtool_api
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
 from kvtool.core.pack import container
 from kvtool.core.pack.give import export
@@ -55,7 +55,7 @@ def contents(path: Path) -> tuple[object, ...]:
         documents = [(one.source, one.kind, one.text, one.chunks) for one in store.documents()]
         infos = [(chunk, store.chunk_info(chunk)) for chunk in store.chunk_ids()]
         facts = store.manifest(), store.codec_state(), store.profile_digests(), list(store.files())
-    return documents, infos, facts, [rows(path, level) for level in ("raw", *LOSSY)]
+    return documents, infos, facts, [rows(path, level) for level in ("raw", *NESTED)]
 
 
 def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
             continue
         assert damages(new) == []
         assert report.damaged or contents(new) == whole
-        for level in ("raw", *LOSSY):
+        for level in ("raw", *NESTED):
             assert rows(new, level).items() <= rows(tmp_path / "whole", level).items()
         shutil.rmtree(new)
 

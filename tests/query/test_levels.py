@@ -79,8 +79,8 @@ def test_what_was_stored_is_what_raw_holds(both: tuple[Path, Path]) -> None:
             for layer in range(LAYERS):
                 header, data = plain.read_kv(chunk, "raw", layer)
                 shape = (header.kv_heads, header.tokens, header.head_dim_k)
-                sides = Lossless().decode_one(small.read_kv(chunk, "lossless", layer)[1], shape, header.dtype)
-                assert b"".join(Raw().encode(*sides)) == bytes(data)
+                sides = Lossless("lossless").decode_one(small.read_kv(chunk, "lossless", layer)[1], shape, header.dtype)
+                assert b"".join(Raw("raw").encode(*sides)) == bytes(data)
 
 
 @pytest.mark.parametrize(("asked", "stored"), [("lossless", "raw"), ("raw", "lossless")])

@@ -36,7 +36,7 @@ def lossy_level(patch: pytest.MonkeyPatch) -> None:
         def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[bytes]:
             return super().encode(keys, values.bfloat16().to(torch.float8_e4m3fn).to(values.dtype))
 
-    patch.setitem(CODECS, "raw", Coarse())
+    patch.setitem(CODECS, "raw", Coarse("raw"))
 
 
 # The laws that each one must break, in every dtype. A loader one position off is seen in float32 only: in bfloat16 it

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.upkeep.forget import plan_forget
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
 from kvtool.core.upkeep.plan import Plan
@@ -23,7 +23,7 @@ def chunk_of(name: str) -> bytes:
 
 
 def held(
-    name: str, levels: Iterable[str] = ("raw",), used: int = 0, pinned: bool = False, measured: Iterable[str] = LOSSY
+    name: str, levels: Iterable[str] = ("raw",), used: int = 0, pinned: bool = False, measured: Iterable[str] = NESTED
 ) -> Holding:
     stored = {level: SIZES[level] for level in levels}
     return Holding(chunk_of(name), stored, used, pinned, frozenset(measured) & stored.keys())
@@ -71,7 +71,7 @@ def left(stock: Inventory, plan: Plan) -> dict[str, list[str]]:
     }
 
 
-ALL = ("raw", "lossless", *LOSSY)
+ALL = ("raw", "lossless", *NESTED)
 
 
 def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
@@ -171,7 +171,7 @@ def test_laws_of_any_plan(seed: int) -> None:
             [level for level in ALL if dice.random() < 0.6],
             dice.randrange(9),
             dice.random() < 0.2,
-            [level for level in LOSSY if dice.random() < 0.6],
+            [level for level in NESTED if dice.random() < 0.6],
         )
         for number in range(12)
     ]
@@ -185,9 +185,9 @@ def test_laws_of_any_plan(seed: int) -> None:
         name = chunk.chunk_id.rstrip(b".").decode()
         if chunk.pinned and chunk.chunk_id not in stock.loose:
             assert stays[name] == list(chunk.levels)
-        kept = [level for level in stays[name] if level in LOSSY]
+        kept = [level for level in stays[name] if level in NESTED]
         if kept:  # a refinement's base is coarser: whatever stays, all that is coarser stays, too
-            coarser = [level for level in chunk.levels if level in LOSSY and level > kept[0]]
+            coarser = [level for level in chunk.levels if level in NESTED and level > kept[0]]
             assert set(coarser) <= set(kept)
         if stays[name] != list(chunk.levels) and stays[name] and "raw" not in stays[name]:
             assert "lossless" in stays[name] or set(stays[name]) & chunk.measured

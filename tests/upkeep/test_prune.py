@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.compact import compact
 from kvtool.core.upkeep.job import PruneOptions, PruneReport, prune
@@ -29,7 +29,7 @@ def measured(path: Path) -> Path:
     """Losses of all levels, as `compress` keeps them."""
     with Store.open(path) as store, store.writer() as pen:
         state = store.codec_state()
-        losses = {level: {"kl_answer": 0.001 * int(level)} for level in LOSSY}
+        losses = {level: {"kl_answer": 0.001 * int(level)} for level in NESTED}
         pen.set_codec_state(state | {"losses": {state["profile"]: losses}})
     return path
 
@@ -189,7 +189,7 @@ def test_old_profiles_go_once_no_record_names_them(fitted: Path, monkeypatch: py
     with Store.open(fitted) as store:
         assert len(store.profile_digests()) == 2
         with store.writer() as pen:
-            for level in LOSSY:
+            for level in NESTED:
                 pen.drop_level([bytes.fromhex(chunk) for chunk in chunks_in(fitted)[1:]], level)
     assert kvtool("store", "compact", "--store", fitted, "--json").fine().json["profiles"] == 1
     with Store.open(fitted) as store:

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvtool.core.codec.levels import level_of
 from kvtool.core.errors import DamagedError
 
 RECORD_VERSION = 1
@@ -130,7 +131,7 @@ def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> byt
     """
     parts = [_flat(part) for part in payload]
     length = sum(part.nbytes for part in parts)
-    if header.level == "raw" and length != header.raw_bytes:
+    if level_of(header.level).verbatim and length != header.raw_bytes:
         raise ValueError(f"a raw payload of this shape has {header.raw_bytes} bytes, not {length}")
     return _envelope(key, _pack_header(Kind.KV, length, header), parts)
 
@@ -244,6 +245,6 @@ def _kv_header(fields: _Fields, length: int | None) -> KVHeader:
         )
     except ValueError as error:
         raise DamagedError("the record's level is no level") from error
-    if length is not None and level == "raw" and length != header.raw_bytes:
+    if length is not None and level_of(level).verbatim and length != header.raw_bytes:
         raise DamagedError(f"{length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
     return header

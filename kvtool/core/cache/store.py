@@ -25,7 +25,7 @@ from kvtool.core.cache.link import KVRead, Link
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part, unseal
 from kvtool.core.cache.served import Served, ServedLog
 from kvtool.core.cache.view import View
-from kvtool.core.codec.levels import LOSSY, MAKER
+from kvtool.core.codec.levels import MAKER, level_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 if TYPE_CHECKING:
@@ -447,10 +447,10 @@ class Store:
             return _levels_of(snapshot, chunk_id)
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
-        """Digest, in hex, of the profile that the records of a lossy level name; None: there are none, or it cannot be
+        """Digest, in hex, of the profile that the records of a nested level name; None: there are none, or it cannot be
         told. Read off the first record's beginning, which is not checked: whoever reads the KV checks it. Of what is
         not here a link's word is taken; nothing is fetched."""
-        if level not in LOSSY:
+        if not level_of(level).nested:
             return None
         data = None
         with contextlib.suppress(DamagedError), self._read() as snapshot:

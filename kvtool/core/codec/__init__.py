@@ -1,8 +1,11 @@
-"""KV tensor ⇄ bytes. The registry: a new codec is a file here and a line below."""
+"""KV tensor ⇄ bytes, by level. What levels there are stands in `levels`."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvtool.core.codec.levels import LEVELS, Level
 
 if TYPE_CHECKING:
     from kvtool.core.codec.base import Codec
@@ -16,11 +19,11 @@ def __getattr__(name: str) -> Any:
     """Import the codecs, and torch with them, only when they are asked for: `levels` is for everybody."""
     if name != "CODECS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvtool.core.codec.cachegen import CacheGen
-    from kvtool.core.codec.levels import LOSSY
-    from kvtool.core.codec.lossless import Lossless
-    from kvtool.core.codec.raw import Raw
+    made = globals()["CODECS"] = {level.name: _codec_of(level) for level in LEVELS.values()}
+    return made
 
-    codecs: tuple[Codec, ...] = (Raw(), Lossless(), *map(CacheGen, LOSSY))
-    made = globals()["CODECS"] = {codec.level: codec for codec in codecs}
+
+def _codec_of(level: Level) -> Codec:
+    module, _, kind = level.codec.partition(":")
+    made: Codec = getattr(import_module(f"{__name__}.{module}"), kind)(level.name)
     return made

@@ -43,14 +43,8 @@ class Encoded:
 class Codec(Protocol):
     """Turns one layer's keys and values `[kv_heads, tokens, head_dim]` into bytes and back.
 
-    Attributes
-    ----------
-    level : the name of the level it writes, as records carry it.
-    lossless : decode(encode(x)) is x bit for bit.
+    What else there is to know of its level says `Level` (levels.py).
     """
-
-    level: str
-    lossless: bool
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
@@ -75,9 +69,16 @@ class Codec(Protocol):
         """The level whose record is needed too. Raises DamagedError."""
         ...
 
+    def stated_error(self, payload: Payload) -> tuple[float, float]:
+        """What a record says that it lost, of K and of V: RMS of the difference over RMS. Raises DamagedError."""
+        ...
+
 
 class SelfContained:
-    """A codec whose records stand alone and are decoded one by one."""
+    """A codec whose records stand alone and are decoded one by one; lossless, unless it states another error."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
 
     def decode(
         self,
@@ -96,3 +97,7 @@ class SelfContained:
     def base_of(self, payload: Payload) -> str | None:
         """No other record is needed."""
         return None
+
+    def stated_error(self, payload: Payload) -> tuple[float, float]:
+        """Nothing is lost."""
+        return 0.0, 0.0

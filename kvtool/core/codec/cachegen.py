@@ -14,7 +14,7 @@ from kvtool.core.codec import plain, transform
 from kvtool.core.codec.base import Encoded, Payload, Profiles, no_profiles
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.levels import LOSSY, coarser
+from kvtool.core.codec.levels import NESTED, coarser
 from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
@@ -35,8 +35,6 @@ LayerKV = tuple[torch.Tensor, torch.Tensor]
 class CacheGen:
     """One lossy level. With a profile its transform serves; without one the cheaper of the plain predictors."""
 
-    lossless = False
-
     def __init__(self, level: str) -> None:
         self.level = level
 
@@ -44,7 +42,7 @@ class CacheGen:
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> list[Payload]:
         """One layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
-        return encode_levels(keys, values, layer, [self.level], profile)[self.level]
+        return encode_nested(keys, values, layer, [self.level], profile)[self.level]
 
     def decode(
         self,
@@ -82,11 +80,15 @@ class CacheGen:
     def base_of(self, payload: Payload) -> str | None:
         """The level whose record is needed too."""
         base = base_of(payload)
-        return LOSSY[base - 1] if base else None
+        return NESTED[base - 1] if base else None
+
+    def stated_error(self, payload: Payload) -> tuple[float, float]:
+        """Of K and of V: RMS of the difference over RMS, as the record states it."""
+        return Coded.parse(payload).errors
 
     def _parsed(self, item: Encoded) -> Coded:
         coded = Coded.parse(item.payload)
-        if (coded.level, coded.tokens) != (LOSSY.index(self.level) + 1, item.shape[1]):
+        if (coded.level, coded.tokens) != (NESTED.index(self.level) + 1, item.shape[1]):
             raise DamagedError("a compressed record of another level or length")
         return coded
 
@@ -104,7 +106,7 @@ class CacheGen:
         return list(zip(keys.split_with_sizes(tokens, 1), values.split_with_sizes(tokens, 1), strict=True))
 
 
-def encode_levels(
+def encode_nested(
     keys: torch.Tensor,
     values: torch.Tensor,
     layer: int,
@@ -115,7 +117,7 @@ def encode_levels(
     predictor: str = "auto",
     layers: int = _LAYERS,
 ) -> dict[str, list[Payload]]:
-    """Encode one layer at several levels.
+    """Encode one layer at several nested levels.
 
     With a profile a level refines the next coarser one where that is among `levels` or `bases`, so that both together
     take hardly more than the finer alone.
@@ -137,7 +139,7 @@ def encode_levels(
     if profile is not None and predictor == "auto":
         finest = transform.finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
         made: dict[str, list[Payload]] = {level: [bases[level]] for level in bases}
-        for level in sorted(levels, key=LOSSY.index, reverse=True):  # coarsest first: a finer one names it
+        for level in sorted(levels, key=NESTED.index, reverse=True):  # coarsest first: a finer one names it
             base = made.get(coarser(level) or "")
             made[level] = _transformed(profile, layer, level, finest, base, sides, keys.dtype).pack()
         return {level: made[level] for level in levels}
@@ -153,7 +155,7 @@ def _transformed(
     sides: torch.Tensor,
     dtype: torch.dtype,
 ) -> Coded:
-    numbers = coarsened(finest, LOSSY.index(level))
+    numbers = coarsened(finest, NESTED.index(level))
     check = 0 if base is None else check_of(base)
     coded = transform.pack(profile, layer, level, numbers, base is not None, check)
     made = transform.sides_of(profile, layer, level, torch.from_numpy(numbers), [coded], dtype)
@@ -162,7 +164,7 @@ def _transformed(
 
 def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: str, dtype: torch.dtype) -> Coded:
     wanted = _PLAIN if predictor == "auto" else (PREDICTORS[predictor],)
-    number = LOSSY.index(level) + 1
+    number = NESTED.index(level) + 1
     chosen = []
     for side in sides.numpy():
         spread = max(_rms(side - side.mean(0)), _LEAST_SPREAD * _rms(side))

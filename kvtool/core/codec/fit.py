@@ -18,7 +18,7 @@ from kvtool.core.codec.clusters import fine_tables, shared_tables
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.transform import finest_numbers
 
@@ -101,17 +101,17 @@ class _Counts:
 
     def __init__(self, layers: int, layout: Layout) -> None:
         self._layout = layout
-        self._alone = np.zeros((len(LOSSY), layers, layout.stride, ALPHABET), np.int32)
-        self._fine = np.zeros((len(LOSSY) - 1, layers, layout.stride, 3, 3), np.int32)
+        self._alone = np.zeros((len(NESTED), layers, layout.stride, ALPHABET), np.int32)
+        self._fine = np.zeros((len(NESTED) - 1, layers, layout.stride, 3, 3), np.int32)
 
     def add(self, layer: int, finest: npt.NDArray[np.int16]) -> None:
         columns = np.arange(self._layout.stride)
-        for level in range(len(LOSSY)):
+        for level in range(len(NESTED)):
             numbers = coarsened(finest, level)
             symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO
             flat = (symbols + columns * ALPHABET).reshape(-1)
             self._alone[level, layer] += np.bincount(flat, minlength=columns.size * ALPHABET).reshape(-1, ALPHABET)
-            if level < len(LOSSY) - 1:
+            if level < len(NESTED) - 1:
                 coarse = coarsened(numbers).astype(np.int32)
                 rest = numbers - 3 * coarse
                 cell = np.minimum(np.abs(coarse), 2) * 3 + np.where(coarse < 0, -rest, rest) + 1

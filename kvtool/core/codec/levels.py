@@ -1,31 +1,95 @@
-"""Names of codec levels, known without importing torch."""
+"""What each codec level is, known without importing torch. A new codec is a file here and a line below."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
 from kvtool.core.errors import UsageError
 
-LOSSY = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
-EXACT = ("raw", "lossless")
-LEVELS = (*EXACT, *LOSSY)
-DEFAULT_LOSSY = "2"
+RAW = "raw"
 NO_PROFILE = bytes(16)  # what a record names that was made without one
-MAKER = slice(64, 80)  # of a lossy record's payload: the digest of its profile (payload.py)
+MAKER = slice(64, 80)  # of a nested record's payload: the digest of its profile (payload.py)
 MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 
-def check_level(level: str) -> str:
-    """The level, if there is a codec for it.
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a level is, as far as anybody but its codec has to know.
+
+    Attributes
+    ----------
+    name : as records, command lines and catalogues carry it.
+    codec : `module:class` in this package. The class is called with the level's name, and fulfils `Codec` (base.py).
+    lossless : what is decoded is what was encoded, bit for bit. A lossy level's records state their error.
+    verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
+    nested : records begin with the header of payload.py. They name the profile that they were made with, if any, and
+        the record of the next coarser nested level that they refine, if any.
+    """
+
+    name: str
+    codec: str = ""
+    lossless: bool = False
+    verbatim: bool = False
+    nested: bool = False
+
+    @property
+    def of_prefix(self) -> str:
+        """The level at which the prompt's beginning is stored where chunks are at this one: it is never lossy."""
+        return self.name if self.lossless else RAW
+
+
+NESTED = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
+DEFAULT_LOSSY = "2"
+
+# The finest first; of those that lose nothing the largest first.
+_LEVELS = (
+    Level(RAW, "raw:Raw", lossless=True, verbatim=True),
+    Level("lossless", "lossless:Lossless", lossless=True),
+    *(Level(name, "cachegen:CacheGen", nested=True) for name in NESTED),
+)
+LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
+
+
+def level_of(name: str) -> Level:
+    """The level of this name. One that is not known (another version's) has no codec, and is not taken for lossless."""
+    return LEVELS.get(name) or Level(name)
+
+
+def known(names: Iterable[str | None]) -> list[str]:
+    """The known levels among these, the finest first."""
+    among = {*names}
+    return [name for name in LEVELS if name in among]
+
+
+def exact(names: Iterable[str | None] = LEVELS) -> list[str]:
+    """The known levels among these that lose nothing, the largest first."""
+    return [name for name in known(names) if LEVELS[name].lossless]
+
+
+def lossy(names: Iterable[str | None] = LEVELS) -> list[str]:
+    """The known levels among these that lose something, the finest first."""
+    return [name for name in known(names) if not LEVELS[name].lossless]
+
+
+def nested(names: Iterable[str | None] = LEVELS) -> list[str]:
+    """The levels among these whose records may refine one another, the finest first."""
+    return [name for name in known(names) if LEVELS[name].nested]
+
+
+def check_level(name: str) -> str:
+    """The level's name, if there is a codec for it.
 
     Raises
     ------
     UsageError : there is none.
     """
-    if level not in LEVELS:
-        raise UsageError(f"there is no level {level!r}", f"known: {', '.join(LEVELS)}")
-    return level
+    if name not in LEVELS:
+        raise UsageError(f"there is no level {name!r}", f"known: {', '.join(LEVELS)}")
+    return name
 
 
-def coarser(level: str) -> str | None:
-    """The lossy level next to this one with wider steps, which it may refine; None for the coarsest."""
-    at = LOSSY.index(level) + 1
-    return LOSSY[at] if at < len(LOSSY) else None
+def coarser(name: str) -> str | None:
+    """The next coarser level that a record of this level may refine; None: it always stands alone."""
+    at = NESTED.index(name) + 1 if name in NESTED else len(NESTED)
+    return NESTED[at] if at < len(NESTED) else None

@@ -34,9 +34,6 @@ class Lossless(SelfContained):
     =============  =====================================================================
     """
 
-    level = "lossless"
-    lossless = True
-
     def encode(self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None) -> list[Payload]:
         """One layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)

@@ -45,7 +45,7 @@ from kvtool.core.codec.base import Payload
 from kvtool.core.codec.entropy.columns import address
 from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
-from kvtool.core.codec.levels import LOSSY, NO_PROFILE
+from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
@@ -231,7 +231,7 @@ def _header(payload: Payload) -> tuple[Any, ...]:
     level, base = fields[3:5]
     if fields[0] != _MAGIC:
         raise DamagedError(f"a compressed record of another format than {FORMAT}")
-    if not 1 <= level <= len(LOSSY) or base not in (0, level + 1) or base > len(LOSSY):
+    if not 1 <= level <= len(NESTED) or base not in (0, level + 1) or base > len(NESTED):
         raise DamagedError("a compressed record of no known level")
     return fields
 

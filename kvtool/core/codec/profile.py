@@ -17,7 +17,7 @@ from safetensors.torch import save
 from kvtool.core.codec.entropy.columns import Columns, columns_of
 from kvtool.core.codec.entropy.tables import TableSet
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import DamagedError
 
 FORMAT = 1
@@ -73,7 +73,7 @@ class Profile:
     def __post_init__(self) -> None:
         layers, sides, groups, size, also = self.basis.shape
         layout = self.layout
-        levels = len(LOSSY)
+        levels = len(NESTED)
         fits = (
             sides == SIDES
             and size == also
@@ -103,7 +103,7 @@ class Profile:
         """The columns that are coded."""
         found = self._coded.get((level, layer))
         if found is None:
-            at, groups = LOSSY.index(level), SIDES * self.layout.groups
+            at, groups = NESTED.index(level), SIDES * self.layout.groups
             places = self.layout.places(self.active[at, layer])
             columns = columns_of(places)
             widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
@@ -134,7 +134,7 @@ class Profile:
         key = (layer, level, dtype, device)
         found = self._backward.get(key)
         if found is None:
-            steps = float(_WIDENING ** LOSSY.index(level))
+            steps = float(_WIDENING ** NESTED.index(level))
             bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
             bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
             means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)

@@ -13,9 +13,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Raw(SelfContained):
     """K then V, each `[kv_heads, tokens, head_dim]` in C order, little-endian (law 7: bit for bit)."""
 
-    level = "raw"
-    lossless = True
-
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None
     ) -> list[memoryview]:

@@ -1,4 +1,4 @@
-"""What a lossy record refines, told from its first bytes (payload.py) without importing torch."""
+"""What a nested record refines, told from its first bytes (payload.py) without importing torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED, coarser, level_of
 from kvtool.core.errors import DamagedError
 
 Payload = bytes | bytearray | memoryview
@@ -15,12 +15,15 @@ _BASE, _CHECK = 7, slice(40, 44)
 
 def base_level(level: str, payload: Payload) -> str | None:
     """The coarser level that a record of this level refines; None: it stands alone. Raises DamagedError."""
-    number = payload[_BASE] if len(payload) > _CHECK.stop else len(LOSSY) + 1
+    if not level_of(level).nested:
+        return None
+    base = coarser(level)
+    number = payload[_BASE] if len(payload) > _CHECK.stop else None
     if number == 0:
         return None
-    if number > len(LOSSY) or LOSSY[number - 2] != level:
+    if base is None or number != NESTED.index(base) + 1:
         raise DamagedError("a compressed record of no known level")
-    return LOSSY[number - 1]
+    return base
 
 
 def stated_check(payload: Payload) -> int:

@@ -15,7 +15,7 @@ from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.numbers import HostNumbers, Numbers
 from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
 from kvtool.core.codec.profile import CodedColumns, Profile
@@ -66,8 +66,8 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool, b
     places = _outside(profile.layout, own, numbers)
     return Coded(
         predictors=_BOTH,
-        level=LOSSY.index(level) + 1,
-        base=LOSSY.index(level) + 2 if refine else 0,
+        level=NESTED.index(level) + 1,
+        base=NESTED.index(level) + 2 if refine else 0,
         tokens=len(numbers),
         columns=len(own.alone),
         streams=(stream,),
@@ -153,7 +153,7 @@ def fill(
     """
     if not items:
         return
-    own = profile.coded(LOSSY[items[0][0].level - 1], layer)
+    own = profile.coded(NESTED[items[0][0].level - 1], layer)
     alone = [number for number, (coded, _) in enumerate(items) if not coded.base]
     refined = [number for number, (coded, _) in enumerate(items) if coded.base]
     there = [starts[number] for number in refined]

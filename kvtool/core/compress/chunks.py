@@ -9,15 +9,14 @@ import torch
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
-from kvtool.core.codec.levels import EXACT
+from kvtool.core.codec.levels import exact
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 
 
 def exact_level(store: Store, chunk_id: bytes) -> str | None:
     """A level that loses nothing and is stored, or None."""
-    levels = store.levels(chunk_id)
-    return next((level for level in EXACT if level in levels), None)
+    return next(iter(exact(store.levels(chunk_id))), None)
 
 
 def read_records(store: Store, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:

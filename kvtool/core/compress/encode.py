@@ -12,8 +12,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.cachegen import encode_levels
-from kvtool.core.codec.levels import EXACT, LOSSY, coarser
+from kvtool.core.codec.encode import encode_levels
+from kvtool.core.codec.levels import coarser, exact, known, level_of, nested
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
@@ -46,7 +46,7 @@ class Encoder:
 
     def run(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
         """Encode what is missing, read all of it back, drop what is exact if asked to."""
-        order = sorted(levels, key=lambda level: LOSSY.index(level) if level in LOSSY else -1)
+        order = known(levels)
         self._report.levels = [LevelReport(level) for level in order]
         self._events.step("compress", len(chunks), "chunks")
         for first in range(0, len(chunks), _AT_ONCE):
@@ -70,7 +70,7 @@ class Encoder:
         """Encode one chunk where that is needed; whether it has the levels now."""
         there = self._store.levels(chunk)
         source = exact_level(self._store, chunk)
-        stale = [level for level in there if level in LOSSY and not self._is_current(chunk, level)]
+        stale = [level for level in nested(there) if not self._is_current(chunk, level)]
         wanted = [level for level in levels if level not in there or level in stale]
         if not wanted:
             self._report.kept += 1
@@ -78,12 +78,12 @@ class Encoder:
         if source is None:
             self._report.skipped += 1
             return False
-        if stale and any(level in LOSSY for level in wanted):  # one may refine another: they go together
-            for level in LOSSY:
+        if stale and nested(wanted):  # one may refine another: they go together
+            for level in nested():
                 self._writer.drop_level([chunk], level)
-            wanted = [level for level in levels if level not in LOSSY and level not in there]
-            wanted += [level for level in LOSSY if level in levels or level in there]
-        kept = [level for level in there if level in LOSSY and not stale]
+            wanted = [level for level in levels if not level_of(level).nested and level not in there]
+            wanted += nested([*levels, *there])
+        kept = [] if stale else nested(there)
         self._encode(chunk, source, wanted, kept)
         return True
 
@@ -108,8 +108,7 @@ class Encoder:
         kv = read_chunk(self._store, chunk, source, info.layers)
         started = time.perf_counter()
         records: dict[str, list[bytes]] = {level: [] for level in levels}
-        lossy = [level for level in levels if level in LOSSY]
-        below = {coarser(level) for level in lossy} - {*lossy} if self._profile is not None else ()
+        below = {coarser(level) for level in levels} - {*levels} if self._profile is not None else ()
         refined = [base for base in bases if base in below and self._made_of(chunk, kv, base)]
         for layer in range(info.layers):
             for level, record in self._layer(chunk, kv, layer, levels, refined):
@@ -138,21 +137,19 @@ class Encoder:
     ) -> Iterator[tuple[str, bytes]]:
         keys, values = kv.keys[layer], kv.values[layer]
         kv_heads, tokens, head_dim = keys.shape
-        lossy = [level for level in levels if level in LOSSY]
         made = encode_levels(
             keys,
             values,
             layer,
-            lossy,
+            levels,
             self._profile,
             bases={base: read_records(self._store, [chunk], base, layer)[0].payload for base in bases},
             predictor=self._options.predictor,
             layers=len(kv.keys),
         )
         for level in levels:
-            payload = made[level] if level in made else CODECS[level].encode(keys, values, layer)
             header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
-            yield level, encode_record(chunk, header, payload)
+            yield level, encode_record(chunk, header, made[level])
 
     # ---- read back ----
 
@@ -184,7 +181,7 @@ class Encoder:
             while part is not None:
                 report.bytes += len(part.payload) + OVERHEAD_BYTES
                 part = part.base  # type: ignore[assignment]
-            stated = Coded.parse(item.payload).errors if report.level in LOSSY else (0.0, 0.0)
+            stated = CODECS[report.level].stated_error(item.payload)
             report.error += elements * sum(stated) / 2
             if exact is not None:
                 sound &= _within(keys, exact.keys[layer], stated[0]) and _within(values, exact.values[layer], stated[1])
@@ -196,7 +193,7 @@ class Encoder:
         return sound
 
     def _drop_exact(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
-        for level in EXACT:
+        for level in exact():
             if level not in levels:
                 self._report.dropped += self._writer.drop_level(chunks, level)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, LOSSY, NO_PROFILE, check_level
+from kvtool.core.codec.levels import DEFAULT_LOSSY, NO_PROFILE, check_level, exact, level_of, lossy
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
@@ -55,8 +55,8 @@ def check_levels(options: CompressOptions) -> list[str]:
     """
     levels = list(dict.fromkeys(options.levels)) or [AUTO if options.max_loss is not None else DEFAULT_LOSSY]
     for level in levels:
-        if level == "raw":
-            raise UsageError("raw is what there is before compression", "leave --level raw out")
+        if level_of(level).verbatim:
+            raise UsageError(f"{level} is what there is before compression", f"leave --level {level} out")
         if level != AUTO:
             check_level(level)
     if options.max_loss is not None and AUTO not in levels:
@@ -86,7 +86,7 @@ class _Job:
 
         self.report.bytes_before = self.store.stats()["bytes"]
         chunks = self._chunks()
-        profile = self._profile(chunks)
+        profile = self._profile(levels, chunks)
         losses = self._losses(levels, profile, chunks)
         levels = self._chosen(levels, losses)
         Encoder(self.store, self.writer, self.shelf, profile, self.options, self.report, self.events).run(
@@ -141,7 +141,7 @@ class _Job:
 
     # ---- the profile ----
 
-    def _profile(self, chunks: Sequence[bytes]) -> Profile | None:
+    def _profile(self, levels: Sequence[str], chunks: Sequence[bytes]) -> Profile | None:
         if self.options.fit:
             profile: Profile | None = self._fitted(chunks)
         elif self.options.profile is not None:
@@ -150,7 +150,7 @@ class _Job:
             profile = self.shelf.current()
         if self.options.predictor != AUTO:
             profile = None
-        elif profile is None and set(self.options.levels) != {"lossless"}:
+        elif profile is None and not all(level_of(level).lossless for level in levels):
             self._warn("no profile is fitted: records will be about twice as large as they could be", "add --fit once")
         if profile is not None:
             self.report.profile = {
@@ -209,12 +209,12 @@ class _Job:
         mine = self.options.predictor == AUTO
         rows = losses_by_maker(self.store.codec_state())
         known = dict(rows.get(maker, {})) if mine else {}
-        wanted = [level for level in (LOSSY if AUTO in levels else levels) if level in LOSSY and level not in known]
+        wanted = [level for level in (lossy() if AUTO in levels else lossy(levels)) if level not in known]
         if wanted and self.options.questions:
             known |= self._measured(wanted, profile, chunks)
             if mine:
                 self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
-        if not mine and any(level in LOSSY for level in levels):
+        if not mine and lossy(levels):
             self.writer.set_codec_state(self.store.codec_state() | {"named_predictor": True})
         return known
 
@@ -240,13 +240,13 @@ class _Job:
         return {level: found[level].to_json() for level in levels}
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
-        """The levels with `auto` replaced by the smallest that may be taken; `lossless` where none may."""
+        """The levels with `auto` replaced by the smallest that may be taken, which is a lossless one where none may."""
         if AUTO not in levels:
             return levels
-        allowed = [one for one in LOSSY if losses.get(one, {}).get("kl_answer", 1e9) <= self.options.allowed_loss]
-        chosen = allowed[-1] if allowed else "lossless"
+        allowed = [one for one in lossy() if losses.get(one, {}).get("kl_answer", 1e9) <= self.options.allowed_loss]
+        chosen = (allowed or exact())[-1]
         if not allowed:
-            self._warn(f"no level loses as little as {self.options.allowed_loss:g} nats", "taking lossless")
+            self._warn(f"no level loses as little as {self.options.allowed_loss:g} nats", f"taking {chosen}")
         return list(dict.fromkeys([chosen, *(level for level in levels if level != AUTO)]))
 
     def _warn(self, text: str, hint: str) -> None:

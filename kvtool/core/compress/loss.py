@@ -11,7 +11,7 @@ from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.compress.by_layer import Toll

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.codec.levels import LEVELS, LOSSY
+from kvtool.core.codec.levels import known, level_of
 from kvtool.core.common.types import Ids
 
 Status = Literal["hit", "exact", "miss", "fresh", "standing"]
@@ -94,8 +94,7 @@ class Plan:
     @property
     def levels(self) -> list[str]:
         """The levels at which its chunks are read, finest first."""
-        read = {segment.source.level for segment in self.cached_chunks}
-        return [level for level in LEVELS if level in read]
+        return known(segment.source.level for segment in self.cached_chunks)
 
     def mask(self, *statuses: Status) -> torch.Tensor:
         """Bool `[length]`: positions of the segments with one of these statuses."""
@@ -156,6 +155,6 @@ def _place(candidate: Candidate, before: list[int]) -> Segment:
     status: Status = "hit"
     if candidate.level is None:
         status = "miss"
-    elif candidate.lead_in == ids_digest(before) and candidate.level not in LOSSY:
+    elif candidate.lead_in == ids_digest(before) and level_of(candidate.level).lossless:
         status = "exact"
     return Segment(candidate.ids, len(before), status, candidate, candidate.reason)

@@ -11,6 +11,7 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
+from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
@@ -81,8 +82,8 @@ class StoreSource:
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         found: dict[int, LayerKV] = {}
-        for level in sorted({segment.source.level or "raw" for segment in segments}):
-            some = [s for s in segments if (s.source.level or "raw") == level]
+        for level in sorted({segment.source.level or RAW for segment in segments}):
+            some = [s for s in segments if (s.source.level or RAW) == level]
             items = self._encoded(some, level, layer, stats)
             started = time.perf_counter()
             found.update(zip((s.start for s in some), self._decoded(some, items, level, layer), strict=True))

@@ -11,6 +11,7 @@ from functools import partial
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest.commit import count_file
@@ -49,7 +50,7 @@ class ChunkStorer:
         lead_in: LeadIn | None = None,
     ) -> None:
         self._decoder, self._identity, self._writer = decoder, identity, writer
-        self._codec = CODECS[level]
+        self._level = level
         self._profile = profile
         self._report, self._events = report, events
         self._lead_in = lead_in  # None: the rows of the identity's own ids, computed on need
@@ -65,7 +66,7 @@ class ChunkStorer:
         ids = self._identity.prefix
         wanted = WantedChunk(self._identity.prefix_id, ids, (), ids_digest([]))
         kv = prefill_chunks(self._decoder, LeadIn(self._decoder, ()), [PrefillItem(ids)])
-        self._write([wanted], kv, [b""], self._codec.level if self._codec.lossless else "raw")
+        self._write([wanted], kv, [b""], level_of(self._level).of_prefix)
         self.finish()
 
     def store(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
@@ -73,7 +74,7 @@ class ChunkStorer:
         waiting = _Waiting(files, missing)
         self._commit(waiting.complete)
         for batch in _batches(files, missing, self._batch_tokens):
-            self._write(batch, *self._prefill(batch), self._codec.level)
+            self._write(batch, *self._prefill(batch), self._level)
             self._commit(waiting.stored(batch))
         self.finish()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import LOSSY, check_level
+from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.progress import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Walked, find_files, places
@@ -349,7 +349,7 @@ class _Job:
 
         self.events.step("prefill", sum(len(chunk.ids) for chunk in missing.values()), "tokens")
         assert self.store is not None
-        profile = ProfileShelf(self.store).current() if self.options.level in LOSSY else None
+        profile = ProfileShelf(self.store).current() if level_of(self.options.level).nested else None
         led = self.identity.lead_in
         lead_in = open_lead_in(self.store, decoder, led) if led.rows else None
         storer = ChunkStorer(

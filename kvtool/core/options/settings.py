@@ -148,7 +148,7 @@ class Settings:
         "ingest",
         flag="--level",
         metavar="raw|lossless|1..N",
-        suggest=LEVELS,
+        suggest=tuple(LEVELS),
         pattern=_LEVEL,
         number_too=True,
     )

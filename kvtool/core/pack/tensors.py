@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtool.core.cache.record import Bytes, KVHeader, decode_record, encode_record
+from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import checks
 
@@ -30,7 +31,7 @@ def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> byt
     parts: dict[str, Part] = {}
     for layer, record in enumerate(records):
         header, payload = decode_record(chunk_id, record)
-        if level == "raw":
+        if level_of(level).verbatim:
             shape, name = [header.kv_heads, header.tokens], _NAMES[header.dtype]
             parts[f"layers.{layer}.k"] = (name, [*shape, header.head_dim_k], payload[: header.k_bytes])
             parts[f"layers.{layer}.v"] = (name, [*shape, header.head_dim_v], payload[header.k_bytes :])
@@ -48,7 +49,7 @@ def from_safetensors(chunk_id: bytes, level: str, layers: int, data: Bytes) -> l
     """
     try:
         parts = _read(memoryview(data))
-        if level != "raw":
+        if not level_of(level).verbatim:
             return [bytes(parts[f"layers.{layer}"][2]) for layer in range(layers)]
         return [
             _raw(chunk_id, layer, parts[f"layers.{layer}.k"], parts[f"layers.{layer}.v"]) for layer in range(layers)
@@ -61,7 +62,7 @@ def _raw(chunk_id: bytes, layer: int, keys: Part, values: Part) -> bytes:
     (dtype, (heads, tokens, dim_k), k_bytes), (other, (heads_v, tokens_v, dim_v), v_bytes) = keys, values
     if (dtype, heads, tokens) != (other, heads_v, tokens_v):
         raise ValueError("keys and values do not fit each other")
-    header = KVHeader(_DTYPES[dtype], heads, tokens, dim_k, dim_v, "raw", layer)
+    header = KVHeader(_DTYPES[dtype], heads, tokens, dim_k, dim_v, RAW, layer)
     return encode_record(chunk_id, header, [k_bytes, v_bytes])
 
 

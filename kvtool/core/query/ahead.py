@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvtool.core.codec.levels import RAW
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Segment
@@ -17,7 +18,7 @@ from kvtool.core.fusion.source import ReadStats, RecordMissing
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
 
-COMPUTED = "raw"  # the level of what was computed from its text: it loses nothing
+COMPUTED = RAW  # the level of what was computed from its text: it loses nothing
 
 # What ingest would store of a segment; None: it cannot be computed alone, or the second argument said to stop.
 Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]

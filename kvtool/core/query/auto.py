@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import known
 from kvtool.core.fusion.controller import Decision, Span, decide
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.session.levels import MeasuredLosses, allowed_levels
@@ -55,15 +55,15 @@ def _choose(session: Session, asked: Asked, options: QueryOptions) -> _Chosen:
     started = time.perf_counter()
     laid_out = _at_levels(session, asked, options)
     spans = {level: _spans(session, one.plan) for level, one in laid_out.items()}
-    levels = [level for level in LEVELS if any(span.level == level for one in spans.values() for span in one)]
+    levels = known(span.level for one in spans.values() for span in one)
     own = [segment.source.chunk_id for segment in asked.plan.cached]
-    known = time.perf_counter()
+    laid_out_at = time.perf_counter()
     speeds = session.speeds.speeds(levels, own)
     measured = time.perf_counter()
-    decision = decide(spans, speeds, options.ratio, before_s=asked.retrieve_ms / 1e3 + known - started)
-    decide_ms = (time.perf_counter() - measured + known - started) * 1e3
+    decision = decide(spans, speeds, options.ratio, before_s=asked.retrieve_ms / 1e3 + laid_out_at - started)
+    decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
     asked = laid_out[decision.level] if decision.level is not None else asked
-    return _Chosen(decision, asked, (measured - known) * 1e3, decide_ms)
+    return _Chosen(decision, asked, (measured - laid_out_at) * 1e3, decide_ms)
 
 
 def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[str, Asked]:
@@ -78,9 +78,9 @@ def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[st
     allowed = [
         allowed_levels(levels, measured.of(chunk_id, levels), options.max_loss) for chunk_id, levels in stored.items()
     ]
-    common = [level for level in LEVELS if all(level in levels for levels in allowed)]
+    common = [level for level in known(allowed[0]) if all(level in levels for levels in allowed)]
     found = {level: session.lay_out_at(asked, options, level) for level in common if level != own}
-    names = [level for level in LEVELS if level in found or level == own]
+    names = known([*found, own])
     return {name: found.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
 
 

@@ -8,7 +8,7 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.base import Profiles
-from kvtool.core.codec.levels import EXACT
+from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.common.types import Warn
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -46,8 +46,8 @@ def fill_holes(
                 lead_in = LeadIn(decoder, ()) if is_prefix else open_lead_in(store, decoder, identity.lead_in)
                 kvs = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])
                 sensitivity = b"" if is_prefix else Sensitivity(decoder, identity).of([chunk.ids], kvs)[0]
-                layers = encode_chunk(chunk.chunk_id, kvs[0], "raw")
-                writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), "raw", layers)
+                layers = encode_chunk(chunk.chunk_id, kvs[0], RAW)
+                writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), RAW, layers)
     except KvtoolError as error:
         warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
         return 0
@@ -68,9 +68,9 @@ def _clean(store: Store, writer: Writer, chunk: WantedChunk, layers: int) -> boo
     profiles = ProfileShelf(store)
     here = store.sizes_here(chunk.chunk_id)
     sound = [level for level in here if _reads(store, chunk.chunk_id, level, layers, profiles)]
-    for level in {*here, "raw"} - {*sound}:  # raw: records that no row counts any more
+    for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any more
         writer.drop_level([chunk.chunk_id], level)
-    return info is not None and any(level in EXACT for level in sound)
+    return info is not None and bool(exact(sound))
 
 
 def _reads(store: Store, chunk_id: bytes, level: str, layers: int, profiles: Profiles) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import known
 from kvtool.core.fusion.controller import Prompt, Span
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
@@ -159,8 +159,8 @@ def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list
     """What a segment can be fetched as, and the parts of each that are not here; `allowed`: losses by level."""
     offers = link.offers(segment.source.chunk_id)
     found = []
-    for level in LEVELS:
-        if level not in offers or level not in allowed:
+    for level in known(allowed):
+        if level not in offers:
             continue
         parts: list[Part] = []
         at: str | None = level

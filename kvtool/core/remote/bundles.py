@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import level_of
 from kvtool.core.remote.catalogue import Chunk
 
 
@@ -34,10 +34,10 @@ def bundles(
     missing = [level for level in asked if level not in stored]
     refined = {base for level in missing for base in with_bases(chunk, [level]) if base in stored}
     foreign = {level for level in refined if not is_theirs(level)}
-    together = tuple(level for level in asked if level in LOSSY and (level in foreign or level in missing))
+    together = tuple(level for level in asked if level_of(level).nested and (level in foreign or level in missing))
     if not foreign:
         return [Bundle((level,)) for level in missing]
-    return [*(Bundle((level,)) for level in missing if level not in LOSSY), Bundle(together, replaces=True)]
+    return [*(Bundle((level,)) for level in missing if not level_of(level).nested), Bundle(together, replaces=True)]
 
 
 def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:

@@ -28,7 +28,7 @@ import zstandard
 
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
-from kvtool.core.codec.levels import LEVELS, LOSSY, coarser
+from kvtool.core.codec.levels import LEVELS, coarser, nested
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import checks
 from kvtool.core.remote.limits import MOST_LAYERS, MOST_LEVEL_BYTES
@@ -190,8 +190,8 @@ def _chunk(key: str, value: Any, makers: Any, left_out: list[tuple[str, str]]) -
     layers = checks.count_of(layers, 1, MOST_LAYERS)
     checks.object_of(makers)
     found = {name: _level(name, row, layers, makers.get(name)) for name, row in checks.object_of(levels).items()}
-    for name in reversed(LOSSY):  # coarsest first: what refines nothing is of no use to what refines it
-        base = found[name].base if name in found else None
+    for name in reversed(nested(found)):  # coarsest first: what refines nothing is of no use to what refines it
+        base = found[name].base
         if base is not None and base not in found:
             del found[name]
             left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
@@ -202,7 +202,7 @@ def _level(name: str, value: Any, layers: int, maker: Any) -> Level:
     size, mark, base = checks.list_of(value, 3)
     if name not in LEVELS:
         raise ValueError(f"there is no level {name[:20]!r}")
-    if base is not None and (name not in LOSSY or base != coarser(name)):
+    if base is not None and base != coarser(name):
         raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
     return Level(
         checks.count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),

@@ -9,7 +9,7 @@ from kvtool.core.cache import space
 from kvtool.core.cache.room import free_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import known
 from kvtool.core.errors import NoSpaceError
 from kvtool.core.upkeep.budget import LOW_WATER
 from kvtool.core.upkeep.inventory import kept_always, pages, pinned_with_documents
@@ -44,8 +44,8 @@ def make_room(store: Store, writer: Writer, need: int) -> None:
         for level, size in store.sizes_here(chunk_id).items():
             doomed.setdefault(level, []).append(chunk_id)
             lacking -= size
-    for level in LEVELS:  # the finer first: none is ever there without what it refines
-        writer.drop_level(doomed.get(level, ()), level)
+    for level in known(doomed):  # the finer first: none is ever there without what it refines
+        writer.drop_level(doomed[level], level)
     if space.folder_bytes(store.path) > budget:  # it was lowered; free pages of a file can be reused, not left out
         with suppress(NoSpaceError):
             writer.compact()

@@ -14,7 +14,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.codec.refines import base_level, check_of, stated_check
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import checks
@@ -151,7 +151,7 @@ def mark_of_records(records: Sequence[bytes]) -> str:
 
 def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
     """The coarser level that a record refines; raises DamagedError."""
-    return base_level(level, decode_record(chunk_id, record)[1]) if level in LOSSY else None
+    return base_level(level, decode_record(chunk_id, record)[1])
 
 
 def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
@@ -221,9 +221,8 @@ def survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Da
     sizes = store.level_sizes(chunk_id)
     known = there.levels if there is not None else {}
     same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
-    lossy = set(sizes) & set(LOSSY)
-    if not lossy <= same.keys():  # a refinement belongs to just this base: none may be taken on trust
-        same = {level: one for level, one in same.items() if level not in LOSSY}
+    if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
+        same = {level: one for level, one in same.items() if not level_of(level).nested}
     levels = {}
     for level, size in sizes.items():
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import nested
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote import local
 from kvtool.core.remote.catalogue import Catalogue, Chunk
@@ -34,13 +34,12 @@ def drop_stale(store: Store, writer: Writer, there: Catalogue, before: Catalogue
         if now is not None and (then is None or then.levels != now.levels):
             for level in _stale(store, chunk_id, now):
                 doomed.setdefault(level, []).append(chunk_id)
-    for level in LOSSY:  # the finer first: none is ever there without what it refines
-        if level in doomed:
-            writer.drop_level(doomed[level], level)
+    for level in nested(doomed):  # the finer first: none is ever there without what it refines
+        writer.drop_level(doomed[level], level)
 
 
 def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
-    here = [level for level in reversed(LOSSY) if level in store.sizes_here(chunk_id)]
+    here = [*reversed(nested(store.sizes_here(chunk_id)))]
     kept: list[str] = []
     for level in here:  # the coarser first
         if level in now.levels:

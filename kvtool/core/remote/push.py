@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import local
@@ -174,9 +174,9 @@ def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
 
 
 def join_chunks(mine: Chunk, there: Chunk) -> Chunk:
-    """Levels of both. Lossy ones may refine each other, so they are all of one side where they differ."""
+    """Levels of both. Nested ones may refine each other, so they are all of one side where they differ."""
     levels: dict[str, Level] = there.levels | mine.levels
-    common = mine.levels.keys() & there.levels.keys() & set(LOSSY)
+    common = nested(mine.levels.keys() & there.levels.keys())
     if any(mine.levels[level].mark != there.levels[level].mark for level in common):
-        levels = {name: one for name, one in levels.items() if name not in LOSSY or name in mine.levels}
+        levels = {name: one for name, one in levels.items() if not level_of(name).nested or name in mine.levels}
     return replace(mine, levels=levels)

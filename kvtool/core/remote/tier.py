@@ -13,7 +13,7 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.link import KVRead
 from kvtool.core.cache.store import Store, read_record
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.common.urls import place_of
@@ -126,7 +126,7 @@ def _take_over(
             raise
         warn(f"{error.message}: only what is here already is used", error.hint)
         return False
-    if any(level in LOSSY and level not in one.makers for one in there.chunks.values() for level in one.levels):
+    if any(level not in one.makers for one in there.chunks.values() for level in nested(one.levels)):
         text = f"{blobs.url} does not say which profile its lossy records are of: --level auto leaves them alone"
         warn(text, "push to it again")
     return True
@@ -302,7 +302,7 @@ class Tier:
                     make_room(self._store, writer, sum(bytes_of(record) for chunk in whole for record in chunk[3]))
                     mine = self._is_in_force()
                     for chunk in whole:
-                        if mine or chunk[2] not in LOSSY:  # else it may refine what another process has dropped
+                        if mine or not level_of(chunk[2]).nested:  # else it may refine what another process has dropped
                             with suppress(ValueError):  # of another length than its description: a hole in the answer
                                 writer.put_chunk(*chunk)
             except KvtoolError as error:  # locked, full, read-only

@@ -11,6 +11,7 @@ import torch
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import GateError
@@ -138,8 +139,8 @@ class _Bench:
         """Logits of a mode against full prefill, over a prompt of `count` chunks, beginning with number `turn`."""
         behind = ids_digest(self._prefix)
         order = [(index + turn) % len(self._chunks) for index in range(count)]
-        candidates = [Candidate(self._chunks[i], b"%d" % i, behind, "raw") for i in order]
-        prefix = Candidate(self._prefix, b"prefix", ids_digest([]), "raw" if self._prefix else None)
+        candidates = [Candidate(self._chunks[i], b"%d" % i, behind, RAW) for i in order]
+        prefix = Candidate(self._prefix, b"prefix", ids_digest([]), RAW if self._prefix else None)
         plan = build_plan(prefix, candidates, self._question)
         fused = fuse(self._decoder, plan, selector, MemorySource(self._kv))
         return _distance(self._full(tuple(plan.ids)), fused.logits)
@@ -172,7 +173,7 @@ class _Bench:
         """0 when every lossless codec gives back what it was given, bit for bit."""
         kv = self._kv[b"0"]
         layer, kv_heads, tokens, head_dim = 0, *kv.keys.shape[1:]
-        for codec in (codec for codec in CODECS.values() if codec.lossless):
+        for codec in (CODECS[level] for level in exact()):
             data = b"".join(codec.encode(kv.keys[layer], kv.values[layer]))
             item = Encoded(bytearray(data), (kv_heads, tokens, head_dim), NAMES[kv.keys.dtype])
             sides = codec.decode([item])[0]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS, LOSSY, NO_PROFILE
+from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class MeasuredLosses:
         try:
             state = store.codec_state()
             self._rows = {
-                maker: {level: float(rows[level]["kl_answer"]) for level in LOSSY if level in rows}
+                maker: {level: float(rows[level]["kl_answer"]) for level in lossy(rows)}
                 for maker, rows in losses_by_maker(state).items()
             }
             if state.get("named_predictor"):
@@ -51,11 +51,11 @@ class MeasuredLosses:
         """The most that any stored chunk loses at a level, of levels whose chunks' losses are all known."""
         lost: dict[str, float] = {}
         for chunk_id in self._store.chunk_ids() if self._rows else ():
-            stored = [level for level in self._store.levels(chunk_id) if level in LOSSY]
+            stored = lossy(self._store.levels(chunk_id))
             own = self.of(chunk_id, stored)
             for level in stored:
                 lost[level] = max(lost.get(level, 0.0), own.get(level, math.inf))
-        return {level: lost[level] for level in LOSSY if lost.get(level, math.inf) < math.inf}
+        return {level: lost[level] for level in lossy(lost) if lost[level] < math.inf}
 
 
 def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -64,7 +64,7 @@ def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Older stores kept one row a level: that of the profile in use.
     """
     rows = dict(state.get("losses") or {})
-    old = {level: rows.pop(level) for level in LOSSY if level in rows}
+    old = {level: rows.pop(level) for level in lossy(rows)}
     if old:
         maker = state.get("profile") or NO_PROFILE.hex()
         rows[maker] = rows.get(maker, {}) | old
@@ -73,16 +73,13 @@ def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:
     """Those of a chunk's levels that lose nothing, or measurably little enough; the finest first."""
-    return [
-        level for level in LEVELS if level in levels and (level not in LOSSY or losses.get(level, math.inf) <= max_loss)
-    ]
+    return [level for level in known(levels) if level_of(level).lossless or losses.get(level, math.inf) <= max_loss]
 
 
 def smallest_allowed(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> str | None:
     """The smallest of a chunk's levels whose measured loss is allowed; where none is, the one that loses least."""
-    allowed = [level for level in reversed(allowed_levels(levels, losses, max_loss)) if level in LOSSY]
-    kept = [level for level in ("lossless", "raw", *LOSSY) if level in levels]
-    return next(iter((*allowed, *kept)), None)
+    allowed = reversed(lossy(allowed_levels(levels, losses, max_loss)))
+    return next(iter((*allowed, *reversed(exact(levels)), *lossy(levels))), None)
 
 
 class ProfileShelf:

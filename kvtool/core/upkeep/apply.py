@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import EXACT, LOSSY
+from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.errors import DamagedError
 from kvtool.core.upkeep.inventory import kept_always
 from kvtool.core.upkeep.plan import Drop, Plan
@@ -39,9 +39,9 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
     going: dict[bytes, set[str]] = {}
     for chunk, level in drops:
         going.setdefault(chunk, set()).add(level)
-    exact = {chunk for level in EXACT for chunk in by_level.get(level, ())}
-    spared = {chunk for chunk in exact if not _stands_in(store, chunk, going[chunk])}
-    for level in LOSSY if spared else ():  # what cannot be read stands for nothing: the exact record does
+    lossless = {chunk for level in exact(by_level) for chunk in by_level[level]}
+    spared = {chunk for chunk in lossless if not _stands_in(store, chunk, going[chunk])}
+    for level in lossy() if spared else ():  # what cannot be read stands for nothing: the exact record does
         writer.drop_level(spared, level)
     for level, chunks in by_level.items():
         writer.drop_level([chunk for chunk in chunks if chunk not in spared], level)
@@ -53,7 +53,7 @@ def _stands_in(store: Store, chunk: bytes, going: set[str]) -> bool:
     staying = [level for level in store.levels(chunk) if level not in going]
     if not staying:
         return True
-    level = min(staying, key=lambda one: LOSSY.index(one) if one in LOSSY else -1)
+    level = next(iter(known(staying)), staying[0])
     with suppress(DamagedError):
         info = store.chunk_info(chunk)
         layers = info.layers if info is not None else 0

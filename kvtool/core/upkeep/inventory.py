@@ -10,7 +10,7 @@ from kvtool.core.cache import environment as tables
 from kvtool.core.cache import keys, space
 from kvtool.core.cache.environment import PAGE_BYTES, Snapshot
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import lossy
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import MeasuredLosses
@@ -100,7 +100,7 @@ def take_inventory(store: Store) -> Inventory:
             levels,
             max(used.get(chunk, 0), added.get(chunk, 0)),
             chunk in pinned,
-            frozenset(losses.of(chunk, [level for level in levels if level in LOSSY])),
+            frozenset(losses.of(chunk, lossy(levels))),
         )
         for chunk, levels in sizes.items()
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import LEVELS, known
 from kvtool.core.common.durations import seconds
 from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import UsageError
@@ -178,7 +178,7 @@ _KEYS: dict[str, Callable[[Row], Any]] = {
     "tokens": lambda row: row.ref.tokens,
     "chunks": lambda row: row.chunks,
     "used": lambda row: row.age,
-    "level": lambda row: min((LEVELS.index(level) for level in row.levels if level in LEVELS), default=len(LEVELS)),
+    "level": lambda row: min(map([*LEVELS].index, known(row.levels)), default=len(LEVELS)),
     "bytes": lambda row: row.bytes,
     "pinned": lambda row: not row.pinned,
 }

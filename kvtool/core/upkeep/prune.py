@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvtool.core.codec.levels import EXACT, LOSSY
+from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
 from kvtool.core.upkeep.plan import Growing, Plan, Step
 
@@ -68,7 +68,7 @@ class _Planner:
             yield self._cold(self.wanted.cold_before)
         if self.wanted.goal is not None:
             yield self._levels("exact", _exact)
-            for level in LOSSY[:-1]:
+            for level in lossy()[:-1]:
                 yield self._levels(f"level {level}", _finer(level))
             yield self._levels("kv", lambda levels, measured: list(levels))
             if self.wanted.as_needed:
@@ -143,25 +143,21 @@ class _Planner:
 
 def _exact(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
     """Exact records where a level with a measured loss stands; of two that lose nothing the larger."""
-    if measured.intersection(levels):
-        return [level for level in EXACT if level in levels]
-    return ["raw"] if all(level in levels for level in EXACT) else []
+    lossless = exact(levels)
+    return lossless if measured.intersection(levels) else lossless[:-1]
 
 
 def _finer(level: str) -> Ladder:
     """This level, where a coarser one with a measured loss stands. A coarser one never refines a finer."""
 
     def ladder(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
-        coarser = [one for one in LOSSY[LOSSY.index(level) + 1 :] if one in levels and one in measured]
-        return [level] if level in levels and coarser else []
+        standing = lossy({level, *measured.intersection(levels)})
+        return [level] if level in levels and level != standing[-1] else []
 
     return ladder
 
 
 def _finer_than_coarsest(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
     """All but the coarsest measured level, and what is coarser still: that one may refine it."""
-    standing = [level for level in LOSSY if level in levels and level in measured]
-    if not standing:
-        return []
-    finer = (*EXACT, *LOSSY[: LOSSY.index(standing[-1])])
-    return [level for level in finer if level in levels]
+    standing, stored = lossy(measured.intersection(levels)), known(levels)
+    return stored[: stored.index(standing[-1])] if standing else []

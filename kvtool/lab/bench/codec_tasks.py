@@ -19,14 +19,14 @@ import zstandard
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, no_profiles
-from kvtool.core.codec.cachegen import encode_levels
+from kvtool.core.codec.cachegen import encode_nested
 from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.tables import ZERO
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LEVELS, NESTED, exact
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.plain import padded
@@ -72,9 +72,9 @@ def all_tasks(sample: Sample, profile: Profile | None, pool: ThreadPoolExecutor)
     tasks = [*_plain_tasks(sample, pool), *_lossless_tasks(sample, pool)]
     if profile is not None:
         tasks.append(_forward_limit(sample, profile))
-    for level in LOSSY:
+    for level in NESTED:
         records = _encoded(_lossy_encoders(sample, level, profile), sample, pool)
-        if level == LOSSY[0]:
+        if level == NESTED[0]:
             tasks.append(_constriction(sample, profile, records))
         tasks += _lossy_tasks(sample, level, profile, records)
     return tasks
@@ -123,7 +123,7 @@ def _constriction(sample: Sample, profile: Profile | None, records: Sequence[Enc
     at = layer * len(sample.chunks)
     item = records[at]
     raw_bytes = 4 * sample.channels * item.shape[1]
-    task = Task(CONSTRICTION, LOSSY[0], [], raw_bytes, None, ONE, threaded=False)
+    task = Task(CONSTRICTION, NESTED[0], [], raw_bytes, None, ONE, threaded=False)
     try:
         stream = importlib.import_module("constriction").stream
     except ImportError:
@@ -154,17 +154,18 @@ def _ans(stream: Any, words: npt.NDArray[np.uint32], model: Any, count: int) -> 
 
 
 def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
-    codec = CODECS["lossless"]
-    jobs: list[Job] = [
-        partial(codec.encode, kv.keys[layer], kv.values[layer], layer)
-        for layer in range(sample.layers)
-        for kv in sample.chunks
-    ]
-    records = _encoded(jobs, sample, pool)
-    size = _size(records)
-    yield Task("encode", "lossless", jobs, sample.raw_bytes, size, ONE)
-    jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
-    yield Task("decode", "lossless", jobs, sample.raw_bytes, size, MANY)
+    for level in (level for level in exact() if not LEVELS[level].verbatim):
+        codec = CODECS[level]
+        jobs: list[Job] = [
+            partial(codec.encode, kv.keys[layer], kv.values[layer], layer)
+            for layer in range(sample.layers)
+            for kv in sample.chunks
+        ]
+        records = _encoded(jobs, sample, pool)
+        size = _size(records)
+        yield Task("encode", level, jobs, sample.raw_bytes, size, ONE)
+        jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
+        yield Task("decode", level, jobs, sample.raw_bytes, size, MANY)
 
 
 def _lossy_encoders(sample: Sample, level: str, profile: Profile | None) -> list[Job]:
@@ -179,7 +180,7 @@ def _encode(
     keys: torch.Tensor, values: torch.Tensor, layer: int, level: str, profile: Profile | None, layers: int
 ) -> Sequence[Any]:
     predictor = "mean" if profile is None else "auto"
-    return encode_levels(keys, values, layer, [level], profile, predictor=predictor, layers=layers)[level]
+    return encode_nested(keys, values, layer, [level], profile, predictor=predictor, layers=layers)[level]
 
 
 def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded]) -> Iterator[Task]:
@@ -212,14 +213,14 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
 
 
 def _pack(profile: Profile, layer: int, level: str, finest: npt.NDArray[np.int16]) -> Coded:
-    return pack(profile, layer, level, coarsened(finest, LOSSY.index(level)), refine=False)
+    return pack(profile, layer, level, coarsened(finest, NESTED.index(level)), refine=False)
 
 
 def _decodings(profile: Profile | None, layer: int, items: Sequence[Encoded]) -> list[Decoding]:
     """Streams of records of a layer straight to bfloat16, into memory that is yet to be named."""
     records = [Coded.parse(item.payload) for item in items]
     if profile is not None:
-        columns = profile.coded(LOSSY[records[0].level - 1], layer).alone
+        columns = profile.coded(NESTED[records[0].level - 1], layer).alone
         return [_decoding([coded.streams[0] for coded in records], columns, [coded.tokens for coded in records], 1.0)]
     found = []
     for coded, item in zip(records, items, strict=True):

@@ -16,7 +16,7 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.fit import default_groups, fit_profile
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Ids
@@ -107,7 +107,7 @@ class _RandomText:
 
 def _prompt(decoder: Decoder, text: _RandomText, level: str, context: int) -> Prompt:
     # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
-    prefix = _stored(decoder, text.prefix, (), "raw" if level in LOSSY else level)
+    prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
     return Prompt(context, prefix, tuple(chunks), text.question)
 
@@ -144,7 +144,7 @@ class _Filler:
 
     def _write(self, batch: Sequence[Stored], lead_in: LeadIn, before: Ids) -> None:
         kvs = prefill_chunks(self._decoder, lead_in, [PrefillItem(piece.ids) for piece in batch])
-        if batch[0].level in LOSSY and self._profile is None:
+        if level_of(batch[0].level).nested and self._profile is None:
             self._profile = fit_to(self._decoder, kvs)
             self._writer.put_profile(self._profile.digest, self._profile.data, {"profile": self._profile.digest.hex()})
         for piece, kv in zip(batch, kvs, strict=True):

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LEVELS
 from kvtool.core.fusion.speeds import PassSpeed
 from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
 
-_DECODED = (*LOSSY, "lossless")  # levels whose decoding takes time worth counting
+# Levels whose decoding takes time worth counting.
+_DECODED = [name for name, level in LEVELS.items() if not level.verbatim]
 
 # TensorRT-LLM v0.6.1, docs/source/performance.md, "Low Latency": LLaMA 7B on one A100, FP16, batch 1: seconds to the
 # first token by input tokens. The two give the FLOP/s of a long prompt, and what a pass costs before its first row.

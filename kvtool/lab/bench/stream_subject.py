@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import LEVELS, RAW, exact, nested
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.speeds import PassSpeed
 from kvtool.core.session.levels import MeasuredLosses
@@ -109,7 +109,7 @@ def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -
             for name, loss in losses.items()
         },
         passes=speeds.given() or speeds.on_gpu(config),
-        raw_bytes=sum(total["raw"] for total in totals),
+        raw_bytes=sum(total[RAW] for total in totals),
         sources=(MEASURED_FROM, *speeds.told(speeds.told_of_gpu())),
         decode=speeds.by_level(2 * numbers),
     )
@@ -118,10 +118,11 @@ def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -
 def _rungs(totals: Mapping[str, int], losses: Mapping[str, float]) -> Iterator[Rung]:
     """Nested levels by what each adds to the coarser one, and the lossless one; 8 bits are no level of the store."""
     parts: list[Part] = []
-    for level in reversed(LOSSY):
+    for level in reversed(nested()):
         parts.append(Part(level, totals[level] - sum(part.size for part in parts)))
         yield Rung(level, losses[level], tuple(parts))
-    yield Rung("lossless", 0.0, (Part("lossless", totals["lossless"]),))
+    level = exact(totals)[-1]
+    yield Rung(level, 0.0, (Part(level, totals[level]),))
 
 
 def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed | None) -> Subject:
@@ -140,7 +141,7 @@ def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed |
     chunks = list(_store_chunks(store, context))
     if not chunks:
         raise KvtoolError("the store holds no chunk whose KV is whole", "run `kvtool ingest PATH` first")
-    levels = [name for name in (*reversed(LOSSY), "lossless", "raw") if all(name in rungs for _, rungs, *_ in chunks)]
+    levels = [name for name in reversed([*LEVELS]) if all(name in rungs for _, rungs, *_ in chunks)]
     if unknown := [name for name in levels if not all(name in losses for *_, losses in chunks)]:
         raise KvtoolError(
             f"what level {', '.join(unknown)} loses was never measured in this store", "run `kvtool compress` again"
@@ -180,7 +181,7 @@ def _store_chunks(
             continue
         tokens += len(info.token_ids)
         parts = {level: _parts(store, chunk, level, sizes) for level in sizes}
-        losses = {"raw": 0.0, "lossless": 0.0} | measured.of(chunk, sizes)
+        losses = dict.fromkeys(exact(), 0.0) | measured.of(chunk, sizes)
         yield len(info.token_ids), parts, info.layers * found[0].raw_bytes, losses
 
 

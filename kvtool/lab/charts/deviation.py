@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import lossy
 from kvtool.lab.charts.page import Section, Shaded
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
@@ -38,7 +38,7 @@ def _by_layer(layers: Sequence[dict[str, Any]], level: str) -> Section:
         "How far the reused keys and values of the chunks' tokens are from those of a full prefill of the same "
         "prompt, layer by layer. "
     )
-    if level in LOSSY:
+    if lossy([level]):
         text += f"They are read at level {level}: what it rounds away is part of the deviation, at every layer."
     else:
         text += "The first layer's depend on the token alone, so they do not deviate."

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.codec.levels import EXACT as EXACT_LEVELS
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import level_of, lossy
 from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, measure
 from kvtool.core.errors import KvtoolError, UsageError
@@ -43,9 +42,9 @@ def schemes(profile: Profile | None, layers: int) -> dict[str, Scheme]:
     """All schemes by name: the profile's levels, the plain predictors' (`anchor` is the paper's), 8 and 4 bits."""
     found: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
     for predictor in ("anchor", "mean"):
-        found |= {f"{predictor}-{level}": LevelScheme(level, None, predictor, layers) for level in LOSSY}
+        found |= {f"{predictor}-{level}": LevelScheme(level, None, predictor, layers) for level in lossy()}
     if profile is not None:
-        found |= {level: LevelScheme(level, profile, "auto", layers) for level in LOSSY}
+        found |= {level: LevelScheme(level, profile, "auto", layers) for level in lossy()}
     return found
 
 
@@ -98,10 +97,10 @@ def codec_report(
 def _prompts(session: Session, requests: Sequence[Request], options: QueryOptions) -> Iterator[Question]:
     for request in requests:
         plan = session.lay_out(request, options).plan
-        lossy = [s for s in plan.segments[:-1] if s.ids and s.source.level not in EXACT_LEVELS]
-        if lossy:
+        inexact = [s for s in plan.segments[:-1] if s.ids and not level_of(s.source.level or "").lossless]
+        if inexact:
             raise KvtoolError(
-                f"chunk {lossy[0].source.chunk_id.hex()[:12]} is not stored exactly",
+                f"chunk {inexact[0].source.chunk_id.hex()[:12]} is not stored exactly",
                 "ingest its document into a new store",
             )
         yield Question(plan, request.answers)

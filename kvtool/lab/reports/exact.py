@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvtool.core.codec.levels import LOSSY
+from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Segment, build_plan
 from kvtool.core.fusion.source import KVSource, LayerKV, MemorySource, ReadStats
@@ -59,13 +59,13 @@ def _exact(session: Session, asked: Asked, source: Exactly) -> Asked:
     chunks = []
     for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True):
         candidate = segment.source
-        if candidate.level in LOSSY:
+        if candidate.level is not None and not level_of(candidate.level).lossless:
             if candidate.chunk_id not in source.computed:
                 before = _before(session, segment, hit.passage.source, hit.passage.start)
                 lead_in = open_lead_in(session.store, session.decoder, session.identity.lead_in)
                 made = prefill_chunks(session.decoder, lead_in, [PrefillItem(segment.ids, before)])
                 source.computed[candidate.chunk_id] = made[0]
-            candidate = replace(candidate, level="raw", reason="")
+            candidate = replace(candidate, level=RAW, reason="")
         chunks.append(candidate)
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import known
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.fusion.source import StoreSource
@@ -151,8 +151,9 @@ def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
 
 def levels_in(rows: Mapping[int, Mapping[str, Row]]) -> list[str]:
     """The levels at which any run read chunks, finest first: what a lossy one rounds away is part of its results."""
-    read = {level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ())}
-    return [level for level in LEVELS if level in read]
+    return known(
+        level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ())
+    )
 
 
 def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:

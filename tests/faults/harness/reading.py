@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LEVELS, LOSSY
+from kvtool.core.codec.levels import LEVELS, NESTED
 from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.reply import QueryOptions, Request
@@ -113,7 +113,7 @@ def _read_layer(facts: Facts, store: Store, chunks: Sequence[bytes], level: str,
 def _decode(facts: Facts, store: Store, known: Known, dice: int) -> None:
     """One chunk through each codec."""
     chunk, shelf = known.chunks[dice % len(known.chunks)], ProfileShelf(store)
-    for level in ("lossless", *LOSSY):
+    for level in ("lossless", *NESTED):
 
         def decoded(level: str = level) -> bytes | None:
             if level not in store.levels(chunk):
