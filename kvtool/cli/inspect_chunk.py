@@ -12,11 +12,12 @@ from kvtool.core.errors import UsageError
 
 def chunk(run: Run, store: Any, about: Subject) -> None:
     """Tell what is stored of it; the model is not loaded."""
-    from kvtool.lab.reports.chunk import chunk_report, find_chunk
+    from kvtool.core.cache.identity import chunk_named
+    from kvtool.lab.reports.chunk import chunk_report
 
     if about.text is None:
         raise UsageError("inspect chunk needs a chunk's id", "`kvtool store ls` lists the documents and their chunks")
-    value = chunk_report(store, find_chunk(store, about.text))
+    value = chunk_report(store, chunk_named(about.text, store.chunk_ids()))
     if about.wanted:
         _page(run, store, about, value)
     run.out.result(value, human=lambda: _show(run, value))

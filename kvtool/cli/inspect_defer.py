@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.inspect_quality import Wanted, batch_of, measure, options_for, read_at
-from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, NoSpaceError, UsageError
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
@@ -50,10 +50,8 @@ def _keep(run: Run, store: Store, fingerprint: str, value: dict[str, Any]) -> No
 
     for one in value["runs"]:
         facts = {"questions": one["n"], "run": one["run"], "first": value["first"], "top_k": value["top_k"]}
-        try:
-            keep_threshold(store, fingerprint, one["run"].partition(":")[0], one["threshold"], facts)
-        except (OSError, NoSpaceError) as error:
-            run.out.warning(f"the thresholds could not be kept: {error}", "make the store writable")
+        if not keep_threshold(store, fingerprint, one["run"].partition(":")[0], one["threshold"], facts):
+            run.out.warning("the thresholds could not be kept", "make the store writable, or make room on its disk")
             return
 
 

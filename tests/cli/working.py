@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from kvtool.cli.app import main
-from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.upkeep import find_damage
 from tests.families import save_tiny
@@ -183,11 +183,12 @@ def drop_records(path: Path, *chunks: str) -> None:
 
 def fail_gate(path: Path) -> None:
     """Let a store say that its model has failed law 4."""
-    (verdict,) = (path / "gate").glob("*.json")
-    row = read_json(verdict)
-    assert row["passed"] is True
-    row["checks"][3] |= {"difference": 0.7312, "passed": False}
-    write_json(verdict, row | {"passed": False})
+    with Store.open(path) as store:
+        (verdict,) = (path / "gate").glob("*.json")
+        row = read_side(store, f"gate/{verdict.name}")
+        assert row["passed"] is True
+        row["checks"][3] |= {"difference": 0.7312, "passed": False}
+        assert write_side(store, f"gate/{verdict.name}", row | {"passed": False})
 
 
 def prefix_chunk(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kvtool as package
+from kvtool.core.cache import side
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
 from kvtool.core.query.reply import QueryOptions, Request
@@ -231,7 +232,7 @@ def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.M
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(speeds, "write_json", full)
+    monkeypatch.setattr(side, "atomic_write", full)
     assert ask(path).json["fusion"] == "union"
 
 

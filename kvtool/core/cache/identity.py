@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from kvtool.core.errors import UsageError
 
 ID_BYTES = 20  # blake2b-160
 ID_VERSION = 1  # of the encoding below; part of every id
+FEWEST_DIGITS = 6  # that name a chunk
 
 
 def _field(data: bytes) -> bytes:
@@ -64,3 +67,26 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
         bytes(lead_in),
         _pack_ids(token_ids),
     )
+
+
+# ---- as people name them -----------------------------------------------------------------------------------------
+
+
+def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
+    """The known ids that begin with these hexadecimal digits; none where the text is too short, or no such digits."""
+    digits = text.strip().lower()
+    if len(digits) < FEWEST_DIGITS or digits.strip("0123456789abcdef"):
+        return []
+    if len(digits) == 2 * ID_BYTES:
+        return [whole] if (whole := bytes.fromhex(digits)) in known else []
+    return [one for one in known if one.hex().startswith(digits)]
+
+
+def chunk_named(text: str, known: Collection[bytes]) -> bytes:
+    """The one known id that begins with these digits; raises UsageError where there is none, or several."""
+    named = chunks_named(text, known)
+    if len(named) != 1:
+        what = f"could be any of {len(named)}: give more digits" if named else "is not in the store"
+        hint = f"`kvtool store ls` lists the chunks' ids, of which {FEWEST_DIGITS} digits or more are given"
+        raise UsageError(f"chunk {text!r} {what}", hint)
+    return named[0]

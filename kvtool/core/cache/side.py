@@ -13,12 +13,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from kvtool.core.cache.layout import atomic_write
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, NoSpaceError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
 
 TABLES = ".tables"  # how the names of sealed tables end
 TAIL_BYTES = 24
@@ -62,13 +65,36 @@ def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryv
 # ---- JSON --------------------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a JSON file beside the store. Raises OSError, NoSpaceError."""
-    atomic_write(path, json.dumps({_DIGEST: _digest_of(value), **value}, indent=1).encode())
+def write_side(store: Store, name: str, value: dict[str, Any]) -> bool:
+    """Keep a JSON object beside the store, as ``folder/name``.
+
+    False: it cannot be kept, on a read-only store or without room. What stands beside a store can be made again.
+    """
+    if store.read_only:
+        return False
+    try:
+        atomic_write(store.side_file(name), json.dumps({_DIGEST: _digest_of(value), **value}, indent=1).encode())
+    except (OSError, NoSpaceError):
+        return False
+    return True
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Inverse of :func:`write_json`.
+def read_side(store: Store, name: str, **marks: Any) -> dict[str, Any]:
+    """Inverse of :func:`write_side`; empty where nothing was kept, or what was kept cannot be read.
+
+    Parameters
+    ----------
+    marks : fields that it has to have with just these values, such as `format`: else it is not what the caller means.
+    """
+    try:
+        value = _read_json(store.side_file(name))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if all(value.get(field) == mark for field, mark in marks.items()) else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that is that of its digest.
 
     Raises
     ------
@@ -110,7 +136,7 @@ def _wrong_with(path: Path) -> str | None:
             if len(data) < TAIL_BYTES or data[-TAIL_BYTES:] != tail_of(bytes(data[:-TAIL_BYTES])):
                 return "does not match its digest"
         elif path.suffix == ".json":
-            read_json(path)
+            _read_json(path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, NO_PROFILE, check_level, exact, level_of, lossy
@@ -113,7 +114,7 @@ class _Job:
         known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         if not self.options.chunks:
             return known
-        return list(dict.fromkeys(_match(text, known) for text in self.options.chunks))
+        return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
         from kvtool.core.compress.chunks import exact_level
@@ -252,11 +253,3 @@ class _Job:
     def _warn(self, text: str, hint: str) -> None:
         self.report.warnings.append(text)
         self.events.warn(text, hint)
-
-
-def _match(text: str, known: Sequence[bytes]) -> bytes:
-    matching = [chunk for chunk in known if len(text) >= 6 and chunk.hex().startswith(text.lower())]
-    if len(matching) != 1:
-        what = "matches several chunks" if matching else "is not in the store"
-        raise UsageError(f"chunk {text!r} {what}", "`kvtool store ls` lists the chunks' ids")
-    return matching[0]

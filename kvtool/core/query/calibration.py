@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.query.defer import DEFAULT_THRESHOLD, PROBED, Threshold
 
 if TYPE_CHECKING:
@@ -26,29 +26,21 @@ def threshold_for(store: Store, fingerprint: str, mode: str, asked: float | None
     return Threshold(value, "calibrated") if math.isfinite(value) else Threshold(DEFAULT_THRESHOLD, "default")
 
 
-def keep_threshold(store: Store, fingerprint: str, mode: str, value: float, facts: Mapping[str, Any]) -> None:
-    """Put a mode's threshold; those of other modes stay.
+def keep_threshold(store: Store, fingerprint: str, mode: str, value: float, facts: Mapping[str, Any]) -> bool:
+    """Put a mode's threshold; those of other modes stay. False: the store cannot be written.
 
     Parameters
     ----------
     facts : what it was measured on; for people.
-
-    Raises
-    ------
-    OSError, NoSpaceError : the file cannot be written.
     """
     modes = _modes(store, fingerprint) | {mode: {"threshold": value, **facts}}
-    write_json(store.side_file(_name(fingerprint)), {"format": FORMAT, "probed": PROBED, "modes": modes})
+    return write_side(store, _name(fingerprint), {"format": FORMAT, "probed": PROBED, "modes": modes})
 
 
 def _modes(store: Store, fingerprint: str) -> dict[str, Any]:
     """What was kept, by mode; nothing where that cannot be read, or was measured in another way."""
-    try:
-        value = read_json(store.side_file(_name(fingerprint)))
-        ours = value["format"] == FORMAT and value["probed"] == PROBED
-        return dict(value["modes"]) if ours else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    modes = read_side(store, _name(fingerprint), format=FORMAT, probed=PROBED).get("modes")
+    return modes if isinstance(modes, dict) else {}
 
 
 def _name(fingerprint: str) -> str:

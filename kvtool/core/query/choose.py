@@ -6,6 +6,7 @@ import os
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
+from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Warn
 from kvtool.core.corpus.readers.jsonl import ENDINGS
@@ -60,18 +61,8 @@ class Chooser:
         return warm_first(self.finder.find(request.question, top_k + _TIES, how), self.warm)[:top_k]
 
     def _by_id(self, text: str) -> Passage:
-        try:
-            chunk_id = bytes.fromhex(text)
-        except ValueError:
-            chunk_id = b""
         places = self._all_places()
-        if chunk_id not in places:
-            matching = [key for key in places if len(text) >= 6 and key.hex().startswith(text.lower())]
-            if len(matching) != 1:
-                what = "matches several chunks" if matching else "is not in the store"
-                raise UsageError(f"chunk {text!r} {what}", "`kvtool store ls` lists the chunks' ids")
-            chunk_id = matching[0]
-        return places[chunk_id]
+        return places[chunk_named(text, places)]
 
     def _all_places(self) -> dict[bytes, Passage]:
         if self._places is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.link import KVRead
+from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store, read_record
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.places import cache_dir
@@ -136,11 +136,9 @@ def _adopt(
     store: Store, blobs: Blobs, there: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
 ) -> None:
     """Take over what the catalogue describes, once for each catalogue."""
-    mark, last = store.side_file(_ADOPTED), store.side_file(_CATALOGUE)
-    done = json.dumps({"catalogue": digest_of(packed), "rules": _RULES}).encode()
-    with suppress(OSError):
-        if mark.read_bytes() == done:
-            return
+    last, done = store.side_file(_CATALOGUE), {"catalogue": digest_of(packed), "rules": _RULES}
+    if read_side(store, _ADOPTED) == done:
+        return
     with store.writer(lock_wait) as writer:
         report = adopt(store, writer, blobs, there, levels=(), delete=True, timeout=timeout, mirror=True)
         if store.budget() is None and not last.exists():  # later on it is what its owner wants
@@ -152,7 +150,7 @@ def _adopt(
     if len(report.damaged) > _MOST_TOLD:
         warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
     if not report.damaged:
-        atomic_write(mark, done)
+        write_side(store, _ADOPTED, done)
 
 
 def local_place(url: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import random
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import is_busy
-from kvtool.core.errors import DamagedError, NoSpaceError
+from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, Speeds, read_numbers
@@ -120,21 +119,14 @@ class _SpeedFile:
             return None
 
     def keep(self, machine: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> None:
-        """Put a machine's row; a store that cannot be written stays as it is."""
-        if self._store.read_only:
-            return
+        """Put a machine's row; a store that cannot be written stays as it is, and it is measured again next time."""
         machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
-        with contextlib.suppress(OSError, NoSpaceError):  # then it is measured again next time
-            write_json(self._store.side_file(self._name), {"format": FORMAT, "machines": machines})
+        write_side(self._store, self._name, {"format": FORMAT, "machines": machines})
 
     def _value(self) -> dict[str, Any]:
         """What was kept; empty where that is nothing or nothing of ours."""
-        try:
-            value = read_json(self._store.side_file(self._name))
-        except (OSError, ValueError):
-            return {}
-        ours = value.get("format") == FORMAT and isinstance(value.get("machines"), dict)
-        return value if ours else {}
+        value = read_side(self._store, self._name, format=FORMAT)
+        return value if isinstance(value.get("machines"), dict) else {}
 
 
 def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> Speeds:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache.side import read_json, write_json
+from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import NoSpaceError
 from kvtool.core.session.identity import StoreIdentity
 
 if TYPE_CHECKING:
@@ -24,9 +22,8 @@ def stored_verdict(store: Store, fingerprint: str) -> Verdict | None:
     from kvtool.core.session.gate import GATE_FORMAT, Verdict
 
     try:
-        row = read_json(store.side_file(f"gate/{fingerprint}.json"))
-        return Verdict.from_json(row) if row.get("format") == GATE_FORMAT else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Verdict.from_json(read_side(store, _name(fingerprint), format=GATE_FORMAT))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None  # missing or unreadable: the gate is run again
 
 
@@ -38,7 +35,9 @@ def gate_store(store: Store, decoder: Decoder, identity: StoreIdentity, chunks: 
     from kvtool.core.session.gate import run_gate
 
     verdict = run_gate(decoder, identity.fingerprint, identity.prefix, chunks, _QUESTION)
-    if not store.read_only:
-        with contextlib.suppress(OSError, NoSpaceError):  # then the gate is run again next time
-            write_json(store.side_file(f"gate/{identity.fingerprint}.json"), verdict.to_json())
+    write_side(store, _name(identity.fingerprint), verdict.to_json())  # else the gate is run again next time
     return verdict
+
+
+def _name(fingerprint: str) -> str:
+    return f"gate/{fingerprint}.json"

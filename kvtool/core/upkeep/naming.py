@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.options.settings import did_you_mean
 
-FEWEST_DIGITS = 6
 _LISTED = "`kvtool store ls` lists documents and chunks"
 Named = Mapping[str, str]  # source of a document -> path of its file; a file without documents names itself
 
@@ -28,14 +28,6 @@ def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
     for target in targets:
         found |= set(_meant(target, named, lambda digits: _with_chunk(store, digits)))
     return sorted(found)
-
-
-def named_chunks(store: Store, target: str) -> list[bytes]:
-    """Chunks whose id begins with these hexadecimal digits; none where it is no such text."""
-    digits = target.strip().lower()
-    if len(digits) < FEWEST_DIGITS or digits.strip("0123456789abcdef"):
-        return []
-    return [chunk for chunk in store.chunk_ids() if chunk.hex().startswith(digits)]
 
 
 def documents_of(store: Store) -> dict[str, str]:
@@ -92,7 +84,7 @@ def _ending(target: str, named: Named) -> list[str]:
 
 
 def _with_chunk(store: Store, target: str) -> list[str]:
-    chunks = named_chunks(store, target)
+    chunks = chunks_named(target, store.chunk_ids())
     if len(chunks) > 1:
         raise UsageError(f"{len(chunks)} chunks have an id that begins with {target}", "give more digits")
     return [one.source for one in store.documents() if chunks and any(ref.chunk_id in chunks for ref in one.chunks)]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
-from kvtool.core.upkeep.naming import named_chunks, named_documents
+from kvtool.core.upkeep.naming import named_documents
 
 
 def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[s
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:
-            chunks = named_chunks(store, target)
+            chunks = chunks_named(target, store.chunk_ids())
             if len(chunks) == 1:
                 pins["chunks"] = sorted({*pins["chunks"], chunks[0].hex()})
             else:
@@ -49,7 +50,7 @@ def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict
 
 
 def _meant(store: Store, target: str, pins: dict[str, Any]) -> set[str]:
-    chunks = {chunk for chunk in pins["chunks"] if len(target) >= 6 and chunk.startswith(target.lower())}
+    chunks = {chunk.hex() for chunk in chunks_named(target, [*map(bytes.fromhex, pins["chunks"])])}
     if target in pins["sources"] or chunks:
         return {target} | chunks
     return set(named_documents(store, [target]))

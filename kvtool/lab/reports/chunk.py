@@ -12,25 +12,6 @@ from kvtool.core.errors import UsageError
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-FEWEST_DIGITS = 6
-
-
-def find_chunk(store: Store, text: str) -> bytes:
-    """The chunk whose id begins with these hexadecimal digits.
-
-    Raises
-    ------
-    UsageError : fewer than FEWEST_DIGITS, none such, or several.
-    """
-    wanted = text.strip().lower()
-    hint = "`kvtool store ls` lists the documents and their chunks"
-    if len(wanted) < FEWEST_DIGITS or wanted.strip("0123456789abcdef"):
-        raise UsageError(f"{text!r} is not a chunk's id: {FEWEST_DIGITS} or more of its hexadecimal digits", hint)
-    found = [chunk for chunk in store.chunk_ids() if chunk.hex().startswith(wanted)]
-    if len(found) != 1:
-        raise UsageError(f"{len(found) or 'no'} chunks of the store have an id that begins with {wanted}", hint)
-    return found[0]
-
 
 def chunk_report(store: Store, chunk: bytes) -> dict[str, Any]:
     """`id, tokens, layers, lead_in` (digest), `levels{level: bytes}`, `last_used` (seconds since 1970, or None),
