@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.out import error_json
 from kvtool.cli.parsing import store_path, system_text
 from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.cli.watch import Watch
@@ -110,7 +111,7 @@ def _log_end(book: EventLog, raised: BaseException) -> None:
     from kvtool.cli.app import explain
 
     error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
-    book.event("error", message=error.message, hint=error.hint, exit_code=code)
+    book.event("error", error=error_json(error, code))
 
 
 def _split(run: Run) -> SplitSettings:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-SCHEMA = 1
+SCHEMA = 2
 STATUS_EVERY_S = 10.0  # a line at -v where no bar can be drawn
 EVENT_EVERY_S = 1.0
 
@@ -92,6 +92,12 @@ def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -
     plain = _plain(value)
     text = escaped(json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent))
     return text if degrade(text, encoding) == text else escaped(json.dumps(plain, allow_nan=False, indent=indent))
+
+
+def error_json(error: KvtoolError, exit_code: int | None = None) -> dict[str, Any]:
+    """An error as every object and event has it: `message`, `hint`, `exit_code`; without passwords of URLs."""
+    code = error.exit_code if exit_code is None else exit_code
+    return {"message": scrubbed(error.message), "hint": scrubbed(error.hint), "exit_code": code}
 
 
 def _plain(value: Any) -> Any:
@@ -332,15 +338,13 @@ class Out:
 
     def error(self, error: KvtoolError, exit_code: int | None = None) -> None:
         """Say why the command ends; in the machine modes also on stdout."""
-        code = error.exit_code if exit_code is None else exit_code
-        message, hint = scrubbed(error.message), scrubbed(error.hint)
-        self._say(message, label="error", colour=31)
-        if hint:
-            self._say(hint, label="hint", colour=36)
-        facts = {"message": message, "hint": hint, "exit_code": code}
+        facts = error_json(error, exit_code)
+        self._say(facts["message"], label="error", colour=31)
+        if facts["hint"]:
+            self._say(facts["hint"], label="hint", colour=36)
         if self.mode == "json":
             self.json({"error": facts})
-        self.event("error", **facts)
+        self.event("error", error=facts)
 
     @contextmanager
     def progress(self, label: str, total: float | None = None, unit: str = "tokens") -> Iterator[Progress]:

@@ -245,7 +245,7 @@ def _show_stream(run: Run, reply: Reply) -> None:
     """Whether the objective was met, and with -v or --explain what was decided for it."""
     if not reply.slo:
         return
-    run.out.status(f"objective: {reply.slo['objective_ms']:.0f} ms, {'met' if reply.slo['met'] else 'missed'}")
+    run.out.status(f"objective: {reply.slo['slo_ms']:.0f} ms, {'met' if reply.slo['met'] else 'missed'}")
     say = run.out.status if reply.explained else run.out.detail
     for row in reply.stream:
         rates = ", ".join(
@@ -283,7 +283,7 @@ def _show_decision(run: Run, reply: Reply) -> None:
     ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
     level = "" if chosen["level"] is None else f" from level {chosen['level']}"
     run.out.status(f"auto: {reply.fusion}{ratio}{level}, expected after {expected[reply.fusion]:.0f} ms")
-    for reason in chosen["reasons"]:
+    for reason in chosen["notes"]:
         run.out.detail(f"  {reason}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.out import error_json
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
 from kvtool.core.query.summary import numbers, summarise
 
@@ -50,8 +51,7 @@ class Batch:
             raise
         except KvtoolError as error:
             self._failed += 1
-            facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-            self._run.out.json({"type": "error", **known, "question": request.question, "error": facts})
+            self._run.out.json({"type": "error", **known, "question": request.question, "error": error_json(error)})
             return
         for reply in replies:
             self._numbers.setdefault(reply.asked_mode, []).append(numbers(reply))

@@ -11,6 +11,7 @@ from kvtool.cli.parsing import ManyValues, store_path
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.cli.verify import repair, verify
+from kvtool.core.common.json_text import level_rows
 
 app = new_app("Look after the store: listing, verification, upkeep, sharing.")
 
@@ -21,8 +22,9 @@ def stats(run: Run) -> None:
     from kvtool.core.cache.store import Store
 
     with Store.open(store_path(run.settings.store)) as store:
-        value = {"path": str(store.path)} | store.stats()
-    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(value)))
+        sizes = {"path": str(store.path)} | store.stats()
+    value = sizes | {"levels": level_rows(sizes["levels"])}
+    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes)))
 
 
 def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:

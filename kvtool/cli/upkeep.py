@@ -47,7 +47,7 @@ def forget(run: Run, targets: Targets, dry_run: DryRun = False, yes: Yes = False
     settings = run.settings
     plan = run_forget(store_path(settings.store), targets, dry_run=dry_run, yes=yes, lock_wait=settings.lock_wait)
     chunks = sum(step.chunks for step in plan.steps)
-    value: dict[str, Any] = {"dry_run": dry_run, "documents": list(plan.sources), "chunks": chunks, "bytes": plan.size}
+    value: dict[str, Any] = {"dry_run": dry_run, "sources": list(plan.sources), "chunks": chunks, "bytes": plan.size}
     value["refused"] = None if plan.refusal is None else plan.refusal.message
     _warn_of(run, plan.refusal)
 

@@ -286,12 +286,12 @@ def test_jsonl(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
     *events, summary = done.lines
     assert {event["type"] for event in events} == {"status", "warning"}
-    assert all(event["schema"] == 1 for event in done.lines)
+    assert all(event["schema"] == 2 for event in done.lines)
     assert any("no profile is fitted" in event["message"] for event in events)
     assert summary["type"] == "summary"
     check_report(summary, plain, before)
     (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines
-    assert (error["type"], error["exit_code"]) == ("error", 2)
+    assert (error["type"], error["error"]["exit_code"]) == ("error", 2)
 
 
 def test_any_script(tiny: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Done:
         """The one JSON object on stdout."""
         assert self.out.count("\n") == 1, self.out + self.err
         value: dict[str, Any] = json.loads(self.out)
-        assert value["schema"] == 1
+        assert value["schema"] == 2
         return value
 
     @property

@@ -78,8 +78,8 @@ def test_a_run_that_breaks_off_says_so_last(
     monkeypatch.setattr(job, "survey", breaking)
     done = fresh(folder, "--log", log)
     last = events(log)[-1]
-    assert (last["type"], last["exit_code"]) == ("error", done.code)
-    assert last["message"] in done.err
+    assert (last["type"], last["error"]["exit_code"]) == ("error", done.code)
+    assert last["error"]["message"] in done.err
 
 
 def test_a_full_disk_under_the_log_ends_no_ingest(fresh: Any, tmp_path: Path) -> None:

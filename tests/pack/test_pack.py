@@ -120,7 +120,7 @@ def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
     kvtool("store", "export", tmp_path / "all.kvpack", "--store", fitted).fine()
     row = kvtool("store", "import", tmp_path / "all.kvpack", *new, "--json").fine().json
     assert row["direction"] == "import"
-    assert (row["files"], row["chunks"]["there"]) == ({"moved": 1, "there": 1}, 2 * len(found) + 1)
+    assert (row["files"], row["chunks"]["unchanged"]) == ({"moved": 1, "unchanged": 1}, 2 * len(found) + 1)
     assert contents(tmp_path / "new") == contents(fitted)
 
 

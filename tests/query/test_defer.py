@@ -187,7 +187,7 @@ def test_the_calibrated_threshold_is_used(store: Path) -> None:
     assert len(ask(store, "--defer", "--fusion", "reuse").json["rounds"]) == 1
     rounds = ask(store, "--defer").json["rounds"]
     assert len(rounds) > 1
-    assert "1.500 (calibrated)" in rounds[0]["why"]
+    assert "1.500 (calibrated)" in rounds[0]["reason"]
 
 
 @pytest.mark.parametrize(

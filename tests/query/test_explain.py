@@ -33,12 +33,12 @@ def test_every_recomputed_token_has_a_reason(mode: str, store: Path) -> None:
     row = ask(store, "--fusion", mode, "--explain", "--json").json
     counted = 0
     for chunk in row["chunks"]:
-        runs = chunk["explained"]["runs"]
-        assert [run["start"] for run in runs] == [0, *(run["stop"] for run in runs[:-1])]
-        assert runs[-1]["stop"] == chunk["tokens"]
-        by_reason = chunk["explained"]["recomputed"]
+        runs = chunk["explained"]["spans"]
+        assert [run["token_start"] for run in runs] == [0, *(run["token_end"] for run in runs[:-1])]
+        assert runs[-1]["token_end"] == chunk["tokens"]
+        by_reason = chunk["explained"]["reasons"]
         assert set(by_reason) <= {REASONS.get(mode)}
-        assert sum(run["stop"] - run["start"] for run in runs if run["reason"]) == sum(by_reason.values())
+        assert sum(run["token_end"] - run["token_start"] for run in runs if run["reason"]) == sum(by_reason.values())
         counted += sum(by_reason.values())
     outside = len(ask(store, "--token-ids", "--json").json["segments"]["prefix"]) if mode == "full" else 0
     assert counted + outside == row["tokens"]["recomputed"]

@@ -246,7 +246,7 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
     forget(store, "f1", "f2")
     value = run("--delete", "--dry-run", "--json").fine().json
     assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 15, 2)
-    assert value["removed_bytes"] > 0
+    assert value["bytes_freed"] > 0
     assert "15 would be removed" in run("--delete", "--dry-run").fine().out
     run("--delete", "--json").failed(2, "2 of 3 documents", "--yes")
     assert "15 removed" in run("--delete", "--yes").fine().out

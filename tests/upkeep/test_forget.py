@@ -131,7 +131,7 @@ def test_a_rehearsal_says_what_would_be_refused(tree: Path) -> None:
 def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = listing(store)[2]["source"]
     value = kvtool("store", "forget", Path(source).name, "--store", store, "--json").fine().json
-    assert value["documents"] == [source]
+    assert value["sources"] == [source]
     assert value["chunks"] > 0
     assert damages(store) == []
     with Store.open(store) as opened, monkeypatch.context() as patch:

@@ -112,7 +112,7 @@ class CompressReport:
             "levels": [level.to_json() for level in self.levels],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "compacted": self.compacted,
+            "bytes_freed": self.compacted,
             "seconds": self.seconds,
             "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
             "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),

@@ -65,7 +65,7 @@ class Decision:
             "level": self.level,
             "expected_ms": {name: round(ms, 3) for name, ms in self.expected_ms.items()},
             "level_ms": {name: round(ms, 3) for name, ms in self.level_ms.items()},
-            "reasons": list(self.reasons),
+            "notes": list(self.reasons),
         }
 
 

@@ -67,10 +67,10 @@ class Round:
         return {
             "chunks": list(self.chunks),
             "enough": self.verdict.enough,
-            "why": self.verdict.why,
+            "reason": self.verdict.why,
             "confidence": self.confidence,
             "bytes_read": self.bytes_read,
-            "ms": round(self.milliseconds, 3),
+            "timing_ms": {"round": round(self.milliseconds, 3)},
             "tokens": self.tokens,
         }
 

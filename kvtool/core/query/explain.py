@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.fusion.engine import Fused
@@ -38,8 +38,12 @@ class ChunkRuns:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The runs, and how many tokens each reason has."""
-        return {"recomputed": self.recomputed, "runs": [asdict(run) for run in self.runs]}
+        """How many tokens each reason has, and the spans (kvtool/docs/json.md)."""
+        spans = [
+            {"token_start": run.start, "token_end": run.stop, "text": run.text, "reason": run.reason}
+            for run in self.runs
+        ]
+        return {"reasons": self.recomputed, "spans": spans}
 
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkRuns]:

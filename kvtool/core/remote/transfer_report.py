@@ -49,10 +49,10 @@ class TransferReport:
         return {
             "direction": self.direction,
             "url": self.url,
-            "files": {"moved": self.files.moved, "there": self.files.there},
-            "chunks": {"moved": self.chunks.moved, "there": self.chunks.there},
+            "files": {"moved": self.files.moved, "unchanged": self.files.there},
+            "chunks": {"moved": self.chunks.moved, "unchanged": self.chunks.there},
             "removed": self.removed,
-            "removed_bytes": self.removed_bytes,
+            "bytes_freed": self.removed_bytes,
             "forgotten": self.forgotten,
             "spared": self.spared,
             "dry_run": self.dry_run,

@@ -244,7 +244,7 @@ class Session:
             timing_ms=self._timing(asked, fused, ttft, said.milliseconds) | {"stream": streamed.ms},
             bytes_read=fused.bytes_read + streamed.bytes_read,
             stream=streamed.rows,
-            slo={} if options.slo_ms is None else {"objective_ms": options.slo_ms, "met": ttft <= options.slo_ms},
+            slo={} if options.slo_ms is None else {"slo_ms": options.slo_ms, "met": ttft <= options.slo_ms},
             generated=said,
             fused=fused,
             segments=self._segments(fused.plan) if options.token_ids else None,

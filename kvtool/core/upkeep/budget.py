@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,13 @@ class Budget:
 
     def to_json(self) -> dict[str, Any]:
         """For people and scripts."""
-        return asdict(self)
+        return {
+            "path": self.path,
+            "budget": self.budget,
+            "goal": self.low,
+            "folder_bytes": self.used,
+            "disk_free": self.disk_free,
+        }
 
 
 def read_budget(store: Store) -> Budget:

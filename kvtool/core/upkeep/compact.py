@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,13 @@ class Compacted:
 
     def to_json(self) -> dict[str, Any]:
         """For people and scripts."""
-        return asdict(self) | {"freed": self.before - self.after}
+        return {
+            "bytes_before": self.before,
+            "bytes_after": self.after,
+            "bytes_freed": self.before - self.after,
+            "chunks": self.chunks,
+            "profiles": self.profiles,
+        }
 
 
 def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:

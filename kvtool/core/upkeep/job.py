@@ -78,8 +78,9 @@ class PruneReport:
 
     def to_json(self) -> dict[str, Any]:
         """For people and scripts."""
-        names = ("limit", "goal", "before", "after", "compacted", "profiles", "spared", "dry_run", "reached")
-        value = {name: getattr(self, name) for name in (*names, "in_the_way")}
+        names = ("goal", "profiles", "spared", "dry_run", "reached", "in_the_way")
+        value: dict[str, Any] = {"budget": self.limit, "bytes_before": self.before, "bytes_after": self.after}
+        value |= {"bytes_freed": self.compacted, **{name: getattr(self, name) for name in names}}
         value["refused"] = None if self.refusal is None else self.refusal.message
         return value | {"steps": [step.to_json() for step in self.steps]}
 

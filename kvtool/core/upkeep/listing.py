@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import LEVELS, known
 from kvtool.core.common.durations import seconds
+from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import UsageError
 from kvtool.core.options.settings import did_you_mean
@@ -212,7 +213,7 @@ def as_documents(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "start": row.ref.start,
                 "end": row.ref.end,
                 "tokens": row.ref.tokens,
-                "levels": row.levels,
+                "levels": level_rows(row.levels),
                 "bytes": row.bytes,
                 "last_used": row.last_used,
                 "pinned": row.pinned,

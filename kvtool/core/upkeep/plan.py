@@ -39,7 +39,7 @@ class Step:
         return {
             "step": self.name,
             "chunks": self.chunks,
-            "levels": len(self.drops),
+            "chunk_levels": len(self.drops),
             "documents": len(self.sources),
             "bytes": self.size,
         }

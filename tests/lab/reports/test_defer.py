@@ -54,7 +54,7 @@ def test_it_keeps_a_threshold_for_each_mode(store: Path, batch: Path) -> None:
         shares = [one["bytes_share"] for one in run["policies"]]
         assert shares == sorted(shares)
     row = kvtool("query", QUESTION, "--store", store, "--defer", "--json", "--max-tokens", "2").fine().json
-    assert "(calibrated)" in row["rounds"][0]["why"]
+    assert "(calibrated)" in row["rounds"][0]["reason"]
 
 
 def test_rounds_are_those_of_a_query(store: Path, batch: Path, tmp_path: Path) -> None:
