@@ -24,10 +24,7 @@ KNOWN: set[tuple[str, str]] = {
     ("options", "fusion"),
     ("options", "remote"),
     ("options", "streaming"),
-    ("query", "compress"),
-    ("query", "ingest"),
     ("session", "evaluate"),
-    ("session", "ingest"),
     ("session", "query"),
 }
 

@@ -127,9 +127,9 @@ def options_of(run: Run) -> QueryOptions:
 
 def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
     """The tokenizer and the files of the store's model, without loading it. Raises ModelError for another model's."""
-    from kvtool.core.ingest.job import check_same_model
     from kvtool.core.model.files import resolve
     from kvtool.core.model.load import load_tokenizer
+    from kvtool.core.session.identity import check_same_model
     from kvtool.core.session.session import store_identity
 
     settings, identity = run.settings, store_identity(store)

@@ -18,10 +18,10 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting, loss
-from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.reading import read_chunk
 from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
 from kvtool.core.session.session import store_identity
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus

@@ -13,10 +13,10 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.encode import Encoder
 from kvtool.core.errors import DamagedError
+from kvtool.core.records.reading import read_chunk
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push

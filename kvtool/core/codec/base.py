@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,13 @@ class Encoded:
     shape: Shape
     dtype: str
     base: Encoded | None = None
+
+    def chain(self) -> Iterator[Encoded]:
+        """This record, the one that it refines, and so on."""
+        record: Encoded | None = self
+        while record is not None:
+            yield record
+            record = record.base
 
 
 class Codec(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvtool.core.cache.record import OVERHEAD_BYTES, KVHeader, encode_record
+from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
@@ -16,12 +16,12 @@ from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.levels import coarser, exact, known, level_of, nested
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
 from kvtool.core.compress.compress_report import CompressOptions, CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.making import sealed
+from kvtool.core.records.reading import exact_level, read_chunk, read_records
 from kvtool.core.session.levels import ProfileShelf
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
@@ -136,7 +136,6 @@ class Encoder:
         self, chunk: bytes, kv: ChunkKV, layer: int, levels: Sequence[str], bases: Sequence[str]
     ) -> Iterator[tuple[str, bytes]]:
         keys, values = kv.keys[layer], kv.values[layer]
-        kv_heads, tokens, head_dim = keys.shape
         made = encode_levels(
             keys,
             values,
@@ -148,8 +147,7 @@ class Encoder:
             layers=len(kv.keys),
         )
         for level in levels:
-            header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
-            yield level, encode_record(chunk, header, made[level])
+            yield level, sealed(chunk, kv, level, layer, made[level])
 
     # ---- read back ----
 
@@ -177,10 +175,7 @@ class Encoder:
             elements = keys.numel() + values.numel()
             self._report.decoded_bytes += elements * keys.element_size()
             report.elements += elements
-            part = item
-            while part is not None:
-                report.bytes += len(part.payload) + OVERHEAD_BYTES
-                part = part.base  # type: ignore[assignment]
+            report.bytes += sum(len(record.payload) + OVERHEAD_BYTES for record in item.chain())
             stated = CODECS[report.level].stated_error(item.payload)
             report.error += elements * sum(stated) / 2
             if exact is not None:

@@ -11,8 +11,8 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.chunks import exact_level, read_chunk, read_records
 from kvtool.core.compress.fisher import CONTEXTS, probes, sensitivity
+from kvtool.core.records.reading import exact_level, read_chunk, read_records
 from kvtool.core.session.session import Session
 
 

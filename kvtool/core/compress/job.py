@@ -117,7 +117,7 @@ class _Job:
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
-        from kvtool.core.compress.chunks import exact_level
+        from kvtool.core.records.reading import exact_level
 
         for chunk in chunks:
             level = exact_level(self.store, chunk)

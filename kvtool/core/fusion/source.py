@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,11 +13,11 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, no_profiles
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.on_device import decodes_there
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
+from kvtool.core.records.reading import Unusable, read_layer
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.link import KVRead
     from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
@@ -104,48 +104,22 @@ class StoreSource:
 
     def _encoded(self, segments: Sequence[Segment], level: str, layer: int, stats: ReadStats) -> list[Encoded]:
         """One level's records, each with the coarser one that it refines."""
-        started = time.perf_counter()
 
         def before(number: int) -> None:
             stats.reading = segments[number], time.perf_counter()
 
-        records = self.store.read_layer([segment.source.chunk_id for segment in segments], level, layer, before)
+        started = time.perf_counter()
+        chunk_ids = [segment.source.chunk_id for segment in segments]
+        shapes = [(self.shape[0], len(segment.ids), self.shape[1]) for segment in segments]
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
-        items, bases, unusable = [], [], []
-        for segment, record in zip(segments, records, strict=True):
-            try:
-                item = self._checked(record, segment)
-                bases.append(CODECS[level].base_of(item.payload))
-            except (_Unusable, DamagedError) as error:
-                unusable.append((segment, str(error) if isinstance(error, _Unusable) else f"damaged: {error.message}"))
-                continue
-            items.append(item)
-            stats.bytes_read += len(item.payload)
-        if unusable:
+        records = [record for record in read if isinstance(record, Encoded)]
+        stats.bytes_read += sum(len(record.payload) for top in records for record in top.chain())
+        if len(records) < len(read):
+            unusable = [(s, item.reason) for s, item in zip(segments, read, strict=True) if isinstance(item, Unusable)]
             raise RecordMissing(*unusable[0], others=unusable[1:])
-        for base in {base for base in bases if base is not None}:
-            refined = [number for number, own in enumerate(bases) if own == base]
-            found = self._encoded([segments[number] for number in refined], base, layer, stats)
-            for number, item in zip(refined, found, strict=True):
-                items[number] = replace(items[number], base=item)
-        return items
-
-    def _checked(self, record: KVRead | KvtoolError | None, segment: Segment) -> Encoded:
-        """A record that is there and of the right shape; raises _Unusable."""
-        if record is None:
-            raise _Unusable("not stored")
-        if isinstance(record, KvtoolError):
-            raise _Unusable(f"damaged: {record.message}" if isinstance(record, DamagedError) else record.message)
-        header, payload = record
-        shape = (header.kv_heads, header.tokens, header.head_dim_k)
-        if shape != (self.shape[0], len(segment.ids), self.shape[1]):
-            raise _Unusable(f"stored shape {shape} does not fit")
-        return Encoded(payload, shape, header.dtype)
-
-
-class _Unusable(Exception):
-    """Why a record is as good as none."""
+        return records
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec import CODECS
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest.commit import count_file
 from kvtool.core.ingest.ingest_report import IngestReport
-from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
-from kvtool.core.ingest.sensitivity import Sensitivity
+from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.records.making import LeadIns, PrefilledChunk, encode, prefill
+from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import StoreIdentity
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -46,27 +44,22 @@ class ChunkStorer:
         level: str,
         report: IngestReport,
         events: Events,
+        lead_ins: LeadIns,
         profile: Profile | None = None,
-        lead_in: LeadIn | None = None,
     ) -> None:
         self._decoder, self._identity, self._writer = decoder, identity, writer
         self._level = level
         self._profile = profile
         self._report, self._events = report, events
-        self._lead_in = lead_in  # None: the rows of the identity's own ids, computed on need
-        self._sensitivity = Sensitivity(decoder, identity)
+        self._lead_ins = lead_ins
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
         self._batch_tokens = batch_tokens(decoder.device)
 
     def store_prefix(self) -> None:
         """Compute and keep the prompt's own beginning, which is exact in every prompt."""
-        from kvtool.core.cache.identity import ids_digest
-
-        ids = self._identity.prefix
-        wanted = WantedChunk(self._identity.prefix_id, ids, (), ids_digest([]))
-        kv = prefill_chunks(self._decoder, LeadIn(self._decoder, ()), [PrefillItem(ids)])
-        self._write([wanted], kv, [b""], level_of(self._level).of_prefix)
+        made = prefill(self._decoder, LeadIns.nothing(self._decoder), [self._identity.wanted_prefix])
+        self._write(made, level_of(self._level).of_prefix)
         self.finish()
 
     def store(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
@@ -74,7 +67,7 @@ class ChunkStorer:
         waiting = _Waiting(files, missing)
         self._commit(waiting.complete)
         for batch in _batches(files, missing, self._batch_tokens):
-            self._write(batch, *self._prefill(batch), self._level)
+            self._write(self._prefill(batch), self._level)
             self._commit(waiting.stored(batch))
         self.finish()
 
@@ -87,28 +80,22 @@ class ChunkStorer:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
-    def _prefill(self, batch: Sequence[WantedChunk]) -> tuple[list[ChunkKV], list[bytes]]:
-        """Keys and values of the chunks, and their sensitivity."""
+    def _prefill(self, batch: Sequence[WantedChunk]) -> list[PrefilledChunk]:
         started = time.perf_counter()
-        if self._lead_in is None:
-            self._lead_in = LeadIn(self._decoder, self._identity.lead_in.ids)
-        kvs = prefill_chunks(self._decoder, self._lead_in, [PrefillItem(chunk.ids, chunk.before) for chunk in batch])
-        sensitivities = self._sensitivity.of([chunk.ids for chunk in batch], kvs)
+        made = prefill(self._decoder, self._lead_ins, batch)
         tokens = sum(len(chunk.ids) for chunk in batch)
         self._report.prefill_seconds += time.perf_counter() - started
         self._report.tokens += tokens
         self._report.chunks.computed += len(batch)
         self._events.advance(tokens)
-        return kvs, sensitivities
+        return made
 
-    def _write(
-        self, batch: Sequence[WantedChunk], kvs: Sequence[ChunkKV], sensitivities: Sequence[bytes], level: str
-    ) -> None:
+    def _write(self, batch: Sequence[PrefilledChunk], level: str) -> None:
         def work() -> None:
-            for chunk, kv, sensitivity in zip(batch, kvs, sensitivities, strict=True):
-                layers = encode_chunk(chunk.chunk_id, kv, level, self._profile)
-                self._report.kv_bytes += sum(map(len, layers))
-                self._writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), level, layers)
+            for made in batch:
+                records = encode(made, level, self._profile)
+                self._report.kv_bytes += sum(map(len, records.layers))
+                self._writer.put_chunk(records.chunk_id, records.info, level, records.layers)
 
         self._submit(work)
 
@@ -165,22 +152,6 @@ class _Waiting:
             if not self._left[index]:
                 done.append(index)
         return [self._order[index] for index in sorted(done)]
-
-
-def encode_chunk(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
-    """A chunk's records, one a layer."""
-    from kvtool.core.codec.raw import NAMES
-
-    codec = CODECS[level]
-    layers, kv_heads, tokens, head_dim = kv.keys.shape
-    return [
-        encode_record(
-            chunk_id,
-            KVHeader(NAMES[kv.keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer),
-            codec.encode(kv.keys[layer], kv.values[layer], layer, profile),
-        )
-        for layer in range(layers)
-    ]
 
 
 def _batches(

@@ -20,13 +20,14 @@ from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Walked, find_files, places
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
-from kvtool.core.ingest.prepare import PreparedFile, WantedChunk, prepare
+from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.survey import Survey, is_below, reason_of, survey
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.options.settings import DEFAULT_MODEL, is_lead_in_file
-from kvtool.core.session.identity import LeadInIds, StoreIdentity
-from kvtool.core.session.lead_in import LEARNED, learned_lead_in, open_lead_in
+from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model
+from kvtool.core.session.lead_in import LEARNED, learned_lead_in, open_lead_ins
 from kvtool.core.session.levels import ProfileShelf
 
 if TYPE_CHECKING:
@@ -350,10 +351,9 @@ class _Job:
         self.events.step("prefill", sum(len(chunk.ids) for chunk in missing.values()), "tokens")
         assert self.store is not None
         profile = ProfileShelf(self.store).current() if level_of(self.options.level).nested else None
-        led = self.identity.lead_in
-        lead_in = open_lead_in(self.store, decoder, led) if led.rows else None
+        lead_ins = open_lead_ins(self.store, decoder, self.identity)
         storer = ChunkStorer(
-            decoder, self.identity, writer, self.options.level, self.report, self.events, profile, lead_in
+            decoder, self.identity, writer, self.options.level, self.report, self.events, lead_ins, profile
         )
         try:
             if self._needs_prefix:
@@ -422,22 +422,3 @@ def _nothing(walked: Walked, found: Survey) -> UsageError:
         f"nothing to ingest: {reasons[0]}{more}",
         "name a folder with text, Markdown, HTML, code or JSON-lines files, or name the files themselves",
     )
-
-
-def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:
-    """Refuse a model other than the one a store was built with.
-
-    Raises
-    ------
-    ModelError : weights, configuration, tokenizer or dtype differ.
-    """
-    from kvtool.core.model.load import resolve_dtype
-
-    asked = known.dtype if dtype == "auto" else resolve_dtype(dtype, "cpu", files)
-    if asked != known.dtype:
-        raise ModelError(f"the store holds {known.dtype}, not {asked}", "leave --dtype out, or use another --store")
-    if model_fingerprint(files, known.dtype) != known.fingerprint:
-        raise ModelError(
-            f"the store was built with another model than {files.ref} (it was {known.model})",
-            "use that model, or another --store for this one",
-        )

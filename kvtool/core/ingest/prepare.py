@@ -6,28 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
+from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.readers import Document
 from kvtool.core.corpus.split import split
 from kvtool.core.ingest.survey import ChangedFile
 from kvtool.core.model.prompt import chunk_tokens
 from kvtool.core.model.tokens import count_tokens
+from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class WantedChunk:
-    """A chunk that a document needs; `before` are the ids of its own lead-in part (`neighbour`)."""
-
-    chunk_id: bytes
-    ids: Ids
-    before: Ids
-    lead_in: bytes
-
-    def info(self, layers: int, sensitivity: bytes) -> ChunkInfo:
-        """The chunk's description; `sensitivity` as ingest/sensitivity.py gives it, or empty."""
-        return ChunkInfo(self.ids, self.lead_in, layers, sensitivity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +62,4 @@ def _wanted(ids: Sequence[Ids], identity: StoreIdentity) -> list[WantedChunk]:
     befores: list[Ids] = [()] * len(ids)
     if identity.lead_in.mode == NEIGHBOUR:
         befores = [(), *ids[:-1]]
-    return [
-        WantedChunk(identity.chunk_id(own, before), own, before, identity.lead_in.digest(before))
-        for own, before in zip(ids, befores, strict=True)
-    ]
+    return [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.base import Profiles
 from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.common.types import Warn
-from kvtool.core.compress.chunks import read_chunk
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.ingest.compute import encode_chunk
-from kvtool.core.ingest.prepare import WantedChunk
-from kvtool.core.ingest.sensitivity import Sensitivity
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.records.making import LeadIns, make
+from kvtool.core.records.reading import read_chunk
+from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
-from kvtool.core.session.lead_in import open_lead_in
+from kvtool.core.session.lead_in import open_lead_ins
 from kvtool.core.session.levels import ProfileShelf
 
 
@@ -43,11 +40,9 @@ def fill_holes(
                 if _clean(store, writer, chunk, len(decoder.layers)):
                     continue  # only what was made of it was damaged
                 is_prefix = chunk.chunk_id == identity.prefix_id
-                lead_in = LeadIn(decoder, ()) if is_prefix else open_lead_in(store, decoder, identity.lead_in)
-                kvs = prefill_chunks(decoder, lead_in, [PrefillItem(chunk.ids)])
-                sensitivity = b"" if is_prefix else Sensitivity(decoder, identity).of([chunk.ids], kvs)[0]
-                layers = encode_chunk(chunk.chunk_id, kvs[0], RAW)
-                writer.put_chunk(chunk.chunk_id, chunk.info(len(layers), sensitivity), RAW, layers)
+                lead_ins = LeadIns.nothing(decoder) if is_prefix else open_lead_ins(store, decoder, identity)
+                (made,) = make(decoder, lead_ins, [chunk])
+                writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
     except KvtoolError as error:
         warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
         return 0
@@ -57,7 +52,7 @@ def fill_holes(
 
 def _clean(store: Store, writer: Writer, chunk: WantedChunk, layers: int) -> bool:
     """Drop of a chunk what cannot be read, and nothing else; whether a level that loses nothing is left."""
-    wanted = chunk.info(layers, b"")
+    wanted = chunk.info(layers)
     try:
         info = store.chunk_info(chunk.chunk_id)
     except DamagedError:
@@ -94,5 +89,4 @@ def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
     chunk_id = segment.source.chunk_id
     if segment.source.stored or not stands_alone(segment, identity):
         return None
-    lead_in = ids_digest([]) if chunk_id == identity.prefix_id else identity.lead_in.digest()
-    return WantedChunk(chunk_id, segment.ids, (), lead_in)
+    return identity.wanted_prefix if chunk_id == identity.prefix_id else identity.wanted(segment.ids)

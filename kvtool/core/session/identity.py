@@ -10,7 +10,10 @@ from typing import Any
 from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import StoreFormatError
+from kvtool.core.errors import ModelError, StoreFormatError
+from kvtool.core.model.files import ModelFiles
+from kvtool.core.model.fingerprint import model_fingerprint
+from kvtool.core.records.wanted import WantedChunk
 
 NEIGHBOUR = "neighbour"
 
@@ -66,6 +69,15 @@ class StoreIdentity:
         """Id of a chunk behind this lead-in (and `before`, its own part of it)."""
         return self._id(ids, self.lead_in.digest(before))
 
+    def wanted(self, ids: Ids, before: Ids = ()) -> WantedChunk:
+        """A chunk behind this lead-in, as it is to be made."""
+        return WantedChunk(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
+
+    @property
+    def wanted_prefix(self) -> WantedChunk:
+        """The prompt's beginning, as it is to be made."""
+        return WantedChunk(self.prefix_id, self.prefix, (), ids_digest([]))
+
     @property
     def prefix_id(self) -> bytes:
         """Id of the record that holds the prompt's beginning; nothing stands before it."""
@@ -100,3 +112,22 @@ class StoreIdentity:
             raise StoreFormatError(
                 f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"
             ) from error
+
+
+def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:
+    """Refuse a model other than the one a store was built with.
+
+    Raises
+    ------
+    ModelError : weights, configuration, tokenizer or dtype differ.
+    """
+    from kvtool.core.model.load import resolve_dtype
+
+    asked = known.dtype if dtype == "auto" else resolve_dtype(dtype, "cpu", files)
+    if asked != known.dtype:
+        raise ModelError(f"the store holds {known.dtype}, not {asked}", "leave --dtype out, or use another --store")
+    if model_fingerprint(files, known.dtype) != known.fingerprint:
+        raise ModelError(
+            f"the store was built with another model than {files.ref} (it was {known.model})",
+            "use that model, or another --store for this one",
+        )

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, ModelError, UsageError
-from kvtool.core.session.identity import LeadInIds
+from kvtool.core.session.identity import NEIGHBOUR, LeadInIds, StoreIdentity
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.learned import LearnedRows
     from kvtool.core.model.prefill import LeadIn
+    from kvtool.core.records.making import LeadIns
 
 LEARNED = "learned"
 _FIT = "run `kvtool fit lead-in`"
@@ -77,3 +78,15 @@ def open_lead_in(store: Store, decoder: Decoder, wanted: LeadInIds) -> LeadIn:
         raise ModelError("the learned lead-in is another model's", _FIT)
     layers = [(keys.to(decoder.device), values.to(decoder.device)) for keys, values in rows.layers()]
     return LeadIn(decoder, wanted.ids, layers)
+
+
+def open_lead_ins(store: Store, decoder: Decoder, identity: StoreIdentity) -> LeadIns:
+    """The lead-in, and the other one that the sensitivity of chunks is measured against; raises what `open_lead_in`
+    does."""
+    from kvtool.core.model.prompt import PromptParts
+    from kvtool.core.records.making import LeadIns
+    from kvtool.core.records.sensitivity import other_lead_in
+
+    wanted, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
+    own = open_lead_in(store, decoder, wanted)
+    return LeadIns(own, other_lead_in(decoder, parts, wanted.ids, wanted.mode != NEIGHBOUR))

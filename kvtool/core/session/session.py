@@ -128,8 +128,8 @@ class Session:
         ------
         ModelError : `model` is another one, or cannot be loaded.
         """
-        from kvtool.core.ingest.job import check_same_model
         from kvtool.core.model.files import resolve
+        from kvtool.core.session.identity import check_same_model
 
         identity = store_identity(store)
         files = resolve(model or identity.model, offline=offline)

@@ -17,9 +17,11 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest.compute import ChunkStorer, batch_tokens
 from kvtool.core.ingest.ingest_report import IngestReport
-from kvtool.core.ingest.prepare import PreparedFile, WantedChunk
+from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.lead_in import open_lead_ins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +127,8 @@ def _ingest(
         Store.create_or_open(Path(folder) / "store") as store,
         store.writer() as writer,
     ):
-        storer = ChunkStorer(decoder, identity, writer, "raw", IngestReport(), Events())
+        lead_ins = open_lead_ins(store, decoder, identity)
+        storer = ChunkStorer(decoder, identity, writer, "raw", IngestReport(), Events(), lead_ins)
         try:
             storer.store(files, {chunk.chunk_id: chunk for chunk in wanted})
         finally:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.store import REPAIR, Store
 from kvtool.core.common.types import Ids
-from kvtool.core.compress.chunks import exact_level
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.records.reading import exact_level
 from kvtool.core.session.identity import StoreIdentity
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.base import Shape
-from kvtool.core.compress.chunks import exact_level, read_chunk
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.reading import exact_level, read_chunk
 
 AT_ONCE = 16  # chunks that are decoded together
 

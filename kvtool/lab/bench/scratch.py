@@ -21,9 +21,10 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
-from kvtool.core.ingest.compute import batch_tokens, encode_chunk
+from kvtool.core.ingest.compute import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.records.making import encode_layers
 from kvtool.lab.bench.prompts import Prompt, Stored
 
 PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind
@@ -149,7 +150,7 @@ class _Filler:
             self._writer.put_profile(self._profile.digest, self._profile.data, {"profile": self._profile.digest.hex()})
         for piece, kv in zip(batch, kvs, strict=True):
             info = ChunkInfo(piece.ids, ids_digest(before), len(kv.keys), self._sensitivity(piece))
-            records = encode_chunk(piece.chunk_id, kv, piece.level, self._profile)
+            records = encode_layers(piece.chunk_id, kv, piece.level, self._profile)
             self._writer.put_chunk(piece.chunk_id, info, piece.level, records)
 
     def _sensitivity(self, piece: Stored) -> bytes:

@@ -1,0 +1,97 @@
+"""Chunks → records that can be put into a store: a function of the batch, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.cache.record import KVHeader, encode_record
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Payload
+from kvtool.core.codec.levels import RAW
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.records.sensitivity import sensitivities
+from kvtool.core.records.wanted import WantedChunk
+
+
+@dataclass(frozen=True, slots=True)
+class LeadIns:
+    """What chunks are prefilled behind, and the other text that their sensitivity is measured against.
+
+    Attributes
+    ----------
+    other : None: no sensitivity is measured, as of the prompt's own beginning.
+    """
+
+    own: LeadIn
+    other: LeadIn | None
+
+    @classmethod
+    def nothing(cls, decoder: Decoder) -> LeadIns:
+        """The lead-in of the prompt's own beginning: nothing stands before it."""
+        return cls(LeadIn(decoder, ()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefilledChunk:
+    """A chunk's keys and values, and how much each token's values depend on what stood before the chunk."""
+
+    chunk: WantedChunk
+    kv: ChunkKV
+    sensitivity: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecords:
+    """A chunk's description and its records at one level, one a layer: what `Writer.put_chunk` takes."""
+
+    chunk_id: bytes
+    info: ChunkInfo
+    level: str
+    layers: list[bytes]
+
+
+def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[WantedChunk]) -> list[PrefilledChunk]:
+    """Compute a batch of chunks; what a chunk gives does not depend on its batch (bit for bit on the CPU)."""
+    kvs = prefill_chunks(decoder, lead_ins.own, [PrefillItem(chunk.ids, chunk.before) for chunk in chunks])
+    values = [b""] * len(chunks)
+    if lead_ins.other is not None:
+        values = sensitivities(decoder, lead_ins.other, [chunk.ids for chunk in chunks], kvs)
+    return [PrefilledChunk(*made) for made in zip(chunks, kvs, values, strict=True)]
+
+
+def encode(made: PrefilledChunk, level: str = RAW, profile: Profile | None = None) -> ChunkRecords:
+    """The records of a chunk at one level."""
+    layers = encode_layers(made.chunk.chunk_id, made.kv, level, profile)
+    return ChunkRecords(made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity), level, layers)
+
+
+def make(
+    decoder: Decoder,
+    lead_ins: LeadIns,
+    chunks: Sequence[WantedChunk],
+    level: str = RAW,
+    profile: Profile | None = None,
+) -> list[ChunkRecords]:
+    """The records of a batch of chunks at one level."""
+    return [encode(made, level, profile) for made in prefill(decoder, lead_ins, chunks)]
+
+
+def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
+    """Keys and values as records, one a layer."""
+    codec = CODECS[level]
+    return [
+        sealed(chunk_id, kv, level, layer, codec.encode(kv.keys[layer], kv.values[layer], layer, profile))
+        for layer in range(len(kv.keys))
+    ]
+
+
+def sealed(chunk_id: bytes, kv: ChunkKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
+    """One layer's record around what a codec made of it."""
+    _, kv_heads, tokens, head_dim = kv.keys.shape
+    header = KVHeader(NAMES[kv.keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
+    return encode_record(chunk_id, header, payload)

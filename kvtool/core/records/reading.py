@@ -1,0 +1,115 @@
+"""Records of a store, each with the coarser one that it refines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtool.core.cache.store import REPAIR
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles
+from kvtool.core.codec.levels import exact
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.model.prefill import ChunkKV
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.link import KVRead
+    from kvtool.core.cache.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A record that is as good as none, and why."""
+
+    reason: str
+
+
+def exact_level(store: Store, chunk_id: bytes) -> str | None:
+    """A level that loses nothing and is stored, or None."""
+    return next(iter(exact(store.levels(chunk_id))), None)
+
+
+def read_layer(
+    store: Store,
+    chunk_ids: Sequence[bytes],
+    level: str,
+    layer: int,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    before: Callable[[int], None] = lambda number: None,
+) -> list[Encoded | Unusable]:
+    """One layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
+
+    Parameters
+    ----------
+    shapes : what the records must have, `[kv_heads, tokens, head_dim]` each; None: whatever they say.
+    before : told the number of each chunk before a record of it is read.
+    """
+    read = store.read_layer(chunk_ids, level, layer, before)
+    opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
+    items, refined = [item for item, _ in opened], [base for _, base in opened]
+    for base in {base for base in refined if base is not None}:
+        numbers = [number for number, own in enumerate(refined) if own == base]
+        coarser = read_layer(
+            store,
+            [chunk_ids[number] for number in numbers],
+            base,
+            layer,
+            shapes=[shapes[number] for number in numbers] if shapes else None,
+            before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
+        )
+        for number, coarse in zip(numbers, coarser, strict=True):
+            items[number] = _refining(items[number], coarse)
+    return items
+
+
+def _refining(item: Encoded | Unusable, base: Encoded | Unusable) -> Encoded | Unusable:
+    if isinstance(item, Unusable) or isinstance(base, Unusable):
+        return base
+    return replace(item, base=base)
+
+
+def _opened(
+    record: KVRead | KvtoolError | None, level: str, shape: Shape | None
+) -> tuple[Encoded | Unusable, str | None]:
+    """What was read without its base, and the level of that, if it needs one."""
+    if record is None:
+        return Unusable("not stored"), None
+    if isinstance(record, KvtoolError):
+        return Unusable(f"damaged: {record.message}" if isinstance(record, DamagedError) else record.message), None
+    header, payload = record
+    stored = (header.kv_heads, header.tokens, header.head_dim_k)
+    if shape is not None and stored != shape:
+        return Unusable(f"stored shape {stored} does not fit"), None
+    try:
+        return Encoded(payload, stored, header.dtype), CODECS[level].base_of(payload)
+    except DamagedError as error:
+        return Unusable(f"damaged: {error.message}"), None
+
+
+def read_records(store: Store, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
+    """One layer of several chunks.
+
+    Raises
+    ------
+    DamagedError : a record is missing or damaged.
+    """
+    items: list[Encoded] = []
+    for chunk_id, item in zip(chunk_ids, read_layer(store, chunk_ids, level, layer), strict=True):
+        if isinstance(item, Unusable):
+            where = f"layer {layer} of chunk {chunk_id.hex()[:12]} at level {level}"
+            raise DamagedError(f"{where} cannot be read: {item.reason}", REPAIR)
+        items.append(item)
+    return items
+
+
+def read_chunk(store: Store, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles) -> ChunkKV:
+    """All layers of a chunk as tensors; raises DamagedError."""
+    sides = [
+        CODECS[level].decode(read_records(store, [chunk_id], level, layer), layer, profiles)[0]
+        for layer in range(layers)
+    ]
+    return ChunkKV(torch.stack([keys for keys, _ in sides]), torch.stack([values for _, values in sides]))
