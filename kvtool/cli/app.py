@@ -47,6 +47,7 @@ COMMANDS = {
     "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",
     "config": "Show the settings and where they come from.",
+    "help": "Show a page of the documentation.",
 }
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
 _SHORT_SPIN = "1000"  # iterations, some microseconds
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns
     -------
-    The exit code, as CLI.md lists them.
+    The exit code, one of those in `kvtool.core.errors` (docs: troubleshooting).
     """
     with suppress(Exception):  # a stderr that is no file
         faulthandler.enable()

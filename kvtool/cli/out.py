@@ -271,6 +271,12 @@ class Out:
         if self.human:
             self._put(_render_table(columns, [list(row) for row in rows], title, self._stdout))
 
+    def markdown(self, text: str, for_terminal: str = "") -> None:
+        """Put a page on stdout: drawn on a terminal (`for_terminal`, where it reads otherwise), else as it stands."""
+        if self.human:
+            terminal = self._stdout.isatty()
+            self._put(_render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
+
     def json(self, value: Mapping[str, Any]) -> None:
         """Put one JSON object on stdout, on one line, in every mode."""
         self._put(to_json({"schema": SCHEMA} | _plain(value), encoding=self._stdout.encoding) + "\n")
@@ -429,6 +435,19 @@ def _render_table(columns: Sequence[str], rows: list[list[Any]], title: str, str
         table.add_row(*(Text(_cell(value)) for value in row))
     console.print(table)
     return "".join(line.rstrip() + "\n" for line in canvas.getvalue().splitlines())
+
+
+def _render_markdown(text: str) -> str:
+    """Draw a page of the documentation for a terminal, no wider than is good to read."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from rich.theme import Theme
+
+    canvas = io.StringIO()
+    console = Console(file=canvas, force_terminal=True, theme=Theme({"markdown.code": "cyan"}))
+    page = Markdown(text, hyperlinks=False, code_theme="ansi_dark")
+    console.print(page, width=min(console.width, 120))
+    return canvas.getvalue()
 
 
 def _is_number(value: Any) -> bool:

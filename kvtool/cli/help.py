@@ -1,0 +1,81 @@
+"""`kvtool help TOPIC`: the pages of `kvtool/docs`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from importlib.resources import files
+from typing import Annotated
+
+import typer
+
+from kvtool.cli.options import new_app
+from kvtool.cli.out import Out
+from kvtool.core.errors import UsageError
+
+app = new_app()
+
+TOPICS = {
+    "concepts": "Chunks and lead-in, fusion modes, levels, deferred loading, sharing: start here.",
+    "reference": "Every command and every option.",
+    "python": "The same from Python.",
+    "troubleshooting": "Exit codes, common errors, and what to do about them.",
+    "cron": "Keeping a store up to date from cron or systemd.",
+    "upkeep": "Budget, prune, forget, pins, compact.",
+    "listing": "Which chunks a store holds: filters and order.",
+    "packs": "A store, or a part of it, as one file.",
+    "tiers": "Stores that several machines share.",
+    "consistency": "What a question sees while others write.",
+    "threat-model": "What is trusted, what is checked, and what is not.",
+    "design": "The rooms of the code, the laws that hold, and the trips of a question and a document.",
+    "store-format": "What lies on disk, byte by byte.",
+    "codec": "How KV becomes bytes at each level.",
+}
+_PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
+
+
+@app.command("help")
+def show_help(
+    topic: Annotated[
+        str | None, typer.Argument(help="A page, or a command; without one all pages are listed.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a page of the documentation.
+
+    kvtool help concepts
+    """
+    out = Out("json" if json else "human")
+    if topic is None:
+        rows = list(TOPICS.items())
+        out.result({"topics": [{"name": name, "about": line} for name, line in rows]}, lambda: _overview(out))
+        return
+    name = topic.strip().lower().removesuffix(".md")
+    if name not in TOPICS:
+        raise UsageError(f"there is no page {topic!r}", _near(name))
+    text = page(name)
+    out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=_PAGE_LINK.sub(_as_topic, text)))
+
+
+def page(name: str) -> str:
+    """The text of a page, in Markdown."""
+    return (files("kvtool") / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def _overview(out: Out) -> None:
+    out.table(("page", "about"), list(TOPICS.items()))
+    out.print("\n`kvtool help PAGE` shows one; `kvtool COMMAND --help` says what a command takes.")
+
+
+def _near(name: str) -> str:
+    from kvtool.cli.app import COMMANDS
+
+    if name in COMMANDS:
+        return f"`kvtool {name} --help` says what the command takes"
+    near = difflib.get_close_matches(name, TOPICS, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else "`kvtool help` lists them"
+
+
+def _as_topic(link: re.Match[str]) -> str:
+    """A link to another page as the command that shows it."""
+    return f"{link[1]} (`kvtool help {link[2]}`)"

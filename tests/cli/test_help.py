@@ -1,0 +1,57 @@
+"""`kvtool help`: the pages in the package, and the reference that is made from the commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtool.cli import reference
+from kvtool.cli.app import main
+from kvtool.cli.help import TOPICS, page
+from kvtool.cli.out import SCHEMA, Out
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_without_a_topic_all_pages_are_listed_with_a_line_each(capsys: Capture) -> None:
+    assert main(["help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name}" in out and line in out for name, line in TOPICS.items())
+
+
+@pytest.mark.parametrize("name", TOPICS)
+def test_a_page_is_printed_as_it_stands_into_a_pipe(name: str, capsys: Capture) -> None:
+    assert main(["help", name]) == 0
+    assert capsys.readouterr().out == page(name).rstrip("\n") + "\n"
+
+
+def test_a_page_as_json(capsys: Capture) -> None:
+    assert main(["help", "cron", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"schema": SCHEMA, "topic": "cron", "text": page("cron")}
+
+
+@pytest.mark.parametrize(
+    ("topic", "hint"),
+    [
+        ("conceps", "did you mean 'concepts'?"),
+        ("ingest", "`kvtool ingest --help` says what the command takes"),
+        ("weather", "`kvtool help` lists them"),
+    ],
+)
+def test_an_unknown_topic_is_a_usage_error_with_a_way_out(topic: str, hint: str, capsys: Capture) -> None:
+    assert main(["help", topic]) == 2
+    assert f"hint: {hint}" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_the_page_drawn(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Out()
+    monkeypatch.setattr(out._stdout, "isatty", lambda: True)
+    out.markdown("# Title\n\nSee [cron](cron.md).", for_terminal="# Title\n\nSee **cron**.")
+    drawn = capsys.readouterr().out
+    assert "\x1b[" in drawn
+    assert not {"#", "cron.md"} & set(drawn.split())
+
+
+def test_the_reference_is_that_of_the_commands() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.reference(), "run `make docs`"

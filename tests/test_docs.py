@@ -1,0 +1,82 @@
+"""The documentation holds together: every topic has its page, every link its target, and the wheel all of them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import unicodedata
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from kvtool.cli.help import TOPICS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "kvtool" / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("samples/*.md"), *ROOT.glob("samples/results/*.md")])
+README_BYTES = 8 * 1024
+COMING = {"json.md", "trips.md"}  # pages that somebody is writing
+_LINK = re.compile(r"!?\[[^]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"^ {4}[^\n]*$|```.*?```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    """Targets of a page's links within this repository."""
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    return [target for target in _LINK.findall(text) if "://" not in target]
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", _CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    kept = ("".join(c for c in head.lower() if c in " -_" or unicodedata.category(c)[0] in "LN") for head in heads)
+    return {name.replace(" ", "-") for name in kept}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_resolves(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        if path.name in COMING and not path.exists():
+            continue
+        assert path.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {link}"
+
+
+def test_every_topic_is_a_page_and_every_page_a_topic() -> None:
+    assert {*TOPICS} == {page.stem for page in DOCS.glob("*.md")}
+
+
+def test_every_page_is_linked_from_the_readme_or_the_concepts() -> None:
+    known = {
+        (start.parent / link).resolve() for start in (ROOT / "README.md", DOCS / "concepts.md") for link in links(start)
+    }
+    assert {*DOCS.glob("*.md")} - known <= {DOCS / "concepts.md", DOCS / "trips.md"}
+    assert DOCS / "trips.md" in {(DOCS / link).resolve() for link in links(DOCS / "design.md")}
+
+
+def test_every_page_of_figures_is_linked() -> None:
+    known = {(ROOT / "samples" / link).resolve() for link in links(ROOT / "samples" / "README.md")}
+    assert {*ROOT.glob("samples/results/*.md")} <= known
+
+
+def test_the_wheel_holds_every_page_and_picture() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = settings["tool"]["setuptools"]["package-data"]["kvtool"]
+    for path in DOCS.rglob("*"):
+        name = path.relative_to(ROOT / "kvtool").as_posix()
+        assert any(fnmatch(name, pattern) for pattern in patterns), name
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("samples/results/*.md")), ids=lambda page: page.stem)
+def test_figures_say_when_and_how_they_were_taken(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.search(r"20\d\d-\d\d-\d\d", text)
+    assert re.search(r"\b[0-9a-f]{7}\b", text)
+    assert "kvtool " in text or "samples/" in text
