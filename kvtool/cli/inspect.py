@@ -18,6 +18,7 @@ from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.out import size as sized
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.sessions import open_any_store
+from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
 
 app = new_app()
@@ -121,26 +122,27 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)
-    losses, served = MeasuredLosses(store).at_most(), store.served()
-    value = {
-        "path": str(store.path),
+    sizes, losses, served = store.stats(), MeasuredLosses(store).at_most(), store.served()
+    lost = {level: {"kl_answer": loss} for level, loss in losses.items()}
+    levels = level_rows({level: row | lost.get(level, {}) for level, row in sizes["levels"].items()})
+    value = {"path": str(store.path), **sizes, "levels": levels}
+    value |= {
         "model": identity.model,
         "dtype": identity.dtype,
         "fingerprint": identity.fingerprint,
-        "lead_in": {"mode": identity.lead_in.mode, "tokens": len(identity.lead_in.ids)},
-        "gate": None if verdict is None else verdict.passed,
-        "losses": losses,
+        "lead_in": identity.lead_in.mode,
+        "lead_in_tokens": len(identity.lead_in.ids),
+        "gate": None if verdict is None else verdict.to_json(),
         "beginning": beginning_of(store, identity),
         "served": asdict(served) | {"hit_rate": served.hit_rate},
-        "store": store.stats(),
     }
 
     if about.wanted:
         _glance_page(run, about, value)
 
     def show() -> None:
-        sizes, beginning = value["store"], value["beginning"]
-        gate = {None: "not run yet", True: "passed", False: "FAILED"}[value["gate"]]
+        beginning: Any = value["beginning"]
+        gate = "not run yet" if verdict is None else "passed" if verdict.passed else "FAILED"
         run.out.print(f"store    {value['path']}")
         run.out.print(f"model    {identity.model} in {identity.dtype}; gate {gate}")
         run.out.print(f"lead-in  {identity.lead_in.mode}, {len(identity.lead_in.ids)} tokens")
@@ -149,11 +151,12 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
         run.out.print(f"content  {sizes['documents']} documents, {chunks} chunks; KV of {tokens:,} tokens")
         if beginning:
             run.out.print(f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more")
-        for level, row in sizes["levels"].items():
-            lost = f", {losses[level]:.4f} nats a token lost at most" if level in losses else ""
-            first = bool(beginning) and level in beginning["levels"]
+        of_beginning = {row["level"] for row in beginning["levels"]} if beginning else set()
+        for row in levels:
+            lost = f", {row['kl_answer']:.4f} nats a token lost at most" if "kl_answer" in row else ""
+            first = row["level"] in of_beginning
             what = f"{row['chunks'] - first} chunks{' and the beginning' if first else ''}"
-            run.out.print(f"level    {level}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}")
+            run.out.print(f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}")
         if served.hit_rate is not None:
             run.out.print(
                 f"served   {served.questions} questions; {served.hit_rate:.1%} of {served.hits + served.misses} chunks "
@@ -169,17 +172,16 @@ def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
     from kvtool.lab.charts.page import Section, Table
 
     levels = [
-        (level, row["chunks"], row["tokens"], row["bytes"], value["losses"].get(level, ""))
-        for level, row in value["store"]["levels"].items()
+        (row["level"], row["chunks"], row["tokens"], row["bytes"], row.get("kl_answer", "")) for row in value["levels"]
     ]
     columns = ("level", "chunks", "tokens", "bytes", "nats a token lost at most")
     sections = [
         Section("Levels", tables=(Table(columns, tuple(levels)),)),
         Section("Served", tables=(Table(tuple(value["served"]), (tuple(value["served"].values()),)),)),
     ]
-    names = ("files", "documents", "chunks", "tokens", "records", "bytes", "folder_bytes", "budget", "disk_free")
-    facts = {name: value[name] for name in ("path", "model", "dtype", "fingerprint", "gate")}
-    about.write_page(run, "Store", facts | {name: value["store"][name] for name in names}, sections)
+    names = ("path", "model", "dtype", "fingerprint", "files", "documents", "chunks", "tokens", "records", "bytes")
+    facts = {name: value[name] for name in (*names, "folder_bytes", "budget", "disk_free")}
+    about.write_page(run, "Store", facts, sections)
 
 
 def _gate(run: Run, store: Any, about: Subject) -> int | None:

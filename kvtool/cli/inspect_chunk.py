@@ -31,11 +31,11 @@ def _page(run: Run, store: Any, about: Subject, value: dict[str, Any]) -> None:
     weights = value["sensitivity"] or [0.0] * value["tokens"]
     scale = sorted(weights)[int(0.98 * (len(weights) - 1))] or 1.0
     shaded = [(text, weight / scale) for text, weight in pieces(info.token_ids, weights, tokenizer)]
-    levels = Table(("level", "bytes"), tuple(value["levels"].items()))
+    levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))
     places = Table(("document", "from", "to"), tuple((p["source"], p["start"], p["end"]) for p in value["places"]))
     text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."
     sections = [Section("Text", (text,), shaded=(Shaded(tuple(shaded)),)), Section("Stored", tables=(levels, places))]
-    facts: dict[str, object] = {name: value[name] for name in ("id", "tokens", "layers", "lead_in")}
+    facts: dict[str, object] = {name: value[name] for name in ("id", "tokens", "layers", "lead_in_digest")}
     about.write_page(run, "Chunk", facts, sections)
 
 
@@ -45,7 +45,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     for place in value["places"]:
         run.out.print(f"from     {place['source']}, characters {place['start']} to {place['end']}")
     run.out.print(f"content  {value['tokens']} tokens, {value['layers']} layers")
-    for level, size in value["levels"].items():
-        run.out.print(f"level    {level}: {size:,} bytes")
+    for row in value["levels"]:
+        run.out.print(f"level    {row['level']}: {row['bytes']:,} bytes")
     run.out.print(f"used     {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(used)) if used else 'not yet'}")
     run.out.print(value["text"])

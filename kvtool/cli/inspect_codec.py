@@ -26,13 +26,15 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     options = QueryOptions(**retrieval_of(run), fusion="reuse", max_loss=-1.0)  # nothing lossy, whatever was measured
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:
         value = codec_report(session, requests, options, wanted, bar.advance)
+    identity = session.identity
+    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": identity.dtype}
     facts: dict[str, object] = {"model": session.identity.model, "questions": len(requests)}
     about.write_page(run, "Codec levels", facts, codec_sections(value))
 
     def show() -> None:
         run.out.table(HEAD, codec_rows(value))
         for row in value["schemes"]:
-            errors = [[layer[side] for layer in row["layers"]] for side in ("k_relative", "v_relative")]
+            errors = [[layer[side] for layer in row["layers"]] for side in ("k_relative_error", "v_relative_error")]
             run.out.print(
                 f"error by layer, {row['scheme']:<8} keys {sparkline(errors[0])} up to {max(errors[0]):.1%}"
                 f"   values {sparkline(errors[1])} up to {max(errors[1]):.1%}"
@@ -40,4 +42,4 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
         if "f1" in value["exact"]:
             run.out.print(f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions")
 
-    run.out.result(value, human=show)
+    run.out.result({"resolved": resolved} | value, human=show)

@@ -33,11 +33,11 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     facts = evaluation_facts(store, identity, requests, options) | defer_facts(options)
     journal = Journal(wanted.resume, facts)
     failed = measure(run, store, requests[: wanted.about.limit], specs, options, journal, evaluate_rounds)
-    told = {"model": identity.model, "first": options.defer_first, "top_k": options.top_k, "failed": failed}
-    value = told | defer_overview(journal.rows)
+    told = {"defer_first": options.defer_first, "top_k": options.top_k, "failed": failed}
+    value = {"resolved": {"model": identity.model}} | told | defer_overview(journal.rows)
     if value["runs"]:
         _keep(run, store, identity.fingerprint, value)
-        facts = told | {"questions": value["questions"]}
+        facts = {"model": identity.model} | told | {"questions": value["questions"]}
         wanted.about.write_page(run, "Defer", facts, defer_sections(value), read_at(value))
     run.out.result(value, human=lambda: _show(run, value))
     if not failed:
@@ -49,7 +49,7 @@ def _keep(run: Run, store: Store, fingerprint: str, value: dict[str, Any]) -> No
     from kvtool.core.query.calibration import keep_threshold
 
     for one in value["runs"]:
-        facts = {"questions": one["n"], "run": one["run"], "first": value["first"], "top_k": value["top_k"]}
+        facts = {"questions": one["count"], "run": one["run"], "first": value["defer_first"], "top_k": value["top_k"]}
         if not keep_threshold(store, fingerprint, one["run"].partition(":")[0], one["threshold"], facts):
             run.out.warning("the thresholds could not be kept", "make the store writable, or make room on its disk")
             return
@@ -61,7 +61,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     head = ("run", "policy", "threshold", "F1", "contains", "chunks", "rounds", "bytes of all")
     run.out.table(head, [row for one in value["runs"] for row in policy_rows(one)])
     rows = [
-        (one["run"], f"{b['low']:.1f}", b["n"], f"{b['right']:.3f}", f"{b['f1']:.3f}")
+        (one["run"], f"{b['low']:.1f}", b["count"], f"{b['contains']:.3f}", f"{b['f1']:.3f}")
         for one in value["runs"]
         for b in one["bins"]
     ]

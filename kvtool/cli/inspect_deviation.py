@@ -17,7 +17,7 @@ def deviation(run: Run, store: Any, about: Subject) -> None:
     """Measure, tell, and write the page."""
     requests = about.requests("deviation")
     prompts = laid_out(run, store, requests)
-    session, facts = prompts.session, prompts.facts
+    session = prompts.session
     from kvtool.lab.charts.deviation import deviation_sections
     from kvtool.lab.reports.caches import Subject as Prompt
     from kvtool.lab.reports.deviation import deviation_report
@@ -30,12 +30,12 @@ def deviation(run: Run, store: Any, about: Subject) -> None:
             texts.append(_texts(asked.plan, found.pop("token_deviation"), session.tokenizer))
             reports.append(found)
             bar.advance(1)
-    value = facts | {"prompts": len(reports)} | mean_of(reports)
+    value = prompts.facts | {"prompts": len(reports)} | mean_of(reports)
     value["chunks"] = [
-        {"id": one.source.chunk_id.hex(), "tokens": [{"text": text, "deviation": worth} for text, worth in pieces]}
+        {"id": one.source.chunk_id.hex(), "pieces": [{"text": text, "deviation": worth} for text, worth in pieces]}
         for one, pieces in zip(_hits(prompts.asked[0].plan), texts[0], strict=True)
     ]
-    facts = facts | {"prompts": len(reports)}
+    facts = prompts.told() | {"prompts": len(reports)}
     about.write_page(run, "KV deviation", facts, deviation_sections(value, texts[0]), prompts.read_at)
     run.out.result(value, human=lambda: _show(run, value, prompts.read_at))
 

@@ -29,7 +29,7 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     asked = layout.lay_out(request, options)
     device = resolve_device(run.settings.device)
     speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
-    value = {"question": request.question, "model": identity.model, "device": device}
+    value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
     value |= plan_report(store, layout, asked, options, len(identity.lead_in.ids), speeds)
     if about.wanted:
         _page(run, about, value)
@@ -40,13 +40,13 @@ def _page(run: Run, about: Subject, value: dict[str, Any]) -> None:
     from kvtool.lab.charts.page import Section, Table
 
     head = ("id", "source", "line", "score", "keywords", "tokens", "status", "level", "reason", "bytes")
-    chunks = Table(head, tuple(tuple(chunk[name] for name in head) for chunk in value["chunks"]))
+    chunks = Table(head, tuple(tuple(chunk.get(name, "") for name in head) for chunk in value["chunks"]))
     sections = [Section("Chunks", tables=(chunks,))]
     if value["expected_ms"] is not None:
         times = Table(("mode", "expected ms"), tuple((m, f"{ms:.0f}") for m, ms in value["expected_ms"].items()))
         sections.append(Section("Expected time to the first token", tables=(times,)))
-    facts = {"question": value["question"], "model": value["model"], "device": value["device"]}
-    about.write_page(run, "Plan", facts | value["tokens"], sections)
+    facts = {"question": value["question"]} | value["resolved"] | value["tokens"]
+    about.write_page(run, "Plan", facts, sections)
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
@@ -60,15 +60,15 @@ def _show(run: Run, value: dict[str, Any]) -> None:
             chunk["tokens"],
             chunk["status"],
             chunk["level"] or "-",
-            chunk["reason"] or ", ".join(chunk["keywords"]),
+            chunk.get("reason") or ", ".join(chunk["keywords"]),
         )
         for chunk in value["chunks"]
     ]
     run.out.table(("chunk", "source", "score", "tokens", "status", "level", "keywords, or why"), rows)
     tokens = value["tokens"]
     run.out.print(
-        f"prompt   {tokens['prompt']} tokens: {tokens['exact']} exact, {tokens['hit']} reused, "
-        f"{tokens['miss']} missed, {tokens['fresh']} fresh"
+        f"prompt   {tokens['prompt']} tokens: {tokens['reused']} reused ({tokens['exact']} exact), "
+        f"{tokens['fresh']} fresh ({tokens['miss']} missed)"
     )
     if rounds := [chunk["round"] for chunk in value["chunks"] if "round" in chunk]:
         first = [chunk for chunk in value["chunks"] if chunk["round"] == 1]

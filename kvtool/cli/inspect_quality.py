@@ -46,13 +46,13 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     identity = store_identity(store)
     journal = Journal(wanted.resume, evaluation_facts(store, identity, requests, options))
     failed = measure(run, store, requests[:limit], specs, options, journal, evaluate)
-    facts = {"model": identity.model, "max_tokens": options.max_tokens, "failed": failed}
-    value = facts | overview(journal.rows)
+    facts = {"max_tokens": options.max_tokens, "failed": failed}
+    value = {"resolved": {"model": identity.model}} | facts | overview(journal.rows)
     if value["runs"]:
         wanted.about.write_page(
             run,
             "Fusion quality",
-            facts | {"questions": value["questions"]},
+            {"model": identity.model} | facts | {"questions": value["questions"]},
             quality_sections(value),
             read_at(value),
         )
@@ -111,7 +111,7 @@ def measure(
 
 def read_at(value: dict[str, Any]) -> str:
     """Of a report's title: what a lossy level rounds away is part of what it measures."""
-    return f"chunks read at level {', '.join(value['level'])}" if value["level"] else "no chunk read"
+    return f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
     rows = [
         (
             row["run"],
-            row["n"],
+            row["count"],
             with_interval(row, "f1"),
             with_interval(row, "f1_ratio"),
             with_interval(row, "contains"),
@@ -132,7 +132,7 @@ def _show(run: Run, value: dict[str, Any]) -> None:
             with_interval(row, "kl_answer"),
             f"{row['answer_equal']:.1%}",
             f"{row['recomputed_share']:.1%}",
-            f"{row['ttft_ms']:.0f}",
+            f"{row['ttft_ms_median']:.0f}",
             f"{row['speedup']:.2f}x",
             "*" if row["pareto"] else "",
         )

@@ -13,7 +13,7 @@ def sparsity(run: Run, store: Any, about: Subject) -> None:
     """Measure the first question's prompt; the questions after it are asked over the same chunks."""
     requests = about.requests("sparsity")
     prompts = laid_out(run, store, requests[:1])
-    session, facts = prompts.session, prompts.facts
+    session = prompts.session
     from kvtool.core.model.prompt import question_tokens
     from kvtool.lab.charts.sparsity import sparsity_sections
     from kvtool.lab.reports.caches import Subject as Prompt
@@ -23,15 +23,17 @@ def sparsity(run: Run, store: Any, about: Subject) -> None:
     with run.out.progress("prompts", total=1, unit="prompts") as bar:
         found = sparsity_report(Prompt.of(session.decoder, prompts.asked[0].plan, prompts.source), others)
         bar.advance(1)
-    value = facts | found
-    facts = facts | {"questions": len(requests)}
+    value = prompts.facts | found
+    facts = prompts.told() | {"questions": len(requests)}
     about.write_page(run, "Attention sparsity", facts, sparsity_sections(value), prompts.read_at)
     run.out.result(value, human=lambda: _show(run, value, prompts.read_at))
 
 
 def _show(run: Run, value: dict[str, Any], read_at: str) -> None:
     run.out.print(f"Attention sparsity, {read_at}")
-    tallies = {"context, full": value["context"]} | {f"question, {n}": one for n, one in value["question_over"].items()}
+    from kvtool.lab.charts.sparsity import tallies_of
+
+    tallies = tallies_of(value)
     rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()), "")]
     rows += [
         (name, *(f"{part:.1%}" for part in tally["mass"].values()), f"{tally['keys_for_mass']:.1%}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,7 @@ class Subject:
             raise UsageError(f"the page cannot be written to {str(self.html)!r}", "name a file in a folder that exists")
 
     def write_page(
-        self, run: Run, title: str, facts: dict[str, object], sections: Sequence[Section], about: str = ""
+        self, run: Run, title: str, facts: Mapping[str, object], sections: Sequence[Section], about: str = ""
     ) -> None:
         """Write the page and the figures by themselves, where they are wanted.
 
@@ -154,6 +154,12 @@ class Prompts:
     level: str
     facts: dict[str, object]
 
+    def told(self) -> dict[str, object]:
+        """The same for a page: flat, with the prompt's length."""
+        nested: Any = self.facts["resolved"]
+        flat = {name: fact for name, fact in self.facts.items() if name != "resolved"}
+        return {**nested, **flat, "prompt tokens": self.asked[0].plan.length}
+
     @property
     def read_at(self) -> str:
         """What a report's title says of it."""
@@ -175,11 +181,8 @@ def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
         prompts, source = exactly(session, prompts)
     identity = session.identity
     facts: dict[str, object] = {
-        "model": identity.model,
-        "dtype": identity.dtype,
-        "lead_in": identity.lead_in.mode,
         "question": requests[0].question,
+        "resolved": {"model": identity.model, "dtype": identity.dtype, "lead_in": identity.lead_in.mode},
         "level": level,
-        "prompt_tokens": prompts[0].plan.length,
     }
     return Prompts(session, prompts, source, level, facts)

@@ -18,7 +18,7 @@ def test_one_chunk(store: Path, tmp_path: Path) -> None:
     row = kvtool("inspect", "chunk", chunk, "--store", store, "--html", html, "--json").fine().json
     assert row["id"] == chunk
     assert row["tokens"] == len(row["sensitivity"]) > 0
-    assert all(size > 0 for size in row["levels"].values())
+    assert all(level["bytes"] > 0 for level in row["levels"])
     (place,) = row["places"]
     text = Path(place["source"]).read_text(encoding="utf-8")
     assert row["text"] == text[place["start"] : place["end"]]
@@ -102,8 +102,8 @@ def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:
     listed = {chunk["id"]: chunk["tokens"] for document in listing(store) for chunk in document["chunks"]}
     row = kvtool("inspect", "--store", store, "--json").fine().json
     assert row["beginning"]["id"] == prefix_chunk(store)
-    assert row["store"]["chunks"] - row["beginning"]["chunks"] == len(listed)
-    assert row["store"]["tokens"] - row["beginning"]["tokens"] == sum(listed.values())
+    assert row["chunks"] - row["beginning"]["chunks"] == len(listed)
+    assert row["tokens"] - row["beginning"]["tokens"] == sum(listed.values())
     told = kvtool("inspect", "--store", store).fine().out
     assert f"{len(listed)} chunks; KV of {sum(listed.values()):,} tokens\n" in told
     assert f"beginning: {row['beginning']['tokens']} tokens, one chunk more\n" in told

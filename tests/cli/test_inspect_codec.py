@@ -68,12 +68,13 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
         assert [layer["layer"] for layer in scheme["layers"]] == list(range(LAYERS))
         bits = [layer["bits_per_element"] for layer in scheme["layers"]]
         assert sum(bits) / LAYERS == pytest.approx(scheme["bits_per_element"])
-        assert all(0 < layer[side] < 2 for layer in scheme["layers"] for side in ("k_relative", "v_relative"))
+        sides = ("k_relative_error", "v_relative_error")
+        assert all(0 < layer[side] < 2 for layer in scheme["layers"] for side in sides)
     for names in (("int8", "int4"), *([NESTED] if profile else []), *([f"mean-{n}" for n in NESTED],)):
         bits, losses = ([found[name][key] for name in names] for key in ("bits_per_element", "kl_answer"))
         assert bits == sorted(bits, reverse=True)
         assert losses[0] < losses[-1]
-        for side in ("k_relative", "v_relative"):
+        for side in ("k_relative_error", "v_relative_error"):
             errors = [found[name]["layers"][LAYERS - 1][side] for name in names]
             assert errors == sorted(errors)
     assert 8 < found["int8"]["bits_per_element"] < 9.1  # a 16-bit scale for 16 numbers

@@ -49,8 +49,10 @@ def test_what_a_query_would_find(store: Path) -> None:
     assert {chunk["status"] for chunk in row["chunks"]} == {"hit"}
     assert {chunk["level"] for chunk in row["chunks"]} == {"raw"}
     assert all(chunk["bytes"] > 0 for chunk in row["chunks"])
-    assert row["tokens"]["hit"] == sum(chunk["tokens"] for chunk in row["chunks"])
-    assert row["tokens"]["prompt"] == sum(row["tokens"][name] for name in ("exact", "hit", "miss", "fresh"))
+    tokens = row["tokens"]
+    assert tokens["reused"] - tokens["exact"] == sum(chunk["tokens"] for chunk in row["chunks"])
+    assert (tokens["prompt"], tokens["miss"]) == (tokens["reused"] + tokens["fresh"], 0)
+    assert not any("reason" in chunk for chunk in row["chunks"])
     assert row["expected_ms"] is None
     assert "has not been measured" in plan(store).fine().out
     assert payloads(store) == before
@@ -81,7 +83,7 @@ def test_expected_times_are_the_controllers(measured: Path) -> None:
     low, high = (plan(measured, "--json", "--ratio", r).fine().json["expected_ms"]["union"] for r in (0.05, 0.5))
     assert low < high
     even = row["break_even"]
-    assert even["ingest_ms"] == pytest.approx(tokens["hit"])
+    assert even["ingest_ms"] == pytest.approx(tokens["reused"] - tokens["exact"])
     assert even["reuses"] == pytest.approx(even["ingest_ms"] / (expected["full"] - expected["union"]))
     assert even["bytes"] == sum(chunk["bytes"] for chunk in row["chunks"])
     assert "paid back after" in plan(measured).fine().out

@@ -35,7 +35,7 @@ def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp
     assert QUESTION in found.text
     assert "script" not in found.tags
     assert done.json["question"] == QUESTION
-    assert len(done.json["layers"] if what == "deviation" else done.json["context"]["layers"]) == 4
+    assert len(done.json["layers"] if what == "deviation" else done.json["chunks_over"]["full"]["layers"]) == 4
     told = kvtool(*at).fine().out
     assert "▁" in told or "█" in told
     assert payloads(store) == before
@@ -80,7 +80,7 @@ def test_sparsity_reads_exact_records(store: Path, monkeypatch: pytest.MonkeyPat
     assert kvtool(*at).fine().json == exact
     assert exact["level"] == "exact"
     lossy = kvtool(*at, "--level", "2").fine().json
-    assert (lossy["level"], lossy["context"]) == ("2", exact["context"])
+    assert (lossy["level"], lossy["chunks_over"]) == ("2", exact["chunks_over"])
     assert lossy["question_over"] != exact["question_over"]
 
 
@@ -105,7 +105,7 @@ def test_the_pieces_of_a_chunk_are_its_text(store: Path, tmp_path: Path) -> None
     kvtool("ingest", tmp_path / "korean.md", "--store", store).fine()
     at = ("--documents", "mill0.md", "korean.md", "--json")
     row = kvtool("inspect", "deviation", "언제?", "--store", store, *at).fine().json
-    pieces = [piece["text"] for chunk in row["chunks"] for piece in chunk["tokens"]]
+    pieces = [piece["text"] for chunk in row["chunks"] for piece in chunk["pieces"]]
     assert text in "".join(pieces)
     assert len(pieces) > len(text.split())
 

@@ -15,8 +15,8 @@ def test_by_hand() -> None:
     other = Toll.of((keys, values), (keys, values * 3), 1)
     both = Toll() + one + other
     assert (both.bytes, both.elements) == (4, 8)
-    assert both.to_json()["k_relative"] == pytest.approx((2 / 50) ** 0.5)
-    assert both.to_json()["v_relative"] == pytest.approx((4 / 2) ** 0.5)
+    assert both.to_json()["k_relative_error"] == pytest.approx((2 / 50) ** 0.5)
+    assert both.to_json()["v_relative_error"] == pytest.approx((4 / 2) ** 0.5)
 
 
 def test_nothing() -> None:

@@ -46,7 +46,7 @@ def test_inspect_gate(store: Path, failed: Path) -> None:
     assert human.code == 12
     assert "FAILED" in human.out
     assert "FAILED" in kvtool("inspect", "--store", failed).fine().out
-    assert kvtool("inspect", "--store", failed, "--json").fine().json["gate"] is False
+    assert kvtool("inspect", "--store", failed, "--json").fine().json["gate"]["passed"] is False
 
 
 def test_a_lost_or_broken_verdict_is_found_anew(store: Path) -> None:

@@ -52,7 +52,7 @@ class Toll:
     def to_json(self) -> dict[str, Any]:
         """Bits, and the norm of the error over that of the exact keys and values."""
         errors = [(wrong / size) ** 0.5 if size else 0.0 for wrong, size in zip(self.wrong, self.size, strict=True)]
-        return {"bits_per_element": self.bits, "k_relative": errors[0], "v_relative": errors[1]}
+        return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
 
 
 def _squares(side: torch.Tensor) -> float:

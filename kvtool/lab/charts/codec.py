@@ -49,8 +49,8 @@ def _by_layer(schemes: Sequence[dict[str, Any]]) -> Section:
         Panel(title, tuple(Line(row["scheme"], _points(row["layers"], name)) for row in shown))
         for title, name in (
             ("bits per element", "bits_per_element"),
-            ("error of keys, relative", "k_relative"),
-            ("error of values, relative", "v_relative"),
+            ("error of keys, relative", "k_relative_error"),
+            ("error of values, relative", "v_relative_error"),
         )
     ]
     text = "Error: the norm of what a layer's decoded keys or values are off by, over the norm of the exact ones."

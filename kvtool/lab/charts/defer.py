@@ -50,7 +50,7 @@ def _calibration(runs: Sequence[dict[str, Any]]) -> str:
                 if run["bins"]
             ),
         )
-        for title, key in (("Share of answers that contain a gold one", "right"), ("Number of answers", "n"))
+        for title, key in (("Share of answers that contain a gold one", "contains"), ("Number of answers", "count"))
     ]
     return line_charts("Is a sure answer right?", panels, "confidence, middle of a bin")
 
@@ -71,9 +71,9 @@ def _bin_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
         (
             run["run"],
             f"{one['low']:.1f} to {one['high']:.1f}",
-            one["n"],
+            one["count"],
             f"{one['confidence']:.3f}",
-            f"{one['right']:.3f}",
+            f"{one['contains']:.3f}",
             "[{:.3f}, {:.3f}]".format(*one["interval"]),
             f"{one['f1']:.3f}",
         )

@@ -46,7 +46,7 @@ def _by_mode(runs: Sequence[dict[str, Any]], name: str) -> list[tuple[str, tuple
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
     cells = [with_interval(row, name) for name in ("f1", "contains", "kl_first", "kl_answer")]
     share, speedup = f"{row['recomputed_share']:.1%}", f"{row['speedup']:.2f}x"
-    return (row["run"], row["n"], *cells, share, speedup, "*" if row["pareto"] else "")
+    return (row["run"], row["count"], *cells, share, speedup, "*" if row["pareto"] else "")
 
 
 def with_interval(row: dict[str, Any], name: str) -> str:

@@ -16,10 +16,15 @@ def sparsity_sections(value: dict[str, Any]) -> list[Section]:
     return [*found, _stability(value["stability"])] if value["stability"] else found
 
 
+def tallies_of(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every tally of a report by whose attention it is and over which cache."""
+    both = (("chunks", value["chunks_over"]), ("question", value["question_over"]))
+    return {f"{whose}, {cache}": tally for whose, over in both for cache, tally in over.items()}
+
+
 def _masses(value: dict[str, Any]) -> Section:
     rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()))]
-    rows.append(("context, full", *_percent(value["context"])))
-    rows += [(f"question, {name}", *_percent(tally)) for name, tally in value["question_over"].items()]
+    rows += [(name, *_percent(tally)) for name, tally in tallies_of(value).items()]
     text = (
         "The part of the attention that goes to each class of key, mean over rows, layers and heads: the prompt's "
         f"first token (sink), the instruction, the first {value['start_tokens']} tokens of every chunk, the rest of "
@@ -33,20 +38,18 @@ def _percent(tally: dict[str, Any]) -> list[str]:
 
 
 def _by_layer(value: dict[str, Any]) -> Section:
-    panels = []
-    for title, tally in (("context, full", value["context"]), ("question, full", value["question_over"]["full"])):
-        lines = tuple(
-            Line(name, tuple((row["layer"], row["mass"][name]) for row in tally["layers"])) for name in value["classes"]
-        )
-        panels.append(Panel(title, lines))
+    tallies, panels = tallies_of(value), []
+    for title in ("chunks, full", "question, full"):
+        layers = tallies[title]["layers"]
+        lines = (Line(name, tuple((row["layer"], row["mass"][name]) for row in layers)) for name in value["classes"])
+        panels.append(Panel(title, tuple(lines)))
     return Section("By layer", figures=(line_charts("Attention mass by class of key", panels, "layer"),))
 
 
 def _keys(value: dict[str, Any]) -> Section:
-    tallies = {"context, full": value["context"]} | {f"question, {n}": one for n, one in value["question_over"].items()}
     lines = tuple(
         Line(name, tuple((row["layer"], row["keys_for_mass"]) for row in tally["layers"]))
-        for name, tally in tallies.items()
+        for name, tally in tallies_of(value).items()
     )
     title = f"Share of the keys that holds {value['mass_held']:.0%} of the attention"
     return Section("How few keys", figures=(line_charts(title, [Panel("share of keys", lines)], "layer"),))

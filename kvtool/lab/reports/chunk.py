@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def chunk_report(store: Store, chunk: bytes) -> dict[str, Any]:
-    """`id, tokens, layers, lead_in` (digest), `levels{level: bytes}`, `last_used` (seconds since 1970, or None),
+    """`id, tokens, layers, lead_in_digest`, `levels[{level, bytes}]`, `last_used` (seconds since 1970, or None),
     `places[{source, start, end}]`, `text` of the first place, `sensitivity` by token (empty where none was kept).
 
     Raises
@@ -34,8 +35,8 @@ def chunk_report(store: Store, chunk: bytes) -> dict[str, Any]:
         "id": chunk.hex(),
         "tokens": len(info.token_ids),
         "layers": info.layers,
-        "lead_in": info.lead_in.hex(),
-        "levels": store.level_sizes(chunk),
+        "lead_in_digest": info.lead_in.hex(),
+        "levels": level_rows(store.level_sizes(chunk)),
         "last_used": store.last_used().get(chunk),
         "places": places,
         "text": text,

@@ -74,9 +74,9 @@ def codec_report(
     Returns
     -------
     `questions`, `exact` (F1 where answers are known) and `schemes[{scheme, bits_per_element, ratio_vs_16bit, kl_first,
-    kl_answer, top1_agrees, f1, layers}]`, `layers[{layer, bits_per_element, k_relative, v_relative}]`: the norm of the
-    error over that of the exact keys and values. Bits count records with headers, digests, states and side information;
-    a profile is stored once.
+    kl_answer, top1_agrees, f1, layers}]`, `layers[{layer, bits_per_element, k_relative_error,
+    v_relative_error}]`: the norm of the error over that of the exact keys and values. Bits count records with headers,
+    digests, states and side information; a profile is stored once.
 
     Raises
     ------

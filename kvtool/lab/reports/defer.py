@@ -95,13 +95,13 @@ def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str]
 
 
 def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
-    """The JSON of `inspect quality --defer`: one entry a run, in `runs`; `level` as in :func:`levels_in`.
+    """The JSON of `inspect quality --defer`: one entry a run, in `runs`; `levels` as in :func:`levels_in`.
 
     Returns
     -------
-    `bins[{low, high, n, confidence, right, interval}]`: first and middle rounds by confidence, and the share whose
-    answer contains a gold one; `policies`: what thresholds from 0 to 1 give (see `policy`); `whole`: one pass over all
-    chunks; `all`, `first`: all rounds, and the first alone; `threshold`, `chosen`: see `choose`;
+    `bins[{low, high, count, confidence, contains, interval}]`: first and middle rounds by confidence, and the share
+    whose answer contains a gold one; `policies`: what thresholds from 0 to 1 give (see `policy`); `whole`: one pass
+    over all chunks; `all`, `first`: all rounds, and the first alone; `threshold`, `chosen`: see `choose`;
     `held_out`: thresholds chosen on every other question and tried on the others, both ways.
     """
     names = sorted({name for of in rows.values() for name in of})
@@ -111,7 +111,7 @@ def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
         "questions": len(rows),
         "probed": PROBED,
         "allowed_loss": ALLOWED_LOSS,
-        "level": levels_in(rows),
+        "levels": levels_in(rows),
         "runs": runs,
     }
 
@@ -119,7 +119,7 @@ def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
 def _overview(questions: Sequence[Question]) -> dict[str, Any]:
     threshold = choose(questions)
     return {
-        "n": len(questions),
+        "count": len(questions),
         "threshold": threshold,
         "chosen": policy(questions, threshold),
         "whole": _whole(questions),
@@ -209,9 +209,9 @@ def bins(questions: Sequence[Question]) -> list[dict[str, Any]]:
         {
             "low": number / _BINS,
             "high": (number + 1) / _BINS,
-            "n": len(rows),
+            "count": len(rows),
             "confidence": statistics.fmean(row["confidence"] for row in rows),
-            "right": statistics.fmean(row["contains"] for row in rows),
+            "contains": statistics.fmean(row["contains"] for row in rows),
             "f1": statistics.fmean(row["f1"] for row in rows),
             "interval": interval([row["contains"] for row in rows]),
         }

@@ -149,7 +149,7 @@ def deviation_report(
 
     Returns
     -------
-    `tokens` (reused rows), `layers[{layer, v_sse, k_sse, kv_sse, k_l1, v_relative, k_relative, quantiles, top_share,
+    `tokens{prompt, reused}`, `layers[{layer, v_sse, k_sse, kv_sse, k_l1, v_relative, k_relative, quantiles, top_share,
     spearman_next}]`: means over rows of each metric, ‖ΔV‖ / ‖V‖ over all rows, quantiles of ‖ΔV‖ over rows, the share
     of the squared V deviation in the top rows, the rank correlation with the layer after it;
     `attention[{choice, ratio, rows, deviation, by_layer}]`; `token_deviation` by row: `Deviation.worth`.
@@ -167,7 +167,7 @@ def deviation_report(
                 {"choice": choice, "ratio": ratio, "rows": int(chosen.sum()), "deviation": mean, "by_layer": by_layer}
             )
     return {
-        "tokens": len(subject.hits),
+        "tokens": {"prompt": subject.plan.length, "reused": len(subject.hits)},
         "layers": [_layer(found, number) for number in range(found.size.shape[1])],
         "attention": rows,
         "token_deviation": worth.tolist(),

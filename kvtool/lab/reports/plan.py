@@ -31,8 +31,8 @@ def plan_report(
 
     Returns
     -------
-    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level, reason, bytes[, round]}]` (`round`:
-    the one of a deferred query that would load it, if it came to that), `tokens{prompt, exact, hit, miss, fresh}`,
+    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level[, reason], bytes[, round]}]` (`round`:
+    the one of a deferred query that would load it, if it came to that), `tokens{prompt, reused, fresh, exact, miss}`,
     `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for the prefill
     of these chunks, by `union`'s saving; the last two None without speeds.
     """
@@ -49,7 +49,7 @@ def plan_report(
             "tokens": len(one.ids),
             "status": one.status,
             "level": one.source.level,
-            "reason": one.reason if one.status == "miss" else "",
+            **({"reason": one.reason} if one.status == "miss" else {}),
             "bytes": store.level_sizes(one.source.chunk_id).get(one.source.level or "", 0),
         }
         for hit, one in zip(asked.hits, plan.chunks, strict=True)
@@ -58,8 +58,7 @@ def plan_report(
         for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
             for chunk in chunks[start:stop]:
                 chunk["round"] = number
-    counts = {name: sum(len(one.ids) for one in plan.segments if one.status == name) for name in _STATUSES}
-    value: dict[str, Any] = {"chunks": chunks, "tokens": {"prompt": plan.length} | counts}
+    value: dict[str, Any] = {"chunks": chunks, "tokens": _tokens(plan)}
     missing = {one.source.level for one in plan.cached} - set(speeds.loads if speeds else ())
     if speeds is None or missing:
         return value | {"expected_ms": None, "break_even": None}
@@ -74,6 +73,19 @@ def plan_report(
             "reuses": ingest / saved if saved > 0 else None,
             "bytes": sum(int(chunk["bytes"]) for chunk in chunks),
         },
+    }
+
+
+def _tokens(plan: Plan) -> dict[str, int]:
+    """`prompt = reused + fresh`, before a mode recomputes anything; `exact` of the reused, `miss` of the fresh ones."""
+    counts = {name: sum(len(one.ids) for one in plan.segments if one.status == name) for name in _STATUSES}
+    reused, fresh = counts["exact"] + counts["hit"], counts["miss"] + counts["fresh"]
+    return {
+        "prompt": plan.length,
+        "reused": reused,
+        "fresh": fresh,
+        "exact": counts["exact"],
+        "miss": counts["miss"],
     }
 
 
@@ -103,6 +115,6 @@ def reasons(chunks: Sequence[dict[str, Any]]) -> dict[str, int]:
     """How many chunks would be missed, by reason."""
     found: dict[str, int] = {}
     for chunk in chunks:
-        if chunk["reason"]:
-            found[chunk["reason"]] = found.get(chunk["reason"], 0) + 1
+        if reason := chunk.get("reason"):
+            found[reason] = found.get(reason, 0) + 1
     return found

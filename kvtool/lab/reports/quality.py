@@ -29,8 +29,9 @@ Work = list[tuple[int, list[RunSpec]]]
 
 _MEANS = (
     *("f1", "exact_match", "contains", "kl_first", "kl_answer", "top1_agrees", "answer_equal"),
-    *("recomputed", "fresh", "bytes_read"),
+    "bytes_read",
 )
+_COUNTS = ("recomputed", "fresh")  # of tokens in the prompt
 _WITH_INTERVAL = ("f1", "contains", "kl_first", "kl_answer")
 
 
@@ -138,9 +139,9 @@ def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
 
     Returns
     -------
-    `run`, `n`; means (`f1`, `exact_match`, `contains` over questions with answers), `recomputed_share` of the cached
-    rows, medians `ttft_ms` and `speedup`, `f1_ratio` = Σ F1 / Σ F1 of full on the same questions, `intervals` (95 %),
-    `pareto`: no other run recomputes less and is nearer to full.
+    `run`, `count`; means (`f1`, `exact_match`, `contains` over questions with answers), `recomputed_share` of the
+    cached rows, medians `ttft_ms_median` and `speedup`, `f1_ratio` = Σ F1 / Σ F1 of full on the same questions,
+    `intervals` (95 %), `pareto`: no other run recomputes less and is nearer to full.
     """
     names = ordered({name for of_question in rows.values() for name in of_question})
     found = [_summary(name, [of for _, of in sorted(rows.items()) if name in of]) for name in names]
@@ -162,20 +163,21 @@ def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
         "questions": len(rows),
         "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
         "reference": REFERENCE,
-        "confidence": CONFIDENCE,
+        "interval_confidence": CONFIDENCE,
         "resamples": RESAMPLES,
-        "level": levels_in(rows),
+        "levels": levels_in(rows),
         "runs": summarise(rows),
     }
 
 
 def _summary(name: str, questions: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
     own = [of[name] for of in questions]
-    row: dict[str, Any] = {"run": name, "n": len(own)}
+    row: dict[str, Any] = {"run": name, "count": len(own)}
     row |= {key: statistics.fmean(values) for key in _MEANS if (values := _values(own, key))}
+    row |= {f"tokens_{key}": statistics.fmean(_values(own, key)) for key in _COUNTS}
     shares = [of["recomputed"] / cached for of in own if (cached := of["reused"] + of["recomputed"])]
     row["recomputed_share"] = statistics.fmean(shares) if shares else 0.0
-    row["ttft_ms"] = statistics.median(_values(own, "ttft_ms"))
+    row["ttft_ms_median"] = statistics.median(_values(own, "ttft_ms"))
     row["speedup"] = statistics.median(_values(own, "speedup"))
     intervals = {key: interval(values) for key in _WITH_INTERVAL if (values := _values(own, key))}
     pairs = [(of[name]["f1"], of[REFERENCE]["f1"]) for of in questions if "f1" in of[name]]

@@ -168,8 +168,9 @@ def sparsity_report(
 
     Returns
     -------
-    `context`: rows of the chunks in full prefill. `question_over`: its rows over the caches `full`, `reuse`, `epic`,
-    `union`. Each as `Tally.to_json`. `stability`: see `_stability`; None without other questions.
+    `chunks_over`: rows of the chunks over the cache `full`. `question_over`: the question's rows over the
+    caches `full`, `reuse`, `epic`, `union`. Each as `Tally.to_json`. `stability`: see `_stability`; None without
+    other questions.
     """
     plan, decoder = subject.plan, subject.decoder
     classes = Classes.of(plan, start_tokens)
@@ -194,10 +195,10 @@ def sparsity_report(
     return {
         "classes": list(CLASSES),
         "start_tokens": start_tokens,
-        "tokens": {"context": last - first, "question": len(question), "prompt": plan.length},
+        "tokens": {"chunks": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
         "mass_held": MASS,
-        "context": context.to_json(),
+        "chunks_over": {"full": context.to_json()},
         "question_over": {name: tally.to_json() for name, tally in tallies.items()},
         "stability": _stability(subject, cache, others) if others else None,
     }

@@ -45,7 +45,7 @@ def test_it_keeps_a_threshold_for_each_mode(store: Path, batch: Path) -> None:
         run["run"].partition(":")[0]: run["threshold"] for run in value["runs"]
     }
     for run in value["runs"]:
-        assert run["n"] == 2
+        assert run["count"] == 2
         assert run["all"]["bytes_share"] == 1
         assert run["first"]["chunks"] == 2
         assert run["first"]["bytes_read"] < run["all"]["bytes_read"]
@@ -165,7 +165,7 @@ def test_an_answer_that_says_nothing_is_never_enough() -> None:
 
 def test_bins_leave_last_rounds_out() -> None:
     found = bins([*SURE_IS_RIGHT, asked((1.0, 1))])
-    assert [(one["low"], one["n"], one["right"]) for one in found] == [
+    assert [(one["low"], one["count"], one["contains"]) for one in found] == [
         (0.2, 1, 0),
         (0.3, 1, 0),
         (0.8, 1, 1),

@@ -136,7 +136,7 @@ def test_a_report() -> None:
     found = deviation_report(subject, ratios=(0.0, 0.15, 1.0))
     layers = len(one.decoder.layers)
     assert [row["layer"] for row in found["layers"]] == list(range(layers))
-    assert found["tokens"] == sum(map(len, CHUNKS)) == len(found["token_deviation"])
+    assert found["tokens"]["reused"] == sum(map(len, CHUNKS)) == len(found["token_deviation"])
     assert found["layers"][0]["spearman_next"] is None
     assert all(-1 <= row["spearman_next"] <= 1 for row in found["layers"][1:-1])
     for row in found["layers"][1:]:
@@ -148,7 +148,7 @@ def test_a_report() -> None:
     assert by["hkvd", 0.0]["deviation"] == by["random", 0.0]["deviation"] > 1e-3
     for choice in CHOICES:
         assert by[choice, 1.0]["deviation"] < 1e-5
-        assert by[choice, 0.15]["rows"] == math.ceil(0.15 * found["tokens"])
+        assert by[choice, 0.15]["rows"] == math.ceil(0.15 * found["tokens"]["reused"])
         assert by[choice, 0.15]["by_layer"][0] <= by[choice, 0.0]["by_layer"][0] + 1e-6
 
 

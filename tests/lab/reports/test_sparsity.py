@@ -68,7 +68,7 @@ def test_the_context_in_full(name: str) -> None:
     one = case(name)
     subject = subject_of(one)
     plan = subject.plan
-    report = sparsity_report(subject, start_tokens=START)["context"]
+    report = sparsity_report(subject, start_tokens=START)["chunks_over"]["full"]
     rows = range(plan.chunks[0].start, plan.segments[-1].start)
     for layer, weights in enumerate(eager(one, plan.ids)):
         mass, needed = told(report, layer)
