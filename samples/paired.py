@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kvtool.lab.reports.intervals import interval
+from kvtool.lab.measure.intervals import interval
 
 
 def main() -> None:

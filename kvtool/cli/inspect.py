@@ -118,7 +118,7 @@ def _glance(run: Run, store: Any, about: Subject) -> None:
     from kvtool.core.session.levels import MeasuredLosses
     from kvtool.core.session.session import store_identity
     from kvtool.core.session.verdicts import stored_verdict
-    from kvtool.lab.reports.beginning import beginning_of
+    from kvtool.lab.measure.beginning import beginning_of
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)

@@ -13,7 +13,7 @@ from kvtool.core.errors import UsageError
 def chunk(run: Run, store: Any, about: Subject) -> None:
     """Tell what is stored of it; the model is not loaded."""
     from kvtool.core.cache.identity import chunk_named
-    from kvtool.lab.reports.chunk import chunk_report
+    from kvtool.lab.measure.chunk import chunk_report
 
     if about.text is None:
         raise UsageError("inspect chunk needs a chunk's id", "`kvtool store ls` lists the documents and their chunks")
@@ -25,7 +25,7 @@ def chunk(run: Run, store: Any, about: Subject) -> None:
 
 def _page(run: Run, store: Any, about: Subject, value: dict[str, Any]) -> None:
     from kvtool.lab.charts.page import Section, Shaded, Table
-    from kvtool.lab.reports.chunk import pieces
+    from kvtool.lab.measure.chunk import pieces
 
     info, (tokenizer, _) = store.chunk_info(bytes.fromhex(value["id"])), tokenizer_of(run, store)
     weights = value["sensitivity"] or [0.0] * value["tokens"]

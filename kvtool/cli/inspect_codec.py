@@ -16,7 +16,7 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     from kvtool.core.query.reply import QueryOptions, read_batch
     from kvtool.core.session.levels import ProfileShelf
     from kvtool.lab.charts.codec import HEAD, codec_rows, codec_sections
-    from kvtool.lab.reports.codec import chosen_schemes, codec_report
+    from kvtool.lab.measure.codec import chosen_schemes, codec_report
 
     if about.batch is None:
         raise UsageError("inspect codec needs questions", "--batch FILE.jsonl, as for `kvtool query`")

@@ -17,10 +17,10 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
     from kvtool.core.session.session import store_identity
     from kvtool.lab.charts.defer import defer_sections
-    from kvtool.lab.reports.defer import defer_facts, defer_overview, evaluate_rounds
-    from kvtool.lab.reports.journal import Journal
-    from kvtool.lab.reports.quality import evaluation_facts
-    from kvtool.lab.reports.runs import parse_runs
+    from kvtool.lab.measure.defer import defer_facts, defer_overview, evaluate_rounds
+    from kvtool.lab.measure.journal import Journal
+    from kvtool.lab.measure.quality import evaluation_facts
+    from kvtool.lab.measure.runs import parse_runs
 
     requests = batch_of(wanted.about)
     specs = parse_runs(wanted.runs or [run.settings.fusion])

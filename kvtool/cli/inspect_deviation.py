@@ -19,9 +19,9 @@ def deviation(run: Run, store: Any, about: Subject) -> None:
     prompts = laid_out(run, store, requests)
     session = prompts.session
     from kvtool.lab.charts.deviation import deviation_sections
-    from kvtool.lab.reports.caches import Subject as Prompt
-    from kvtool.lab.reports.deviation import deviation_report
-    from kvtool.lab.reports.means import mean_of
+    from kvtool.lab.measure.caches import Subject as Prompt
+    from kvtool.lab.measure.deviation import deviation_report
+    from kvtool.lab.measure.means import mean_of
 
     reports, texts = [], []
     with run.out.progress("prompts", total=len(prompts.asked), unit="prompts") as bar:
@@ -46,7 +46,7 @@ def _hits(plan: Plan) -> list[Any]:
 
 def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
     """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
-    from kvtool.lab.reports.chunk import pieces
+    from kvtool.lab.measure.chunk import pieces
 
     left = iter(worth)
     return [list(pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]

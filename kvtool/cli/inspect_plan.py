@@ -19,7 +19,7 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     from kvtool.core.query.layout import Layout
     from kvtool.core.session.session import store_identity
     from kvtool.core.session.speeds import recalled
-    from kvtool.lab.reports.plan import plan_report
+    from kvtool.lab.measure.plan import plan_report
 
     identity = store_identity(store)
     options = replace(options_of(run), defer=about.defer or run.settings.defer)
@@ -50,7 +50,7 @@ def _page(run: Run, about: Subject, value: dict[str, Any]) -> None:
 
 
 def _show(run: Run, value: dict[str, Any]) -> None:
-    from kvtool.lab.reports.plan import reasons
+    from kvtool.lab.measure.plan import reasons
 
     rows = [
         (

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
     from kvtool.core.query.reply import QueryOptions, Request
-    from kvtool.lab.reports.journal import Journal
-    from kvtool.lab.reports.runs import RunSpec
+    from kvtool.lab.measure.journal import Journal
+    from kvtool.lab.measure.runs import RunSpec
 
 MAX_TOKENS = 20  # of an answer: what is asked for in a question file is short
 
@@ -37,9 +37,9 @@ def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Measure what is not in the `--resume` file yet; then sum up all that is."""
     from kvtool.core.session.session import store_identity
     from kvtool.lab.charts.quality import quality_sections
-    from kvtool.lab.reports.journal import Journal
-    from kvtool.lab.reports.quality import evaluate, evaluation_facts, overview
-    from kvtool.lab.reports.runs import parse_runs
+    from kvtool.lab.measure.journal import Journal
+    from kvtool.lab.measure.quality import evaluate, evaluation_facts, overview
+    from kvtool.lab.measure.runs import parse_runs
 
     requests, limit = batch_of(wanted.about), wanted.about.limit
     specs, options = parse_runs(wanted.runs), options_for(run, wanted)
@@ -97,7 +97,7 @@ def measure(
     evaluate: Callable[..., int],
 ) -> int:
     """Returns how many questions failed. The model is loaded, and the file held, only if something is missing."""
-    from kvtool.lab.reports.quality import open_work
+    from kvtool.lab.measure.quality import open_work
 
     if not open_work(requests, specs, journal.rows):
         return 0

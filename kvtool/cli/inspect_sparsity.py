@@ -16,8 +16,8 @@ def sparsity(run: Run, store: Any, about: Subject) -> None:
     session = prompts.session
     from kvtool.core.model.prompt import question_tokens
     from kvtool.lab.charts.sparsity import sparsity_sections
-    from kvtool.lab.reports.caches import Subject as Prompt
-    from kvtool.lab.reports.sparsity import sparsity_report
+    from kvtool.lab.measure.caches import Subject as Prompt
+    from kvtool.lab.measure.sparsity import sparsity_report
 
     others = [question_tokens(session.tokenizer, one.question, session.parts) for one in requests[1:]]
     with run.out.progress("prompts", total=1, unit="prompts") as bar:

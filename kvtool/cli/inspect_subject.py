@@ -169,7 +169,7 @@ class Prompts:
 def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
     """The questions' prompts, for a report on fusion: chunks are read exactly, so that no codec's loss is counted as
     reuse's; or at the level that is asked for."""
-    from kvtool.lab.reports.exact import exactly
+    from kvtool.lab.measure.exact import exactly
 
     options = replace(options_of(run), max_tokens=0)  # a report generates nothing: the prompt may fill the context
     level = EXACTLY if options.level == "auto" else options.level

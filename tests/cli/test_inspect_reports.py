@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.cli.spark import sparkline
 from kvtool.core.model.decoder import Decoder
-from kvtool.lab.reports.means import mean_of
+from kvtool.lab.measure.means import mean_of
 from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
 from tests.compress.making import fixed_losses, run
 from tests.lab.charts.test_page import Outline

@@ -1,4 +1,4 @@
-"""KL by its definition. (Answers and distances of whole runs: tests/lab/reports/test_trial.py.)"""
+"""KL by its definition. (Answers and distances of whole runs: tests/lab/measure/test_trial.py.)"""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from kvtool.core.retrieval.vectors import remembered
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session
-from kvtool.lab.reports.intervals import CONFIDENCE, RESAMPLES, interval, ratio_interval
-from kvtool.lab.reports.journal import Journal
-from kvtool.lab.reports.runs import REFERENCE, RunSpec, ordered
-from kvtool.lab.reports.trial import Row, Trial
+from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, interval, ratio_interval
+from kvtool.lab.measure.journal import Journal
+from kvtool.lab.measure.runs import REFERENCE, RunSpec, ordered
+from kvtool.lab.measure.trial import Row, Trial
 
 Work = list[tuple[int, list[RunSpec]]]
 

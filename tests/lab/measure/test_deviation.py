@@ -15,8 +15,8 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import Reuse
-from kvtool.lab.reports.caches import Chosen, Subject
-from kvtool.lab.reports.deviation import (
+from kvtool.lab.measure.caches import Chosen, Subject
+from kvtool.lab.measure.deviation import (
     CHOICES,
     METRICS,
     attention_deviation,

@@ -16,8 +16,8 @@ from kvtool.core.model.generate import Generated, Sampling, first_token, generat
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.session.session import selector_for
-from kvtool.lab.reports.runs import RunSpec, parse_run
-from kvtool.lab.reports.trial import Trial
+from kvtool.lab.measure.runs import RunSpec, parse_run
+from kvtool.lab.measure.trial import Trial
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, tokens
 
 RUNS = tuple(

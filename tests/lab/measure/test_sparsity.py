@@ -8,8 +8,8 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.lab.reports.caches import Subject
-from kvtool.lab.reports.sparsity import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
+from kvtool.lab.measure.caches import Subject
+from kvtool.lab.measure.sparsity import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, tokens
 
 START = 4
@@ -103,7 +103,7 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
 @pytest.mark.parametrize("most", [1, 60_000])
 def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, and some."""
-    monkeypatch.setattr("kvtool.lab.reports.sparsity._BLOCK_BYTES", most)
+    monkeypatch.setattr("kvtool.lab.measure.sparsity._BLOCK_BYTES", most)
     one = case("llama")
     plan = one.plan(lead_in=BOS)
     count, heads = 150, 2

@@ -18,11 +18,11 @@ from kvtool.core.query.reply import QueryOptions, Request
 from kvtool.core.query.rounds import probe, steps, text_of
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session, selector_for
-from kvtool.lab.reports.intervals import interval
-from kvtool.lab.reports.journal import Journal
-from kvtool.lab.reports.quality import Work, answer_open, levels_in
-from kvtool.lab.reports.runs import RunSpec
-from kvtool.lab.reports.trial import Row
+from kvtool.lab.measure.intervals import interval
+from kvtool.lab.measure.journal import Journal
+from kvtool.lab.measure.quality import Work, answer_open, levels_in
+from kvtool.lab.measure.runs import RunSpec
+from kvtool.lab.measure.trial import Row
 
 ALLOWED_LOSS = 0.01  # of F1, and of the share of answers that contain a gold one, against one pass over all chunks
 NEVER = 1.5  # a threshold that no confidence reaches: everything is loaded
@@ -50,7 +50,7 @@ def evaluate_rounds(
 ) -> int:
     """Answer what is open after every round, and add it to the journal, whose file must be held.
 
-    Returns and raises as :func:`kvtool.lab.reports.quality.answer_open` does.
+    Returns and raises as :func:`kvtool.lab.measure.quality.answer_open` does.
     """
 
     def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:

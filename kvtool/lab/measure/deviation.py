@@ -12,7 +12,7 @@ import torch
 from kvtool.core.fusion.selectors.ranking import share_of
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
-from kvtool.lab.reports.caches import Queries, Subject
+from kvtool.lab.measure.caches import Queries, Subject
 
 METRICS = ("v_sse", "k_sse", "kv_sse", "k_l1")  # as `blend` knows them
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.15, 0.25, 0.50)

@@ -16,7 +16,7 @@ from kvtool.core.model.attention import Rows
 from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
-from kvtool.lab.reports.caches import Queries, Subject
+from kvtool.lab.measure.caches import Queries, Subject
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
 START_TOKENS = 4  # of every chunk, if nothing else is asked for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtool.lab.reports import intervals
-from kvtool.lab.reports.intervals import interval, ratio_interval
+from kvtool.lab.measure import intervals
+from kvtool.lab.measure.intervals import interval, ratio_interval
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 100, 1000])

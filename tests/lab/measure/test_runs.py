@@ -8,7 +8,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.reply import QueryOptions
 from kvtool.core.session.session import selector_for
-from kvtool.lab.reports.runs import DEFAULT_RUNS, ordered, parse_run, parse_runs
+from kvtool.lab.measure.runs import DEFAULT_RUNS, ordered, parse_run, parse_runs
 
 
 def names(*texts: str) -> list[str]:

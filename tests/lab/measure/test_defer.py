@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.lab.reports.defer import NEVER, bins, choose, defer_overview, policy
+from kvtool.lab.measure.defer import NEVER, bins, choose, defer_overview, policy
 from tests.cli.working import QUESTION, Done, kvtool
 
 MODES = ("--runs", "reuse,union:20%")

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtool.core.common.json_text import escaped
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.lab.reports.trial import Row
+from kvtool.lab.measure.trial import Row
 
 _KIND = "kvtool inspect quality"
 _BEGINNING = json.dumps({"type": _KIND})[:-1].encode()

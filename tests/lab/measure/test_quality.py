@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.session.session import Session
-from kvtool.lab.reports import trial
+from kvtool.lab.measure import trial
 from tests.cli.working import QUESTION, Done, command, drop_records, environment, fail_gate, kvtool, untouched
 
 RUNS = ("--runs", "reuse,epic:4,blend:0.1,union:20%")

@@ -16,7 +16,7 @@ from kvtool.core.model.generate import Generated
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.reply import QueryOptions
 from kvtool.core.session.session import selector_for
-from kvtool.lab.reports.runs import REFERENCE, RunSpec
+from kvtool.lab.measure.runs import REFERENCE, RunSpec
 
 Row = dict[str, Any]
 

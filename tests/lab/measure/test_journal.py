@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.lab.reports.journal import Journal
+from kvtool.lab.measure.journal import Journal
 
 FACTS = {"store": "abc", "max_tokens": 20, "max_loss": None}
 ROWS = {"full": {"f1": 1.0, "answer": "마을\n둘"}, "reuse": {"f1": 0.5, "answer": ""}}
