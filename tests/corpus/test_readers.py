@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.core.corpus.readers import Document, UnreadableFile, read_documents
+from kvtool.core.corpus.readers import READERS, Document, UnreadableFile, is_foreign, read_documents
+from kvtool.core.corpus.walk import find_files
 
 KOREAN = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
 JAPANESE = "今日は良い天気ですね。散歩に行きましょう。"
@@ -281,3 +282,16 @@ def test_a_page_that_names_what_is_no_encoding(name: str) -> None:
 def test_jsonl_an_endless_id_names_nothing() -> None:
     (document,) = jsonl(json.dumps({"text": "x", "id": "i" * 100_000}))
     assert document.source == "/c/a.jsonl#1"
+
+
+def test_a_reader_of_bytes_is_a_function_and_takes_files_that_hold_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(source: str, data: bytes) -> list[Document]:
+        return [Document(source, data.hex(), "text")]
+
+    (tmp_path / "a.docx").write_bytes(b"PK\x03\x04")
+    assert is_foreign(tmp_path / "a.docx")
+    monkeypatch.setitem(READERS, ".docx", read)
+    (file,) = find_files([tmp_path]).files
+    assert [document.text for document in read_documents(file.path, b"PK\x03\x04")] == ["504b0304"]

@@ -1,19 +1,18 @@
 """Files → documents: a registry from file ending to reader, one module per reader.
 
-A new reader is a module with `ENDINGS` and `read`, and one line in `_MODULES`.
+A new reader is a module with `ENDINGS` and `read`, which makes documents of a file's bytes (`@of_text()` where they are
+text), and its name in `_MODULES`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path, PurePath
 
 from kvtool.core.corpus.readers import code, html, jsonl, markdown, text
 from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile
-from kvtool.core.corpus.readers.encoding import decode
-from kvtool.core.corpus.readers.foreign import is_foreign
+from kvtool.core.corpus.readers.encoding import Reader
+from kvtool.core.corpus.readers.foreign import FOREIGN_ENDINGS
 
 __all__ = [
     "READERS",
@@ -26,8 +25,6 @@ __all__ = [
     "read_documents",
 ]
 
-Reader = Callable[[str, str], list[Document]]
-
 _MODULES = (text, markdown, html, code, jsonl)
 
 READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for ending in module.ENDINGS}
@@ -37,6 +34,11 @@ READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for end
 def is_known(path: PurePath) -> bool:
     """Whether a reader is registered for this name."""
     return _ending(path) in READERS
+
+
+def is_foreign(path: PurePath) -> bool:
+    """Whether the name says that the file holds no text, and no reader is registered for it."""
+    return path.suffix.lower() in FOREIGN_ENDINGS and not is_known(path)
 
 
 def read_documents(path: Path, data: bytes) -> list[Document]:
@@ -52,14 +54,7 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     UnreadableFile
         If the file is empty, binary, or holds no text.
     """
-    reader = READERS.get(_ending(path), text.read)
-    declared = html.declared_encoding(data) if reader is html.read else ""
-    content, notes = decode(data, declared)
-    if not content.strip():
-        raise EmptyFile("empty")
-    documents = reader(_source(path), content)
-    documents[0] = replace(documents[0], notes=notes + documents[0].notes)
-    return documents
+    return READERS.get(_ending(path), text.read)(_source(path), data)
 
 
 def _ending(path: PurePath) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtool.core.corpus.readers.document import Document
+from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (
     *(".py", ".pyi", ".pyx", ".ipy", ".rb", ".pl", ".pm", ".php", ".lua", ".tcl", ".r", ".jl"),
@@ -20,6 +21,7 @@ ENDINGS = (
 )
 
 
+@of_text()
 def read(source: str, text: str) -> list[Document]:
     """One document, the text as it is."""
     return [Document(source, text, "code")]

@@ -9,10 +9,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
-from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile
+from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile
 
 Decoded = tuple[str, tuple[str, ...]]
+Reader = Callable[[str, bytes], list[Document]]
+TextReader = Callable[[str, str], list[Document]]
 
 _SAMPLE = 1 << 17  # bytes that a guess looks at
 _BEFORE, _AFTER = 64, 256  # bytes around a non-ASCII one that are taken with it, at least
@@ -58,6 +61,31 @@ _WESTERN = re.compile("[À-ÖØ-ÜÞ-öø-üþÿŒœŸ«»‹›“”„‘’�
 _NOT_WESTERN = re.compile(r"[^\W\d_ªº²³¹¼½¾][³¹¿¼¾±]|(?<!\d)[³¹¼¾±º][^\W\d_]")
 _CYRILLIC = re.compile("[А-яЁё]")
 _CENTRAL = re.compile("[ąćęłńóśźżáčďéěíňřšťúůýžĺľôŕäöőüű„”“’–…«»\xa0]", re.IGNORECASE)
+
+
+def _nothing_declared(data: bytes) -> str:
+    return ""
+
+
+def of_text(declared: Callable[[bytes], str] = _nothing_declared) -> Callable[[TextReader], Reader]:
+    """Make a reader of bytes of one that reads decoded text.
+
+    Parameters
+    ----------
+    declared : the encoding that a file's bytes say they have, or an empty string.
+    """
+
+    def decorate(read: TextReader) -> Reader:
+        def read_bytes(source: str, data: bytes) -> list[Document]:
+            content, notes = decode(data, declared(data))
+            if not content.strip():
+                raise EmptyFile("empty")
+            first, *others = read(source, content)
+            return [replace(first, notes=notes + first.notes), *others]
+
+        return read_bytes
+
+    return decorate
 
 
 def decode(data: bytes, declared: str = "") -> Decoded:

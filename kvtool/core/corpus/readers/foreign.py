@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
-
-ENDINGS = frozenset(
+FOREIGN_ENDINGS = frozenset(
     (
         *(".pdf", ".ps", ".eps", ".djvu", ".xps", ".rtf", ".epub", ".mobi", ".azw", ".azw3", ".chm"),
         *(".doc", ".docx", ".docm", ".dotx", ".odt", ".ott", ".pages", ".wpd", ".hwp", ".hwpx"),
@@ -22,8 +20,3 @@ ENDINGS = frozenset(
         *(".npy", ".npz", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".safetensors", ".gguf", ".onnx"),
     )
 )
-
-
-def is_foreign(path: PurePath) -> bool:
-    """Whether the name says that no reader can read this file."""
-    return path.suffix.lower() in ENDINGS

@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile
+from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (".html", ".htm", ".xhtml", ".shtml")
 
@@ -62,6 +63,7 @@ def declared_encoding(data: bytes) -> str:
     return match[1].decode("ascii", "replace") if match else ""
 
 
+@of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
     """One document of kind `html`: visible text only.
 

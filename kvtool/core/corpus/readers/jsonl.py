@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
+from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (".jsonl", ".ndjson", ".jsonlines")
 
@@ -23,6 +24,7 @@ class _Row:
     notes: tuple[str, ...]
 
 
+@of_text()
 def read(source: str, text: str) -> list[Document]:
     """One document for each line with a text.
 
