@@ -143,16 +143,16 @@ def change_for_ever(store: Path, corpus: Path) -> Iterator[None]:
     compacted. No step makes a hole, for then a reader would write, too."""
     from kvtool.core.compress.compress_report import CompressOptions
     from kvtool.core.compress.job import compress
-    from kvtool.core.ingest.ingest_report import IngestOptions
     from kvtool.core.ingest.job import ingest
+    from kvtool.core.ingest.options import IngestOptions
 
     for version in itertools.count(1):
         (corpus / f"{version % 5}.md").write_text(document(version, version))
         (corpus / "5.md").unlink(missing_ok=True)
-        ingest(store, IngestOptions((corpus,), sync=True, offline=True))
+        ingest(store, IngestOptions(paths=(corpus,), sync=True, offline=True))
         yield
         (corpus / "5.md").write_text(document(version + 3, version))
-        ingest(store, IngestOptions((corpus,), sync=True, offline=True))
+        ingest(store, IngestOptions(paths=(corpus,), sync=True, offline=True))
         yield
         compress(store, CompressOptions(("lossless",), questions=0, offline=True))
         yield
@@ -243,7 +243,8 @@ def compare(rows: list[dict[str, Any]], copies: Path) -> Iterator[str]:
 
 def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) -> Iterator[str]:
     """The same for one idle copy; the model of the first session serves all."""
-    from kvtool.core.query.reply import QueryOptions, Request
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session, store_identity
 
     expected: dict[tuple[str, str], dict[str, Any]] = {}
@@ -273,12 +274,10 @@ def main() -> int:
     given = parser.parse_args()
     given.folder.mkdir(parents=True)
     write_corpus(given.folder / "corpus")
-    from kvtool.core.corpus.split import SplitSettings
-    from kvtool.core.ingest.ingest_report import IngestOptions
     from kvtool.core.ingest.job import ingest
+    from kvtool.core.ingest.options import IngestOptions
 
-    split = SplitSettings(max_tokens=64)
-    options = IngestOptions((given.folder / "corpus",), model=given.model, split=split, lead_in="prefix")
+    options = IngestOptions(paths=(given.folder / "corpus",), model=given.model, chunk_tokens=64, lead_in="prefix")
     ingest(given.folder / "store", options)
     outcome = run(given.folder / "store", given.folder / "corpus", given.folder, given.processes, given.questions)
     for line in (*outcome.failures, *outcome.differences):

@@ -9,11 +9,16 @@ import typer
 
 from kvtool.cli.bench_stream import stream
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import list_of, store_path
+from kvtool.cli.parsing import list_of
 from kvtool.cli.sessions import open_session
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import check_level
+from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.names import MODES
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.lab.bench.codec import CodecBench
@@ -24,7 +29,7 @@ app.command()(stream)
 
 
 @app.command()
-@takes()
+@takes(ModelOptions, StoreOptions)
 def ingest(
     run: Run,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="How much of the store to prefill again.")] = 8192,
@@ -34,8 +39,7 @@ def ingest(
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.ingest import bench_ingest, files_of
 
-    settings = run.settings
-    with Store.open(store_path(settings.store)) as store:
+    with Store.open(run.folder) as store:
         session = open_session(run, store)
         files = files_of(store, session.identity, tokens)
         if not files:
@@ -46,7 +50,7 @@ def ingest(
 
 
 @app.command()
-@takes()
+@takes(StoreOptions)
 def codec(
     run: Run,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="How much of the store to encode and decode.")] = 8192,
@@ -64,7 +68,7 @@ def codec(
     from kvtool.lab.bench.codec import bench_codec
 
     with (
-        Store.open(store_path(run.settings.store)) as store,
+        Store.open(run.folder) as store,
         run.out.progress("measure", total=repeat + 1, unit="rounds") as bar,
     ):
         result = bench_codec(store, tokens, repeat, threads, coder, advance=lambda: bar.advance(1))
@@ -97,7 +101,9 @@ def _show_codec(run: Run, result: CodecBench) -> None:
 
 
 @app.command()
-@takes("ratio", "link_tokens", "link", "chunk_tokens")
+@takes(
+    QueryOptions.some("ratio", "link_tokens", "link"), IngestOptions.some("chunk_tokens"), ModelOptions, StoreOptions
+)
 def fusion(
     run: Run,
     shape: Annotated[
@@ -124,17 +130,15 @@ def fusion(
     """
     modes, contexts = _modes(fusion), _contexts(context)
     check_level(level)
-    from kvtool.core.query.reply import QueryOptions
     from kvtool.lab.bench.fusion import FusionEvents, FusionOptions, passes
     from kvtool.lab.bench.scratch import Sizes
 
-    settings = run.settings
     options = FusionOptions(
         modes=modes,
-        sizes=Sizes(contexts, settings.chunk_tokens, question_tokens),
+        sizes=Sizes(contexts, run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens, question_tokens),
         level=level,
         repeat=repeat,
-        query=QueryOptions(ratio=settings.ratio, link_tokens=settings.link_tokens, link=settings.link),
+        query=run.get(QueryOptions),
     )
     with run.out.progress("measure", total=passes(options), unit="passes") as bar:
         result = _measured(run, shape, options, FusionEvents(bar.describe, lambda: bar.advance(1)))
@@ -164,10 +168,10 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Fusio
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.fusion import bench_shape, bench_store
 
-    settings = run.settings
     if shape is not None:
-        return bench_shape(shape, settings.device, settings.dtype, options, events)
-    with Store.open(store_path(settings.store)) as store:
+        wanted = run.get(ModelOptions)
+        return bench_shape(shape, wanted.device, wanted.dtype, options, events)
+    with Store.open(run.folder) as store:
         session = open_session(run, store)
         return bench_store(store, session, options, events)
 

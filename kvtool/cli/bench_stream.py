@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import list_of, store_path
+from kvtool.cli.parsing import list_of
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.model.options import ModelOptions
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS, make_estimator
 from kvtool.core.streaming.policy import DEPTH
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _SLO_MS = "300,500,1000,2000"
 
 
-@takes()
+@takes(ModelOptions.some("device"), StoreOptions)
 def stream(
     run: Run,
     shape: Annotated[
@@ -118,7 +120,7 @@ def _subject(run: Run, shape: str | None, context: int, chunk_tokens: int, speed
 
     if shape is not None:
         return shape_subject(shape, context, chunk_tokens, speeds)
-    with Store.open(store_path(run.settings.store)) as store:
+    with Store.open(run.folder) as store:
         return store_subject(store, context, speeds, None if speeds.prefill else _measured(run, store))
 
 
@@ -129,7 +131,9 @@ def _measured(run: Run, store: Any) -> PassSpeed | None:
     from kvtool.core.session.speeds import recalled
 
     identity = store_identity(store)
-    known = recalled(store, identity.fingerprint, resolve_device(run.settings.device), identity.dtype, layers=1)
+    known = recalled(
+        store, identity.fingerprint, resolve_device(run.get(ModelOptions).device), identity.dtype, layers=1
+    )
     return None if known is None else known.passes
 
 

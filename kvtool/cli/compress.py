@@ -8,17 +8,19 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.cli.watch import Watch
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.compress.compress_report import CompressOptions, CompressReport
+from kvtool.core.model.options import ModelOptions
 
 app = new_app()
 PREDICTORS = ("auto", "mean", "anchor")
 
 
 @app.command(cls=ManyValues)
-@takes()
+@takes(ModelOptions, StoreOptions, LockOptions)
 def compress(
     run: Run,
     level: Annotated[
@@ -59,7 +61,7 @@ def compress(
         raise UsageError("--fit and --profile exclude each other", "give one of them")
     if predictor not in PREDICTORS:
         raise UsageError(f"there is no predictor {predictor!r}", f"known: {', '.join(PREDICTORS)}")
-    settings = run.settings
+    wanted = run.get(ModelOptions)
     options = CompressOptions(
         levels=tuple(level or ()),
         chunks=tuple(chunks or ()),
@@ -70,14 +72,14 @@ def compress(
         predictor=predictor,
         questions=questions,
         max_size=budget_of_run(run, max_size),
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        offline=settings.offline,
-        lock_wait=settings.lock_wait,
+        model=wanted.model,
+        device=wanted.device,
+        dtype=wanted.dtype,
+        offline=wanted.offline,
+        lock_wait=run.lock_wait,
     )
     with Watch(run) as watch:
-        report = run_compress(store_path(settings.store), options, watch.events)
+        report = run_compress(run.folder, options, watch.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
 
 

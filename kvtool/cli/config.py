@@ -1,39 +1,43 @@
-"""`kvtool config show`: every setting, and where its value came from."""
+"""`kvtool config [show]`: every option that a file or a variable can give, and where its value came from."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
-from kvtool.cli.options import Run, new_app, takes
+import typer
+
+from kvtool.cli.options import SETTINGS, Run, new_app, takes
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.urls import for_people, is_url
+from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.resolve import settings_of
 
-app = new_app("Show the settings and where they come from.")
-
-
-@app.callback()
-def config() -> None:
-    """Show the settings and where they come from."""
+app = new_app()
 
 
 @app.command()
-@takes()
-def show(run: Run) -> None:
-    """List every setting, its value, and where it came from.
+@takes(StoreOptions, LockOptions, ModelOptions, examples=("config", "config show --json"))
+def config(
+    run: Run,
+    what: Annotated[
+        str, typer.Argument(metavar="[show]", help="The only thing to do.", autocompletion=lambda: ["show"])
+    ] = "show",
+) -> None:
+    """List every setting, its value, and where it came from: a flag, a variable, a file, or the default."""
+    if what != "show":
+        raise UsageError(f"config: there is no {what!r}", did_you_mean(what, ["show"]) or "known: show")
+    rows = {name: _row(run, name) for name in settings_of(SETTINGS)}
+    result = {"settings": rows}
+    run.out.result(result, lambda: run.out.table(("setting", "value", "from"), [_human(n, r) for n, r in rows.items()]))
 
-    That is a flag, a variable, a file, or the default.
-    """
-    rows = _rows(run)
-    result = {"settings": {row["key"]: {k: v for k, v in row.items() if k != "key"} for row in rows}}
-    run.out.result(result, lambda: run.out.table(("setting", "value", "from"), map(_human, rows)))
 
-
-def _rows(run: Run) -> list[dict[str, Any]]:
-    origins = run.resolved.origins
-    return [
-        {"key": name, "value": _shown(value), "layer": origins[name].layer, "where": origins[name].where}
-        for name, value in asdict(run.settings).items()
-    ]
+def _row(run: Run, name: str) -> dict[str, Any]:
+    origin = run.resolved.origin(name)
+    value = run.resolved.values.get(name, settings_of(SETTINGS)[name].default)
+    if name == "store":
+        value = str(run.get(StoreOptions).place)
+    return {"value": _shown(value), "layer": origin.layer, "where": origin.where}
 
 
 def _shown(value: Any) -> Any:
@@ -41,8 +45,7 @@ def _shown(value: Any) -> Any:
     return for_people(value) if isinstance(value, str) and is_url(value) else value
 
 
-def _human(row: dict[str, Any]) -> tuple[str, str, str]:
-    value = (
-        "" if row["value"] is None else str(row["value"]).lower() if isinstance(row["value"], bool) else row["value"]
-    )
-    return row["key"], str(value), f"{row['layer']} {row['where']}".rstrip()
+def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
+    value = row["value"]
+    text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return name, text, f"{row['layer']} {row['where']}".rstrip()

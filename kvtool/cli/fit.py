@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import store_path
 from kvtool.cli.watch import Watch
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.fit.fit_report import ROUNDS, FitOptions, FitReport
+from kvtool.core.model.options import ModelOptions
 
 app = new_app("Learn the lead-in from the store's own chunks.")
 
@@ -21,7 +22,7 @@ def _group() -> None:
 
 
 @app.command("lead-in")
-@takes()
+@takes(ModelOptions, StoreOptions, LockOptions)
 def lead_in(
     run: Run,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How many prompts it learns from.")] = ROUNDS,
@@ -33,18 +34,18 @@ def lead_in(
     """Train the rows of the warm passage for the model, then `kvtool ingest … --lead-in learned`."""
     from kvtool.core.fit.job import fit_lead_in
 
-    settings = run.settings
+    model = run.get(ModelOptions)
     options = FitOptions(
         rounds=rounds,
         source=source,
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        offline=settings.offline,
-        lock_wait=settings.lock_wait,
+        model=model.model,
+        device=model.device,
+        dtype=model.dtype,
+        offline=model.offline,
+        lock_wait=run.lock_wait,
     )
     with Watch(run) as watch:
-        report = fit_lead_in(store_path(settings.store), options, watch.events)
+        report = fit_lead_in(run.folder, options, watch.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,67 +10,30 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.out import error_json
-from kvtool.cli.parsing import store_path, system_text
-from kvtool.cli.upkeep import BUDGET, budget_of_run
+from kvtool.cli.upkeep import budget_of_run
 from kvtool.cli.watch import Watch
-from kvtool.core.corpus.split import SplitSettings
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
-from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
+from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.log import EventLog
+from kvtool.core.ingest.options import IngestOptions
 
 app = new_app()
 
 
 @app.command()
-@takes("ingest")
+@takes(
+    IngestOptions,
+    StoreOptions,
+    examples=("ingest docs --sync", "ingest docs notes.md --chunk-tokens 128 --level lossless"),
+)
 def ingest(
     run: Run,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
-    sync: Annotated[bool, typer.Option("--sync", help="Forget documents below PATH that are gone.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
-    continue_on_error: Annotated[
-        bool,
-        typer.Option("--continue-on-error/--fail-fast", help="After a file that fails: go on (exit code 3), or stop."),
-    ] = True,
-    max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option("--include", metavar="GLOB", help="Take only these files.", show_default=False)
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Leave these files out.", show_default=False)
-    ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            "--log", metavar="FILE.jsonl", help="Append what happens, one JSON event a line.", show_default=False
-        ),
-    ] = None,
 ) -> int | None:
     """Read, split, prefill and store documents; only what changed is computed."""
-    settings, resolved = run.settings, run.resolved
-    split_given = any(resolved.given(key) for key in ("split", "chunk_tokens", "min_tokens", "max_chunk_tokens"))
-    options = IngestOptions(
-        paths=tuple(paths),
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        offline=settings.offline,
-        lock_wait=settings.lock_wait,
-        split=_split(run) if split_given else None,
-        lead_in=settings.lead_in if resolved.given("lead_in") else None,
-        system=system_text(settings.system),
-        level=settings.ingest_level,
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        sync=sync,
-        dry_run=dry_run,
-        max_size=budget_of_run(run, max_size),
-        fail_fast=not continue_on_error,
-        embedder=settings.embedder,
-        log=None if log is None else log.expanduser(),
-    )
+    options = replace(run.get(IngestOptions), paths=tuple(paths))
+    budget_of_run(run, options.max_size)
     report = _ingest(run, options)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
     return _code(report)
@@ -86,7 +50,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
     log = options.log
     book = EventLog(log) if log is not None else None
     try:
-        place = store_path(run.settings.store)
+        place = run.folder
         if book:
             book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
         with Watch(run) as watch:
@@ -112,12 +76,6 @@ def _log_end(book: EventLog, raised: BaseException) -> None:
 
     error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)
     book.event("error", error=error_json(error, code))
-
-
-def _split(run: Run) -> SplitSettings:
-    settings = run.settings
-    longest = settings.max_chunk_tokens or settings.chunk_tokens
-    return SplitSettings(settings.split, longest, settings.min_tokens)
 
 
 def _show(run: Run, report: IngestReport) -> None:

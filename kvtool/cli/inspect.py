@@ -18,8 +18,11 @@ from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.out import size as sized
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.sessions import open_any_store
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError, UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
 
 app = new_app()
 
@@ -29,7 +32,11 @@ Report = Callable[[Run, Any, Subject], int | None]
 
 
 @app.command(cls=ManyValues)
-@takes("top_k", "level", "max_loss", "ratio", "link_tokens", "order", "defer_first")
+@takes(
+    QueryOptions.some("top_k", "level", "max_loss", "ratio", "link_tokens", "order", "defer_first"),
+    ModelOptions,
+    StoreOptions,
+)
 def inspect(
     run: Run,
     what: Annotated[

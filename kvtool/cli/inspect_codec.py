@@ -13,7 +13,8 @@ from kvtool.core.errors import UsageError
 
 def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     """Answer the questions from each level's records, tell what that loses, and write the page."""
-    from kvtool.core.query.reply import QueryOptions, read_batch
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import read_batch
     from kvtool.core.session.levels import ProfileShelf
     from kvtool.lab.charts.codec import HEAD, codec_rows, codec_sections
     from kvtool.lab.measure.codec import chosen_schemes, codec_report
@@ -23,7 +24,7 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     requests = read_batch(about.batch)[: about.limit]
     session = open_session(run, store)
     wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
-    options = QueryOptions(**retrieval_of(run), fusion="reuse", max_loss=-1.0)  # nothing lossy, whatever was measured
+    options = QueryOptions(**retrieval_of(run), fusion="reuse", max_loss=0.0)  # nothing lossy, whatever was measured
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:
         value = codec_report(session, requests, options, wanted, bar.advance)
     identity = session.identity

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.inspect_quality import Wanted, batch_of, measure, options_for, read_at
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
+from kvtool.core.query.options import QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
@@ -23,12 +24,12 @@ def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     from kvtool.lab.measure.runs import parse_runs
 
     requests = batch_of(wanted.about)
-    specs = parse_runs(wanted.runs or [run.settings.fusion])
+    specs = parse_runs(wanted.runs or [run.get(QueryOptions).fusion])
     if not specs or len({spec.mode for spec in specs}) < len(specs):
         raise UsageError("--defer calibrates modes that use the cache, each once", "--runs union, or union:5%,reuse")
     if any(not request.answers for request in requests):
         raise UsageError("--defer needs a gold answer to every question", '{"question", "answers"} on every line')
-    options = replace(options_for(run, wanted), defer=True, defer_first=run.settings.defer_first)
+    options = replace(options_for(run, wanted), defer=True, defer_first=run.get(QueryOptions).defer_first)
     identity = store_identity(store)
     facts = evaluation_facts(store, identity, requests, options) | defer_facts(options)
     journal = Journal(wanted.resume, facts)

@@ -8,6 +8,8 @@ from typing import Any
 from kvtool.cli.inspect_subject import Subject, options_of, tokenizer_of
 from kvtool.cli.options import Run
 from kvtool.core.errors import UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
 
 
 def plan(run: Run, store: Any, about: Subject) -> None:
@@ -22,12 +24,12 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     from kvtool.lab.measure.plan import plan_report
 
     identity = store_identity(store)
-    options = replace(options_of(run), defer=about.defer or run.settings.defer)
+    options = replace(options_of(run), defer=about.defer or run.get(QueryOptions).defer)
     tokenizer, files = tokenizer_of(run, store)
     layers = supported_config(files).num_hidden_layers
     layout = Layout(store, identity, tokenizer, layers, run.out.warning)
     asked = layout.lay_out(request, options)
-    device = resolve_device(run.settings.device)
+    device = resolve_device(run.get(ModelOptions).device)
     speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
     value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
     value |= plan_report(store, layout, asked, options, len(identity.lead_in.ids), speeds)

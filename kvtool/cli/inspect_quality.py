@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.inspect_subject import Subject, retrieval_of
 from kvtool.cli.sessions import open_session
-from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, UsageError
+from kvtool.core.query.options import QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.reply import QueryOptions, Request
+    from kvtool.core.query.reply import Request
     from kvtool.lab.measure.journal import Journal
     from kvtool.lab.measure.runs import RunSpec
 
@@ -72,16 +72,12 @@ def batch_of(about: Subject) -> list[Request]:
 
 
 def options_for(run: Run, wanted: Wanted) -> QueryOptions:
-    """What all runs have in common. Raises UsageError for a level that there is not."""
-    from kvtool.core.query.reply import QueryOptions
-
-    settings = run.settings
-    if settings.level != "auto":
-        check_level(settings.level)
+    """What all runs have in common."""
+    given = run.get(QueryOptions)
     return QueryOptions(
         **retrieval_of(run),
-        level=settings.level,
-        max_loss=settings.max_loss,
+        level=given.level,
+        max_loss=given.max_loss,
         max_tokens=wanted.max_tokens,
         force=wanted.force,
     )

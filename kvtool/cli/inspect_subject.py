@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.sessions import open_session
-from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.source import KVSource
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.query.layout import Asked
-    from kvtool.core.query.reply import QueryOptions, Request
+    from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
     from kvtool.lab.charts.page import Section
 
@@ -112,17 +113,14 @@ class Subject:
 
 def retrieval_of(run: Run) -> dict[str, Any]:
     """How chunks are found, as the settings say: fields of `QueryOptions`."""
-    return {name: getattr(run.settings, name) for name in ("top_k", "retriever", "embedder", "order", "offline")}
+    given = run.get(QueryOptions)
+    return {name: getattr(given, name) for name in ("top_k", "retriever", "embedder", "order", "offline")}
 
 
 def options_of(run: Run) -> QueryOptions:
-    """How a question's prompt is laid out, as the flags say. Raises UsageError for a level that there is not."""
-    from kvtool.core.query.reply import QueryOptions
-
-    names = ("ratio", "link_tokens", "level", "max_loss", "defer_first")
-    if run.settings.level != "auto":
-        check_level(run.settings.level)
-    return QueryOptions(**retrieval_of(run), **{name: getattr(run.settings, name) for name in names})
+    """How a question's prompt is laid out, as the flags say."""
+    names, given = ("ratio", "link_tokens", "level", "max_loss", "defer_first"), run.get(QueryOptions)
+    return QueryOptions(**retrieval_of(run), **{name: getattr(given, name) for name in names})
 
 
 def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
@@ -132,9 +130,9 @@ def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
     from kvtool.core.session.identity import check_same_model
     from kvtool.core.session.session import store_identity
 
-    settings, identity = run.settings, store_identity(store)
-    files = resolve(settings.model or identity.model, offline=settings.offline)
-    check_same_model(files, identity, settings.dtype)
+    wanted, identity = run.get(ModelOptions), store_identity(store)
+    files = resolve(wanted.model or identity.model, offline=wanted.offline)
+    check_same_model(files, identity, wanted.dtype)
     return load_tokenizer(files), files
 
 
@@ -171,10 +169,10 @@ def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
     reuse's; or at the level that is asked for."""
     from kvtool.lab.measure.exact import exactly
 
-    options = replace(options_of(run), max_tokens=0)  # a report generates nothing: the prompt may fill the context
+    options = replace(options_of(run), max_tokens=1)  # a report generates nothing: the prompt may fill the context
     level = EXACTLY if options.level == "auto" else options.level
     if level == EXACTLY:
-        options = replace(options, max_loss=-1.0)  # nothing lossy where anything exact is stored
+        options = replace(options, max_loss=0.0)  # nothing lossy where anything exact is stored
     session = open_session(run, store)
     prompts, source = [session.lay_out(request, options) for request in requests], session.source
     if level == EXACTLY:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import store_path
+from kvtool.core.cache.options import StoreOptions
 
 if TYPE_CHECKING:
     from kvtool.core.upkeep.listing import Row
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("chunk", "tokens", "levels", "bytes", "used", "where")
 
 
-@takes()
+@takes(StoreOptions)
 def ls(
     run: Run,
     wanted: Annotated[
@@ -42,7 +42,7 @@ def ls(
 
     meets = parse_filter(wanted)
     in_order = parse_sort(sort) if sort else list
-    with Store.open(store_path(run.settings.store)) as store, store.view():
+    with Store.open(run.folder) as store, store.view():
         every = rows_of(store)
         rows = in_order([row for row in every if meets(row)])
         documents = as_documents(rows)

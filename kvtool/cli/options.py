@@ -1,36 +1,54 @@
-"""What every command shares: its flags, made from the settings' metadata, and the `Run` it gets.
+"""What every command shares: its flags, made from the rooms' options, and the `Run` it gets.
 
 A command module holds `app`, made by `new_app`, and decorates its functions with `takes`::
+
+    @dataclass(frozen=True, kw_only=True)
+    class QueryFlags(Options):  # what only the command line has; see core/options/option.py
+        batch: Path | None = option(None, "Answer every question of a file.", group=ANSWER, setting=False)
 
     app = new_app()
 
     @app.command()
-    @takes("query")
+    @takes(QueryFlags, QueryOptions, ModelOptions, StoreOptions.some("store"), examples=('query "Who?"', …))
     def query(run: Run, question: Annotated[str, typer.Argument(help="What to ask.")]) -> None:
-        \"\"\"Find, load, fuse, answer.\"\"\"
-        run.settings.ratio, run.out.print(answer, end="")
+        \"\"\"Answer a question from the store's documents.\"\"\"
+        run.get(QueryFlags).batch, run.get(QueryOptions).ratio, run.folder
 
-`takes` replaces the parameter `run` by the shared flags (`--store`, `--json`, ...) and by those of the named
-sections or keys; it resolves all layers before the function runs, so no command declares or checks a setting.
-A command with no settings of its own uses `@takes()`. An exit code other than 0 is returned as an `int`.
+`takes` puts in the place of the parameter `run` the flags of these options, under their groups' headings and in this
+order, then those of every command (`--json`, …). It resolves all layers before the function runs, so no command
+declares or checks a value of its own. `run.get` gives a room's options with the values in force, also those that a
+variable or a file says and the command has no flag for. An exit code other than 0 is returned as an `int`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+import typer.core
 
 from kvtool.cli.out import Mode, Out
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import UsageError
-from kvtool.core.options.resolve import Resolved, resolve
-from kvtool.core.options.settings import Key, Settings, keys, sections
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Option, Options, Part, options_of
+from kvtool.core.options.resolve import O, Resolved, resolve
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.remote.options import RemoteOptions
 
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+# Whose options a variable or a configuration file can give.
+SETTINGS: tuple[type[Options], ...] = (
+    *(StoreOptions, LockOptions, ModelOptions),
+    *(IngestOptions, QueryOptions, RemoteOptions),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +57,41 @@ class Run:
 
     Parameters
     ----------
-    resolved : the settings in force and their origins.
+    resolved : what flags, variables and files say.
     out : where it writes.
     """
 
     resolved: Resolved
     out: Out
 
+    def get(self, source: type[O]) -> O:
+        """A room's options with the values in force."""
+        return self.resolved.get(source)
+
     @property
-    def settings(self) -> Settings:
-        """The settings in force."""
-        return self.resolved.settings
+    def folder(self) -> Path:
+        """The store's folder. Raises UsageError for a URL."""
+        return self.get(StoreOptions).folder
+
+    @property
+    def lock_wait(self) -> float:
+        """Seconds to wait for another process that writes to the store."""
+        return self.get(LockOptions).lock_wait
 
 
-def new_app(help: str = "") -> typer.Typer:
+class App(typer.Typer):
+    """A command module's commands, whose help stands under headings."""
+
+    def command(
+        self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
+    ) -> Callable[[F], F]:
+        """As typer's own, with our `Command`."""
+        return super().command(name, cls=cls or Command, **more)
+
+
+def new_app(help: str = "") -> App:
     """A command module's `app`: plain help (rich would triple its time), `-h`, no completion flags of its own."""
-    return typer.Typer(
+    return App(
         help=help or None,
         add_completion=False,
         rich_markup_mode=None,
@@ -63,12 +100,72 @@ def new_app(help: str = "") -> typer.Typer:
     )
 
 
-def takes(*wanted: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a command the flags of these sections (`ingest`, `query`) or single keys, and the shared ones.
+_RULE = (
+    "What `kvtool config` lists can also be set by a variable (--top-k: KVTOOL_TOP_K) and in kvtool.toml (top_k = 5)."
+)
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose options stand under the headings of their groups, and whose examples come first."""
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """The options behind its flags, by the names that typer knows them under."""
+        return getattr(self.callback, "options", {})
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Command lines for the help, without the word `kvtool`."""
+        return getattr(self.callback, "examples", ())
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        super().format_help_text(ctx, formatter)
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples:
+                    formatter.write(f"{'':{formatter.current_indent}}kvtool {line}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            option = self.options.get(param.name or "")
+            record = _shown(param, ctx, option.synonyms if option else ())
+            if record is not None:
+                sections.setdefault(_heading(param), []).append(record)
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+        if any(option.setting for option in self.options.values()):
+            formatter.write_paragraph()
+            formatter.write_text(_RULE)
+
+
+def _heading(param: Any) -> str:
+    if param.param_type_name == "argument":
+        return "Arguments"
+    return getattr(param, "rich_help_panel", None) or (OUTPUT if "--help" in param.opts else "Options")
+
+
+def _shown(param: Any, ctx: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
+    """What the help says of a parameter, without the flags that are only synonyms."""
+    every = param.opts
+    param.opts = [flag for flag in every if flag not in synonyms]
+    try:
+        record: tuple[str, str] | None = param.get_help_record(ctx)
+        return record
+    finally:
+        param.opts = every
+
+
+def takes(
+    *wanted: type[Options] | Part, examples: tuple[str, ...] = ()
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a command the flags of these options, and those of every command.
 
     Parameters
     ----------
-    wanted : names of sections or of keys.
+    wanted : rooms' options, or some of them (`QueryOptions.some("top_k")`), in the order of the help.
+    examples : command lines for the help, without the word `kvtool`.
     """
     chosen = _chosen(wanted)
 
@@ -78,14 +175,31 @@ def takes(*wanted: str) -> Callable[[Callable[..., R]], Callable[..., R]]:
         @functools.wraps(function)
         def command(**values: Any) -> R:
             out = _out(**{name: values.pop(name) for name in _OUTPUT})
-            flags = {name: values.pop(name) for name in (*chosen, "config")}
-            return function(run=Run(resolve(flags), out), **values)
+            config = values.pop("config")
+            flags = {option: values.pop(name) for name, option in chosen.items()}
+            return function(run=Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out), **values)
 
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]
-        shared = [_parameter(key) for key in chosen.values()]
-        return _with_parameters(command, [*mine, *shared, *_shared_parameters()])
+        options = [_parameter(name, option) for name, option in chosen.items()]
+        command.examples, command.options = examples, chosen  # type: ignore[attr-defined]
+        return _with_parameters(command, [*mine, *options, *_SHARED])
 
     return decorate
+
+
+def _sources(wanted: tuple[type[Options] | Part, ...]) -> list[type[Options]]:
+    return [each.source if isinstance(each, Part) else each for each in wanted]
+
+
+def _chosen(wanted: tuple[type[Options] | Part, ...]) -> dict[str, Option]:
+    """The wanted options that have a flag, by the name that typer knows them under."""
+    chosen: dict[str, Option] = {}
+    for each in wanted:
+        known = options_of(each.source if isinstance(each, Part) else each)
+        for name in each.names if isinstance(each, Part) else known:
+            if known[name].flag and chosen.setdefault(name, known[name]).key != known[name].key:
+                raise ValueError(f"two options are called {name}")
+    return chosen
 
 
 def _with_parameters(command: Callable[..., R], parameters: list[inspect.Parameter]) -> Callable[..., R]:
@@ -96,56 +210,67 @@ def _with_parameters(command: Callable[..., R], parameters: list[inspect.Paramet
     return command
 
 
-def _chosen(wanted: tuple[str, ...]) -> dict[str, Key]:
-    """The keys of the wanted sections and those that every command takes, by name."""
-    unknown = set(wanted) - sections() - set(keys())
-    if unknown:
-        raise ValueError(f"neither a section nor a key: {sorted(unknown)}")
-    mine = {n: k for n, k in keys().items() if n in wanted or set(wanted) & set(k.sections)}
-    return mine | {n: k for n, k in keys().items() if not k.sections}
+def _parameter(name: str, option: Option) -> inspect.Parameter:
+    """One option as a flag. Its text is parsed in one place for all layers, so typer sees text only."""
+    kind: Any = bool if option.kind is bool else list[str] if option.many else str
+    shown = typer.Option(
+        option.flag,
+        *option.synonyms,
+        help=f"{option.help}{_facts(option)}",
+        show_default=False,
+        metavar=None if option.kind is bool else option.metavar,
+        autocompletion=_completion(option),
+        rich_help_panel=option.group or None,
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+    )
 
 
-def _parameter(key: Key) -> inspect.Parameter:
-    """One setting as a flag. Its text is parsed in one place for all layers, so typer sees text only."""
-    help = f"{key.help}{_facts(key)}"
-    declared: Any
-    if key.kind is bool:
-        both = f"{key.flag}/--no-{key.flag[2:]}"
-        declared = Annotated[bool | None, typer.Option(both, help=help, show_default=False)]
-    else:
-        complete = _completion(key)
-        option = typer.Option(key.flag, help=help, show_default=False, metavar=key.metavar, autocompletion=complete)
-        declared = Annotated[str | None, option]
-    return inspect.Parameter(key.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=declared)
+def _facts(option: Option) -> str:
+    """The default, as the help's line of an option ends; its variable and its key follow one rule (`_RULE`)."""
+    default = default_of(option)
+    return f"  [default: {default}]" if default else ""
 
 
-def _facts(key: Key) -> str:
-    default = "" if key.default in (None, "", False) else f"default: {key.default}; "
-    return f"  [{default}env: {key.env}]"
+def default_of(option: Option) -> str:
+    """The default in words; empty where there is nothing to say."""
+    if option.instead:
+        return option.instead
+    if option.unit == "percentage":
+        return f"{option.default:.0%}"
+    if option.kind is bool and "/" in option.flag:
+        yes, no = option.flag.split("/")
+        return "" if option.setting else (yes if option.default else no)
+    return "" if option.default in (None, "", False, ()) else str(option.default)
 
 
-def _completion(key: Key) -> Callable[[str], list[str]] | None:
-    words = key.choices or key.suggest
+def _completion(option: Option) -> Callable[[str], list[str]] | None:
+    words = option.choices or option.suggest
     return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
 
 
-def _shared_parameters() -> Iterator[inspect.Parameter]:
-    for name, (annotation, default) in (_CONFIG | _OUTPUT).items():
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+OUTPUT = "Output"
+_CONFIG = Annotated[
+    str | None,
+    typer.Option("--config", metavar="FILE", help="User config file.  [env: KVTOOL_CONFIG]", rich_help_panel=OUTPUT),
+]
 
 
-_CONFIG: dict[str, tuple[Any, Any]] = {
-    "config": (
-        Annotated[str | None, typer.Option("--config", metavar="FILE", help="User config file.  [env: KVTOOL_CONFIG]")],
-        None,
-    )
-}
+def _flag(kind: Any, *flags: str, help: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(*flags, help=help, rich_help_panel=OUTPUT, show_default=False, **more)]
+
+
 _OUTPUT: dict[str, tuple[Any, Any]] = {
-    "json": (Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")], False),
-    "jsonl": (Annotated[bool, typer.Option("--jsonl", help="One JSON event a line on stdout.")], False),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")], False),
-    "verbose": (Annotated[int, typer.Option("--verbose", "-v", count=True, help="Say more.", show_default=False)], 0),
+    "json": (_flag(bool, "--json", help="One JSON object on stdout."), False),
+    "jsonl": (_flag(bool, "--jsonl", help="One JSON event a line on stdout."), False),
+    "quiet": (_flag(bool, "--quiet", "-q", help="Errors only."), False),
+    "verbose": (_flag(int, "--verbose", "-v", help="Say more.", count=True), 0),
 }
+_SHARED = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    for name, (annotation, default) in ({"config": (_CONFIG, None)} | _OUTPUT).items()
+]
 
 
 def _out(*, json: bool, jsonl: bool, quiet: bool, verbose: int) -> Out:

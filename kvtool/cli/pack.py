@@ -9,17 +9,18 @@ import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
-from kvtool.cli.parsing import list_of, store_path
+from kvtool.cli.parsing import list_of
 from kvtool.cli.transfer import told
 from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.cli.watch import Watch
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
 
 Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 
 
-@takes()
+@takes(StoreOptions)
 def export(
     run: Run,
     pack: Pack,
@@ -37,9 +38,7 @@ def export(
 
     levels = [check_level(one) for one in list_of(level)] or None
     with Watch(run) as watch:
-        report = run_export(
-            store_path(run.settings.store), pack, only=only or (), levels=levels, force=force, events=watch.events
-        )
+        report = run_export(run.folder, pack, only=only or (), levels=levels, force=force, events=watch.events)
     for row in report.damaged:
         run.out.warning(f"left out: {row['what']}: {row['reason']}")
 
@@ -51,7 +50,7 @@ def export(
     return EXIT_DAMAGED if report.damaged else None
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def import_(
     run: Run,
     pack: Pack,
@@ -65,11 +64,8 @@ def import_(
     """
     from kvtool.core.pack.take import take
 
-    settings = run.settings
     budget = budget_of_run(run, max_size)
     with Watch(run) as watch:
-        report = take(
-            store_path(settings.store), pack, lock_wait=settings.lock_wait, max_size=budget, events=watch.events
-        )
+        report = take(run.folder, pack, lock_wait=run.lock_wait, max_size=budget, events=watch.events)
     report.direction = "import"
     return told(run, [report], report.to_json())

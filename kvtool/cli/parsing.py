@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import typer.core
-
+from kvtool.cli.options import Command
 from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import UsageError
 
-__all__ = ["ManyValues", "duration", "list_of", "size_in_bytes", "store_path", "system_text"]
-
-
-def store_path(store: str) -> Path:
-    """The store's folder; the user's own when none is named.
-
-    Raises
-    ------
-    UsageError : a URL, where a command needs the folder itself.
-    """
-    from kvtool.core.common.places import data_dir
-    from kvtool.core.common.urls import is_url
-
-    if is_url(store):
-        raise UsageError(
-            "this command works on a local store, not on a URL", "`kvtool store pull URL` brings it here, `push` back"
-        )
-    return Path(store) if store else data_dir() / "store"
+__all__ = ["ManyValues", "duration", "list_of", "size_in_bytes"]
 
 
 def duration(text: str, flag: str) -> float:
@@ -55,27 +36,7 @@ def list_of(given: list[str] | None) -> list[str]:
     return list(dict.fromkeys(word for word in words if word))
 
 
-def system_text(path: str | None) -> str | None:
-    """The instruction in a file given by `--system`.
-
-    Raises
-    ------
-    UsageError : it cannot be read, or is empty.
-    """
-    if path is None:
-        return None
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"the instruction {path!r} cannot be read: {error}", "--system takes a UTF-8 text file"
-        ) from error
-    if not text:
-        raise UsageError(f"the instruction {path!r} is empty", "write what the model should do, or leave --system out")
-    return text
-
-
-class ManyValues(typer.core.TyperCommand):
+class ManyValues(Command):
     """A command whose repeatable options take several values at once: `--chunks A B C`.
 
     Where such a run of words is all that could hold the command's argument, its last word is that.

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,69 +15,89 @@ import typer
 
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues, size_in_bytes, system_text
+from kvtool.cli.parsing import ManyValues
 from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import open_any_store, open_session
-from kvtool.core.codec.levels import check_level
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.fusion.names import FUSIONS
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, option
+from kvtool.core.query.options import ANSWER, CHUNKS, QueryOptions
+from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Trace
-    from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
+    from kvtool.core.query.reply import Reply, ReplyChunk, Request
     from kvtool.core.session.session import Session
 
 app = new_app()
 
 
+@dataclass(frozen=True, kw_only=True)
+class QueryFlags(Options):
+    """What only the command line has."""
+
+    compare: str | None = option(
+        None, "Answer in several modes, beside full recompute.", group=ANSWER, setting=False, metavar="a,b,c"
+    )
+    batch: Path | None = option(
+        None, "Answer every question of a file.", group=ANSWER, setting=False, metavar="FILE.jsonl", unit="path"
+    )
+    hot_memory: int = option(
+        10**9,
+        "What --batch may hold of loaded chunks.",
+        group=ANSWER,
+        setting=False,
+        unit="size",
+        lowest=0,
+        instead="1GB",
+    )
+    timeline: Path | None = option(
+        None,
+        "Write a timeline (Chrome's trace format).",
+        group=ANSWER,
+        synonyms=("--profile",),
+        setting=False,
+        metavar="FILE",
+        unit="path",
+    )
+    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", group=CHUNKS, setting=False, metavar="ID")
+    documents: tuple[str, ...] = option(
+        (), "Use all chunks of these documents.", group=CHUNKS, setting=False, metavar="PATH"
+    )
+
+
 @app.command(cls=ManyValues)
-@takes("query")
+@takes(
+    QueryOptions,
+    QueryFlags,
+    StoreOptions,
+    RemoteOptions,
+    ModelOptions,
+    LockOptions,
+    examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
+)
 def query(
     run: Run,
     question: Annotated[
         str | None, typer.Argument(help="What to ask; `-` reads it from stdin.", show_default=False)
     ] = None,
-    chunks: Annotated[
-        list[str] | None, typer.Option("--chunks", metavar="ID", help="Use these chunks, in this order.")
-    ] = None,
-    documents: Annotated[
-        list[str] | None, typer.Option("--documents", metavar="PATH", help="Use all chunks of these documents.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="Search only documents whose path matches.")
-    ] = None,
-    batch: Annotated[
-        Path | None, typer.Option("--batch", metavar="FILE.jsonl", help="Answer every question of a file.")
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option("--compare", metavar="a,b,c", help="Answer in several modes, beside full recompute.")
-    ] = None,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Add the prompt's token ids to the JSON.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="Show which tokens were recomputed, and why.")] = False,
-    profile: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="Write a timeline (Chrome's trace format).")
-    ] = None,
-    hot_memory: Annotated[
-        str, typer.Option("--hot-memory", metavar="SIZE", help="What --batch may hold of loaded chunks.")
-    ] = "1GB",
-    force: Annotated[bool, typer.Option("--force", help="Answer although the gate refuses.")] = False,
 ) -> int | None:
     """Answer a question from the store's documents."""
-    modes = _modes(run, compare)
-    requests = _requests(question, chunks, documents, batch)
-    hot_bytes = size_in_bytes(hot_memory)
-    if profile is not None:
-        _check_writable(profile)
-    if run.settings.level != "auto":
-        check_level(run.settings.level)
-    options = replace(_options(run, token_ids, explain, force), only=tuple(only or ()))
-    _check_defer(options, compare)
-    with open_any_store(run) as store, _traced(profile) as trace:
+    flags, options = run.get(QueryFlags), run.get(QueryOptions)
+    modes = _modes(flags.compare)
+    requests = _requests(question, flags)
+    if flags.timeline is not None:
+        _check_writable(flags.timeline)
+    _check_defer(options, flags.compare)
+    with open_any_store(run) as store, _traced(flags.timeline) as trace:
         session = _session(run, store, trace)
-        if batch is not None and compare is None:  # modes that are compared each load for themselves
-            session.keep_hot(hot_bytes)
-        if batch is not None:
-            return Batch(run, session, options, modes if compare is not None else None).run(requests)
-        if compare is not None:
+        if flags.batch is not None:
+            if modes is None:  # modes that are compared each load for themselves
+                session.keep_hot(flags.hot_memory)
+            return Batch(run, session, options, modes).run(requests)
+        if modes is not None:
             _compare(run, session, requests[0], options, modes)
         else:
             _answer(run, session, requests[0], options)
@@ -123,12 +143,10 @@ def _traced(profile: Path | None) -> Iterator[Trace | None]:
 # ---- what was asked ----
 
 
-def _modes(run: Run, compare: str | None) -> list[str]:
-    """The mode of `--fusion`, or those of `--compare`; checked before anything is loaded."""
-    from kvtool.core.options.settings import FUSIONS
-
+def _modes(compare: str | None) -> list[str] | None:
+    """The modes of `--compare`; checked before anything is loaded."""
     if compare is None:
-        return [run.resolved.choose("fusion", FUSIONS)]
+        return None
     modes = [mode.strip() for mode in compare.split(",") if mode.strip()]
     unknown = [mode for mode in modes if mode not in FUSIONS]
     if unknown or not modes:
@@ -138,24 +156,22 @@ def _modes(run: Run, compare: str | None) -> list[str]:
     return modes
 
 
-def _requests(
-    question: str | None, chunks: list[str] | None, documents: list[str] | None, batch: Path | None
-) -> list[Request]:
+def _requests(question: str | None, flags: QueryFlags) -> list[Request]:
     from kvtool.core.query.reply import Request, read_batch
 
-    if batch is not None:
-        if question is not None or chunks or documents:
+    if flags.batch is not None:
+        if question is not None or flags.chunks or flags.documents:
             raise UsageError("--batch brings its own questions and chunks", "leave the question out")
-        return read_batch(batch)
+        return read_batch(flags.batch)
     if question is None:
         raise UsageError("no question was given", 'kvtool query "Who founded the observatory?"')
-    if chunks and documents:
+    if flags.chunks and flags.documents:
         raise UsageError("--chunks and --documents exclude each other", "give one of them")
     if question == "-":
         question = _from_stdin()
     if not question.strip():
         raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
-    return [Request(question, tuple(chunks or ()), tuple(documents or ()))]
+    return [Request(question, flags.chunks, flags.documents)]
 
 
 def _from_stdin() -> str:
@@ -165,42 +181,6 @@ def _from_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").strip()
     except UnicodeDecodeError as error:
         raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
-
-
-def _options(run: Run, token_ids: bool, explain: bool, force: bool) -> QueryOptions:
-    from kvtool.core.query.reply import QueryOptions
-
-    settings = run.settings
-    names = (
-        "fusion",
-        "top_k",
-        "ratio",
-        "link_tokens",
-        "link",
-        "level",
-        "max_loss",
-        "load_timeout",
-        "slo_ms",
-        "stream_predictor",
-        "stream_margin",
-        "retriever",
-        "embedder",
-        "offline",
-        "order",
-        "defer",
-        "defer_first",
-        "defer_threshold",
-        "max_tokens",
-        "temperature",
-        "seed",
-    )
-    return QueryOptions(
-        **{name: getattr(settings, name) for name in names},
-        system=system_text(settings.system),
-        token_ids=token_ids,
-        explain=explain,
-        force=force,
-    )
 
 
 def _session(run: Run, store: Any, trace: Trace | None) -> Session:

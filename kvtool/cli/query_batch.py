@@ -11,7 +11,8 @@ from kvtool.core.query.summary import numbers, summarise
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.evaluate.measures import Row
-    from kvtool.core.query.reply import QueryOptions, Reply, Request
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Reply, Request
     from kvtool.core.session.session import Session
 
 

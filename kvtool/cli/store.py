@@ -7,21 +7,22 @@ from typing import Any
 from kvtool.cli.listing import ls
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.pack import export, import_
-from kvtool.cli.parsing import ManyValues, store_path
+from kvtool.cli.parsing import ManyValues
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.cli.verify import repair, verify
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.json_text import level_rows
 
 app = new_app("Look after the store: listing, verification, upkeep, sharing.")
 
 
-@takes()
+@takes(StoreOptions)
 def stats(run: Run) -> None:
     """Counts and sizes."""
     from kvtool.core.cache.store import Store
 
-    with Store.open(store_path(run.settings.store)) as store:
+    with Store.open(run.folder) as store:
         sizes = {"path": str(store.path)} | store.stats()
     value = sizes | {"levels": level_rows(sizes["levels"])}
     run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes)))

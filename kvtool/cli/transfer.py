@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import list_of, store_path
+from kvtool.cli.parsing import list_of
 from kvtool.cli.upkeep import BUDGET, budget_of_run
 from kvtool.cli.watch import Watch
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
+from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
     from kvtool.core.remote.transfer_report import TransferReport
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 Url = Annotated[str, typer.Argument(metavar="URL", help="redis://HOST:PORT/DB[?prefix=NAME] or file:///FOLDER.")]
 
 
-@takes("remote_timeout")
+@takes(StoreOptions, RemoteOptions)
 def push(
     run: Run,
     url: Url,
@@ -41,17 +43,17 @@ def push(
     from kvtool.core.remote.push import push as run_push
     from kvtool.core.remote.urls import open_blobs
 
-    settings = run.settings
+    timeout = run.get(RemoteOptions).remote_timeout
     with (
-        closing(open_blobs(url, settings.remote_timeout)) as blobs,
-        Store.open(store_path(settings.store)) as store,
+        closing(open_blobs(url, timeout)) as blobs,
+        Store.open(run.folder) as store,
         Watch(run) as watch,
     ):
         report = run_push(store, blobs, delete=delete, verify=verify, dry_run=dry_run, yes=yes, events=watch.events)
     return told(run, [report], report.to_json())
 
 
-@takes("remote_timeout")
+@takes(StoreOptions, LockOptions, RemoteOptions)
 def pull(
     run: Run,
     url: Url,
@@ -75,29 +77,29 @@ def pull(
     from kvtool.core.remote.pull import pull as run_pull
     from kvtool.core.remote.urls import open_blobs
 
-    settings = run.settings
+    timeout = run.get(RemoteOptions).remote_timeout
     levels = [check_level(one) for one in list_of(level)] or None
     if dry_run:
-        with closing(open_blobs(url, settings.remote_timeout)) as blobs:
-            report = preview(store_path(settings.store), blobs, levels=levels, delete=delete)
+        with closing(open_blobs(url, timeout)) as blobs:
+            report = preview(run.folder, blobs, levels=levels, delete=delete)
         return told(run, [report], report.to_json())
     budget = budget_of_run(run, max_size)
-    with closing(open_blobs(url, settings.remote_timeout)) as blobs, Watch(run) as watch:
+    with closing(open_blobs(url, timeout)) as blobs, Watch(run) as watch:
         report = run_pull(
-            store_path(settings.store),
+            run.folder,
             blobs,
             levels=levels,
             delete=delete,
-            lock_wait=settings.lock_wait,
+            lock_wait=run.lock_wait,
             max_size=budget,
-            timeout=settings.remote_timeout,
+            timeout=timeout,
             yes=yes,
             events=watch.events,
         )
     return told(run, [report], report.to_json())
 
 
-@takes("remote_timeout")
+@takes(StoreOptions, LockOptions, RemoteOptions)
 def sync(run: Run, url: Url) -> int | None:
     """Pull, then push.
 
@@ -106,9 +108,9 @@ def sync(run: Run, url: Url) -> int | None:
     from kvtool.core.remote.pull import sync as run_sync
     from kvtool.core.remote.urls import open_blobs
 
-    settings = run.settings
-    with closing(open_blobs(url, settings.remote_timeout)) as blobs, Watch(run) as watch:
-        reports = run_sync(store_path(settings.store), blobs, lock_wait=settings.lock_wait, events=watch.events)
+    timeout = run.get(RemoteOptions).remote_timeout
+    with closing(open_blobs(url, timeout)) as blobs, Watch(run) as watch:
+        reports = run_sync(run.folder, blobs, lock_wait=run.lock_wait, events=watch.events)
     return told(run, reports, {report.direction: report.to_json() for report in reports})
 
 

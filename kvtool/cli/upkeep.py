@@ -10,7 +10,8 @@ import typer
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
 from kvtool.cli.out import size as sized
-from kvtool.cli.parsing import duration, size_in_bytes, store_path
+from kvtool.cli.parsing import duration, size_in_bytes
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -25,27 +26,26 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and 
 Yes = Annotated[bool, typer.Option("--yes", help="Do it even where more than half would go.")]
 
 
-def budget_of_run(run: Run, max_size: str | None) -> int | None:
+def budget_of_run(run: Run, max_size: str | int | None) -> int | None:
     """`--max-size` in bytes; where the store has a budget of its own, it is said that this one takes its place."""
     from kvtool.core.cache.store import Store
 
     if max_size is None:
         return None
-    size = size_in_bytes(max_size)
-    with suppress(KvtoolError), Store.open(store_path(run.settings.store)) as store:  # else the command itself tells
+    size = size_in_bytes(max_size) if isinstance(max_size, str) else max_size
+    with suppress(KvtoolError), Store.open(run.folder) as store:  # else the command itself tells
         own = store.budget()
         if own is not None and own != size:
             run.out.status(f"--max-size {sized(size)} takes the place of the store's own budget of {sized(own)}")
     return size
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def forget(run: Run, targets: Targets, dry_run: DryRun = False, yes: Yes = False) -> None:
     """Forget documents, and the chunks that nobody else refers to."""
     from kvtool.core.upkeep.forget import forget as run_forget
 
-    settings = run.settings
-    plan = run_forget(store_path(settings.store), targets, dry_run=dry_run, yes=yes, lock_wait=settings.lock_wait)
+    plan = run_forget(run.folder, targets, dry_run=dry_run, yes=yes, lock_wait=run.lock_wait)
     chunks = sum(step.chunks for step in plan.steps)
     value: dict[str, Any] = {"dry_run": dry_run, "sources": list(plan.sources), "chunks": chunks, "bytes": plan.size}
     value["refused"] = None if plan.refusal is None else plan.refusal.message
@@ -68,7 +68,7 @@ def _warn_of(run: Run, refusal: UsageError | None) -> None:
         run.out.warning(f"without --dry-run this is refused: {refusal.message}", refusal.hint)
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def budget(
     run: Run,
     size: Annotated[
@@ -79,13 +79,13 @@ def budget(
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.budget import keep_budget, read_budget
 
-    path = store_path(run.settings.store)
+    path = run.folder
     if size is None:
         with Store.open(path) as store:
             found = read_budget(store)
     else:
         wanted = None if size.strip().lower() == "none" else size_in_bytes(size)
-        found = keep_budget(path, wanted, lock_wait=run.settings.lock_wait)
+        found = keep_budget(path, wanted, lock_wait=run.lock_wait)
         if found.budget is not None and found.used > found.budget:
             run.out.warning("the store is larger than that: nothing more is written to it", "run `kvtool store prune`")
     run.out.result(found.to_json(), human=lambda: _show_budget(run, found))
@@ -100,7 +100,7 @@ def _show_budget(run: Run, found: Budget) -> None:
     run.out.print(f"{sized(found.used)} used{of}; {sized(found.disk_free)} free on the disk")
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def prune(
     run: Run,
     max_size: Annotated[
@@ -137,9 +137,9 @@ def prune(
         dry_run=dry_run,
         yes=yes,
         compact=compact,
-        lock_wait=run.settings.lock_wait,
+        lock_wait=run.lock_wait,
     )
-    report = run_prune(store_path(run.settings.store), options)
+    report = run_prune(run.folder, options)
     if not report.reached:
         run.out.warning(*_what_stays(report))
     _warn_of(run, report.refusal)
@@ -177,7 +177,7 @@ def _rows(report: PruneReport) -> list[dict[str, Any]]:
     return rows
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def compact(run: Run) -> None:
     """Give free space back to the disk.
 
@@ -185,7 +185,7 @@ def compact(run: Run) -> None:
     """
     from kvtool.core.upkeep.compact import compact as run_compact
 
-    done = run_compact(store_path(run.settings.store), lock_wait=run.settings.lock_wait)
+    done = run_compact(run.folder, lock_wait=run.lock_wait)
 
     def show() -> None:
         if run.out.verbosity >= 0:
@@ -202,7 +202,7 @@ Pinned = Annotated[
 ]
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def pin(run: Run, targets: Pinned = None) -> None:
     """Keep documents or chunks from being pruned.
 
@@ -211,21 +211,21 @@ def pin(run: Run, targets: Pinned = None) -> None:
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.pins import pin as run_pin
 
-    path = store_path(run.settings.store)
+    path = run.folder
     if targets:
-        pins = run_pin(path, targets, lock_wait=run.settings.lock_wait)
+        pins = run_pin(path, targets, lock_wait=run.lock_wait)
     else:
         with Store.open(path) as store:
             pins = store.pins()
     _show_pins(run, pins)
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def unpin(run: Run, targets: Targets) -> None:
     """Let documents or chunks be pruned again."""
     from kvtool.core.upkeep.pins import unpin as run_unpin
 
-    _show_pins(run, run_unpin(store_path(run.settings.store), targets, lock_wait=run.settings.lock_wait))
+    _show_pins(run, run_unpin(run.folder, targets, lock_wait=run.lock_wait))
 
 
 def _show_pins(run: Run, pins: dict[str, Any]) -> None:

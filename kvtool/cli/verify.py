@@ -9,11 +9,11 @@ import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
-from kvtool.cli.parsing import store_path
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import EXIT_DAMAGED, UsageError
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def verify(
     run: Run,
     repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged; it is computed again.")] = False,
@@ -31,7 +31,7 @@ def verify(
     return _verify(run, repair, _fraction(sample))
 
 
-@takes()
+@takes(StoreOptions, LockOptions)
 def repair(run: Run) -> int | None:
     """Drop what is damaged; it is computed again. The same as `verify --repair`."""
     return _verify(run, True, None)
@@ -40,11 +40,11 @@ def repair(run: Run) -> int | None:
 def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
     from kvtool.core.cache.store import Store
 
-    with Store.open(store_path(run.settings.store)) as store:
+    with Store.open(run.folder) as store:
         damaged = store.verify(sample)
         left, repaired = damaged, 0
         if damaged and repairs:
-            with store.writer(run.settings.lock_wait) as writer:
+            with store.writer(run.lock_wait) as writer:
                 repaired = writer.repair(damaged)
             left = store.verify(sample)
         sizes, concerns = store.stats(), store.concerns()

@@ -21,9 +21,11 @@ from kvtool.core.common.urls import is_url
 from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.errors import KvtoolWarning, UsageError
-from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
+from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.job import ingest
-from kvtool.core.query.reply import QueryOptions, Reply, Request
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, Request
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.tier import open_store

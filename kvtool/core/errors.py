@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 EXIT_DONE = 0
@@ -93,3 +94,11 @@ class KvtoolWarning(UserWarning):
         super().__init__(f"{text} ({hint})" if hint else text)
         self.text = text
         self.hint = hint
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint: `did you mean …?`, or nothing where no known word is near."""
+    import difflib
+
+    near = difflib.get_close_matches(word.strip().lower(), list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -20,6 +20,8 @@ from kvtool.cli import app as module
 from kvtool.cli.app import COMMANDS, main
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.core.errors import EXIT_PARTIAL, GateError, StoreLockedError
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.query.options import QueryOptions
 
 Capture = pytest.CaptureFixture[str]
 
@@ -97,7 +99,7 @@ def test_help_lists_every_command(capsys: Capture) -> None:
         assert line in shown
 
 
-@pytest.mark.parametrize("group", [["store"], ["config"]])
+@pytest.mark.parametrize("group", [["store"], ["fit"]])
 def test_the_help_of_a_group_cuts_no_line_off(capsys: Capture, group: list[str]) -> None:
     assert main([*group, "--help"]) == 0
     about, listed = capsys.readouterr().out.split("Commands:\n")
@@ -118,9 +120,11 @@ def test_no_command_shows_the_help_and_fails(capsys: Capture) -> None:
 
 
 def test_an_argument_and_settings_reach_the_command(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    @takes("query")
+    @takes(QueryOptions)
     def probe(run: Run, question: str, tag: Annotated[list[str] | None, typer.Option()] = None) -> int:
-        run.out.json({"q": question, "tag": tag, "k": run.settings.top_k, "level": run.settings.level})
+        run.out.json(
+            {"q": question, "tag": tag, "k": run.get(QueryOptions).top_k, "level": run.get(QueryOptions).level}
+        )
         return EXIT_PARTIAL
 
     install(monkeypatch, probe)
@@ -130,18 +134,25 @@ def test_an_argument_and_settings_reach_the_command(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_keys_with_one_flag_belong_to_two_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    @takes("ingest")
+    @takes(IngestOptions)
     def probe(run: Run) -> None:
-        run.out.print(f"{run.settings.max_chunk_tokens} {run.settings.max_tokens}")
+        run.out.print(f"{run.get(IngestOptions).max_chunk_tokens} {run.get(QueryOptions).max_tokens}")
 
     install(monkeypatch, probe)
     assert main(["probe", "--max-tokens", "300"]) == 0
     assert capsys.readouterr().out == "300 256\n"
 
 
-def test_takes_refuses_unknown_names() -> None:
+def test_an_older_flag_goes_on_and_is_not_shown(capsys: Capture) -> None:
+    assert main(["ingest", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--max-chunk-tokens" in shown
+    assert "--max-tokens" not in shown
+
+
+def test_a_command_takes_only_options_that_there_are() -> None:
     with pytest.raises(ValueError, match="topk"):
-        takes("topk")
+        QueryOptions.some("topk")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -217,7 +228,6 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capt
     [
         ["nope"],
         ["--nope"],
-        ["config"],
         ["config", "shwo"],
         ["config", "show", "--nope"],
         ["config", "show", "extra"],
@@ -241,7 +251,7 @@ def test_wrong_usage(args: list[str], capsys: Capture) -> None:
     ("args", "flag"), [(["--ratio", "1.5"], "--ratio"), (["--link-tokens", "-1"], "--link-tokens")]
 )
 def test_values_out_of_range(args: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    @takes("query")
+    @takes(QueryOptions)
     def probe(run: Run) -> None: ...
 
     install(monkeypatch, probe)

@@ -14,7 +14,8 @@ import kvtool as package
 from kvtool.core.cache import side
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.session import speeds
 from kvtool.core.session.session import Session
 from tests.cli.working import (

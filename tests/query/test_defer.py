@@ -18,7 +18,8 @@ from kvtool.core.query import calibration
 from kvtool.core.query.calibration import keep_threshold, threshold_for
 from kvtool.core.query.compare import compare
 from kvtool.core.query.defer import DEFAULT_THRESHOLD, Threshold, confidence, judge, spans
-from kvtool.core.query.reply import QueryOptions, Reply, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session, store_identity
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool

@@ -17,7 +17,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import compress
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
-from kvtool.core.query.reply import QueryOptions, Reply, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, chunks_of, drop_records, kvtool

@@ -3,36 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Skip, Skipped
-
-
-@dataclass(frozen=True, slots=True)
-class IngestOptions:
-    """Options of `ingest`; None means: as the store has it, else the default."""
-
-    paths: tuple[Path, ...]
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    offline: bool = False
-    lock_wait: float = 0.0
-    split: SplitSettings | None = None
-    lead_in: str | None = None
-    system: str | None = None
-    level: str = "raw"
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    sync: bool = False
-    dry_run: bool = False
-    max_size: int | None = None
-    continue_on_error: bool = True  # always so, unless `fail_fast`
-    fail_fast: bool = False
-    embedder: str | None = None
-    log: Path | None = None  # written by this run, and so not read by it
 
 
 @dataclass(slots=True)

@@ -19,12 +19,13 @@ from kvtool.core.common.progress import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.corpus.walk import Walked, find_files, places
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
-from kvtool.core.ingest.ingest_report import IngestOptions, IngestReport
+from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.survey import Survey, is_below, reason_of, survey
 from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.options.settings import DEFAULT_MODEL, is_lead_in_file
+from kvtool.core.model.options import DEFAULT_MODEL
 from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model
 from kvtool.core.session.lead_in import LEARNED, learned_lead_in, open_lead_ins
@@ -117,7 +118,7 @@ class _Job:
     @cached_property
     def identity(self) -> StoreIdentity:
         """The store's own identity with what the options change; made anew for a new store."""
-        split = self.options.split or (self.known.split if self.known else SplitSettings())
+        split = self.options.splitting or (self.known.split if self.known else SplitSettings())
         if self.known is None:
             return self._new_identity(split)
         check_same_model(self.files, self.known, self.options.dtype)
@@ -301,7 +302,7 @@ class _Job:
         ------
         KvtoolError : the first failure is to end the run.
         """
-        if self.options.fail_fast:
+        if not self.options.continue_on_error:
             raise KvtoolError(f"{path}: {reason}", "without --fail-fast the other files are ingested all the same")
         self.report.documents.failed += 1
         self.report.failures.append({"path": path, "error": reason})

@@ -12,7 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, UnreadableFile, is_known, read_documents
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, Walked, places
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.ingest.ingest_report import IngestOptions
+from kvtool.core.ingest.options import IngestOptions
 
 _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of its text are made
 

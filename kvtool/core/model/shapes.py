@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet, resolve_device
-from kvtool.core.options.settings import did_you_mean
 
 _SPREAD = 0.02  # of all weights, as the models begin their training with
 _BLOCK = 2**20 + 7  # random numbers that are repeated; odd, so that the rows of a weight differ

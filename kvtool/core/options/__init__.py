@@ -1,1 +1,1 @@
-"""What can be set, declared once and resolved from flags, variables and files."""
+"""The machinery of options: how one is declared and checked, and which of flag, variable and file decides."""

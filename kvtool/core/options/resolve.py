@@ -1,4 +1,4 @@
-"""The settings in force: flag > environment > ./kvtool.toml > user config > default."""
+"""The options in force: flag > environment > ./kvtool.toml > user config > default."""
 
 from __future__ import annotations
 
@@ -8,22 +8,30 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from kvtool.core.common.places import data_dir, default_config_file
+from kvtool.core.common.places import default_config_file
 from kvtool.core.common.urls import is_url
-from kvtool.core.errors import UsageError
-from kvtool.core.options.settings import (
-    ENV_PREFIX,
-    PROJECT_FILE,
-    RESERVED_ENV,
-    Key,
-    Settings,
-    did_you_mean,
-    keys,
-    sections,
+from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.options.option import ENV_PREFIX, Option, Options, options_of
+
+PROJECT_FILE = "kvtool.toml"
+
+# Variables that steer the tool itself and are no options. KVTOOL_TEST_* is left to test suites.
+RESERVED_ENV = (
+    "KVTOOL_HOME",
+    "KVTOOL_CACHE",
+    "KVTOOL_CONFIG",
+    "KVTOOL_DEBUG",
+    "KVTOOL_ATTENTION",
+    "KVTOOL_ENTROPY_CODER",
+    "KVTOOL_DISK_RESERVE",  # these three size the store's map (core/cache)
+    "KVTOOL_MAP_LIMIT",
+    "KVTOOL_MAP_START",
 )
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+Layer = Iterator[tuple[str, Any, "Origin"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +47,48 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The settings in force and where each value came from."""
+    """What flags, variables and files say, and where each value came from; both by `Option.key`."""
 
-    settings: Settings
+    values: Mapping[str, Any]
     origins: Mapping[str, Origin]
 
-    def given(self, name: str) -> bool:
-        """Whether anybody asked for this value (it is not the default)."""
-        return self.origins[name].layer != "default"
-
-    def choose(self, name: str, known: Iterable[str]) -> str:
-        """The value of a key whose choices a registry knows, checked against them.
+    def get(self, source: type[O]) -> O:
+        """A room's options with the values in force.
 
         Raises
         ------
-        UsageError : it is none of `known`; the message names the flag, variable or file.
+        UsageError : two values contradict each other, or a file that an option names cannot be read.
         """
-        value, known = str(getattr(self.settings, name)), list(known)
-        if value not in known:
-            where = _at(self.origins[name], name)
-            hint = did_you_mean(value, known) or "known: " + ", ".join(known)
-            raise UsageError(f"{where}: no such {name.replace('_', ' ')}: {value!r}", hint)
-        return value
+        known = {option.key: option for option in options_of(source).values() if option.key in self.values}
+        return source(
+            **{o.name: o.read(v) if o.read and v is not None else v for k, o in known.items() for v in [self.values[k]]}
+        )
+
+    def origin(self, key: str) -> Origin:
+        """Where the value of a key came from."""
+        return self.origins.get(key, Origin("default"))
 
 
-def _at(origin: Origin, name: str) -> str:
-    """How an error names a key: `--ratio`, `KVTOOL_RATIO` or `kvtool.toml: ratio`."""
-    return f"{origin.where}: {name}" if origin.layer in ("project", "user") else origin.where or name
+def settings_of(sources: Iterable[type[Options]]) -> dict[str, Option]:
+    """Whatever a variable or a configuration file can give, by its name there."""
+    return {o.setting: o for source in sources for o in options_of(source).values() if o.setting}
 
 
 def resolve(
-    flags: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None, folder: Path | None = None
+    sources: Iterable[type[Options]],
+    flags: Mapping[Option, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Resolved:
     """Bring the layers together.
 
     Parameters
     ----------
-    flags : key → value as text or in its own type; None means not given. `config` names the user config file.
+    sources : every room's options: a variable or a key in a file that none of them has is an error.
+    flags : what the command line says, as text or in the option's own type; None means not given.
+    config : the user's configuration file, in place of the usual one.
     environ : the environment, `os.environ` when None.
     folder : where `kvtool.toml` is looked for, the working folder when None.
 
@@ -83,71 +96,91 @@ def resolve(
     ------
     UsageError : any layer holds an unknown key or a wrong value, even one that a higher layer overrides.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
     environ = os.environ if environ is None else environ
-    config = given.pop("config", None)
+    names = _Names(sources)
     values: dict[str, Any] = {}
-    origins = dict.fromkeys(keys(), Origin("default"))
+    origins: dict[str, Origin] = {}
     layers = (
-        _user_layer(config, environ),
-        _file_layer("project", (folder or Path()) / PROJECT_FILE),
-        _environment_layer(environ),
-        _flag_layer(given),
+        _user_layer(names, config, environ),
+        _file_layer(names, "project", (folder or Path()) / PROJECT_FILE),
+        _environment_layer(names, environ),
+        _flag_layer(flags or {}),
     )
     for layer in layers:  # lowest first: a higher one overwrites
-        for name, value, origin in layer:
-            values[name], origins[name] = value, origin
-    if not values.get("store"):
-        values["store"] = str(data_dir() / "store")
-    return Resolved(Settings(**values), MappingProxyType(origins))
+        for key, value, origin in layer:
+            values[key], origins[key] = value, origin
+    return Resolved(values, origins)
 
 
-Layer = Iterator[tuple[str, Any, Origin]]
+class _Names:
+    """The names under which files and variables give options."""
+
+    def __init__(self, sources: Iterable[type[Options]]) -> None:
+        self.every: dict[str, Option] = {}
+        self.tables: dict[str, dict[str, Option]] = {}
+        older: dict[str, Option] = {}
+        for source in sources:
+            for option in options_of(source).values():
+                if not option.setting:
+                    continue
+                self.every[option.setting] = option
+                flags = [_as_key(flag) for flag in (option.flag.partition("/")[0], *option.synonyms)]
+                older |= dict.fromkeys(flags[1:], option)
+                for section in option.sections:
+                    self.tables.setdefault(section, {}).update(dict.fromkeys((option.setting, *flags), option))
+        self.every = older | self.every
+
+    @property
+    def variables(self) -> dict[str, Option]:
+        return {ENV_PREFIX + name.upper(): option for name, option in self.every.items()}
 
 
-def _flag_layer(given: Mapping[str, Any]) -> Layer:
-    for name, value in given.items():
-        key = keys().get(name)
-        if key is None:
-            raise UsageError(f"unknown setting {name!r}", did_you_mean(name, keys()))
-        value = key.parse(value, key.flag) if isinstance(value, str) else key.accept(value, key.flag)
-        yield name, _expanded(key, value), Origin("flag", key.flag)
+def _as_key(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
-def _environment_layer(environ: Mapping[str, str]) -> Layer:
-    known = {key.env: key for key in keys().values()}
+def _flag_layer(flags: Mapping[Option, Any]) -> Layer:
+    for option, value in flags.items():
+        if value is None:
+            continue
+        flag = option.flag.partition("/")[0]
+        read = option.parse if isinstance(value, str | list) else option.accept
+        yield option.key, _expanded(option, read(value, flag)), Origin("flag", flag)
+
+
+def _environment_layer(names: _Names, environ: Mapping[str, str]) -> Layer:
+    known = names.variables
     for variable in sorted(v for v in environ if v.startswith(ENV_PREFIX)):
         if variable in RESERVED_ENV or variable.startswith("KVTOOL_TEST_") or not environ[variable]:
             continue
-        key = known.get(variable)
-        if key is None:
-            guess = difflib.get_close_matches(variable, [*known, *RESERVED_ENV], n=1)
-            hint = f"did you mean {guess[0]}?" if guess else "unset it; `kvtool config show` lists every key"
+        option = known.get(variable)
+        if option is None:
+            near = difflib.get_close_matches(variable, [*known, *RESERVED_ENV], n=1)
+            hint = f"did you mean {near[0]}?" if near else "unset it; `kvtool config show` lists every key"
             raise UsageError(f"unknown variable {variable} in the environment", hint)
-        value = key.parse(environ[variable], variable)
-        yield key.name, _expanded(key, value), Origin("environment", variable)
+        value = option.parse(environ[variable], variable)
+        yield option.key, _expanded(option, value), Origin("environment", variable)
 
 
-def _user_layer(config: str | Path | None, environ: Mapping[str, str]) -> Layer:
+def _user_layer(names: _Names, config: str | Path | None, environ: Mapping[str, str]) -> Layer:
     named = config or environ.get("KVTOOL_CONFIG")
     if not named:
-        return _file_layer("user", default_config_file(environ))
+        return _file_layer(names, "user", default_config_file(environ))
     path = Path(named).expanduser()
     if not path.exists():
         source = "--config" if config else "KVTOOL_CONFIG"
         raise UsageError(f"{source}: there is no file {path}", "check the path, or leave it out")
-    return _file_layer("user", path)
+    return _file_layer(names, "user", path)
 
 
-def _file_layer(layer: Literal["project", "user"], path: Path) -> Layer:
-    table = _read_toml(path)
+def _file_layer(names: _Names, layer: Literal["project", "user"], path: Path) -> Layer:
     seen: set[str] = set()
-    for name, written, key in _named_values(table, path):
-        if key.name in seen:
-            raise UsageError(f"{path}: {key.name} is set twice", "keep one of the two lines")
-        seen.add(key.name)
-        value = key.accept(written, f"{path}: {name}")
-        yield key.name, _expanded(key, value, path.parent), Origin(layer, str(path))
+    for name, written, option in _named_values(_read_toml(path), names, path):
+        if option.key in seen:
+            raise UsageError(f"{path}: {option.key} is set twice", "keep one of the two lines")
+        seen.add(option.key)
+        value = option.accept(written, f"{path}: {name}")
+        yield option.key, _expanded(option, value, path.parent), Origin(layer, str(path))
 
 
 def _read_toml(path: Path) -> Mapping[str, Any]:
@@ -161,23 +194,17 @@ def _read_toml(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"{path} cannot be read: {error.strerror}", "check the file's permissions") from error
 
 
-def _named_values(table: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any, Key]]:
-    """The file's values with their keys: at the top level by name, in a command's table also as its flag is called."""
+def _named_values(table: Mapping[str, Any], names: _Names, path: Path) -> Iterator[tuple[str, Any, Option]]:
+    """The file's values with their options, found by name; in a command's table also by what its flag is called."""
     for name, value in table.items():
-        if name in sections() and isinstance(value, dict):
-            names = _names_in(name)
+        if name in names.tables and isinstance(value, dict):
             for inner, inner_value in value.items():
-                yield f"{name}.{inner}", inner_value, _known_key(inner, names, path)
+                yield f"{name}.{inner}", inner_value, _known(inner, names.tables[name], path)
         else:
-            yield name, value, _known_key(name, keys(), path)
+            yield name, value, _known(name, names.every, path)
 
 
-def _names_in(section: str) -> Mapping[str, Key]:
-    mine = [key for key in keys().values() if section in key.sections]
-    return {key.name: key for key in mine} | {key.flag[2:].replace("-", "_"): key for key in mine}
-
-
-def _known_key(name: str, known: Mapping[str, Key], path: Path) -> Key:
+def _known(name: str, known: Mapping[str, Option], path: Path) -> Option:
     try:
         return known[name]
     except KeyError:
@@ -185,9 +212,9 @@ def _known_key(name: str, known: Mapping[str, Key], path: Path) -> Key:
         raise UsageError(f"{path}: unknown key {name!r}", hint) from None
 
 
-def _expanded(key: Key, value: Any, folder: Path | None = None) -> Any:
+def _expanded(option: Option, value: Any, folder: Path | None = None) -> Any:
     """Expand `~`; make a path in a file relative to that file. URLs stay as they are."""
-    if not key.is_path or not value or is_url(value):
+    if option.unit != "path" or not value or option.many or is_url(str(value)):
         return value
     path = Path(value).expanduser()
-    return str(folder / path) if folder else str(path)
+    return option.kind(folder / path if folder else path)

@@ -14,7 +14,8 @@ from kvtool.core.session.levels import MeasuredLosses, allowed_levels
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
-    from kvtool.core.query.reply import QueryOptions, Reply
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Reply
     from kvtool.core.session.session import Session
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.reference import SAME, Reference
-from kvtool.core.query.reply import QueryOptions, Reply, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, Request
 from kvtool.core.session.session import Session
 
 REFERENCE = "full"

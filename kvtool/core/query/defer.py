@@ -11,7 +11,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.names import AUTO
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.options import QueryOptions
 
 PROBED = 8  # answer tokens whose probability says how sure a round is
 DEFAULT_THRESHOLD = 0.6  # README, "Loading by relevance"

@@ -18,7 +18,8 @@ from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.choose import Chooser
 from kvtool.core.query.defer import spans
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import How
 from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
 from kvtool.core.session.identity import StoreIdentity

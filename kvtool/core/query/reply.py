@@ -6,71 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.fusion.names import AUTO
-from kvtool.core.options.settings import DEFER_FIRST, LOAD_TIMEOUT
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
     from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkRuns
-
-
-@dataclass(frozen=True, slots=True)
-class QueryOptions:
-    """How to answer.
-
-    Attributes
-    ----------
-    system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
-    force : answer although the gate refuses.
-    slo_ms : the time to the first token that streaming from a shared store keeps to (core/query/streaming.py).
-    stream_predictor, stream_margin : how the link is predicted, and the share of that which is not counted on.
-    load_timeout : seconds that one record may be read for; its chunk is computed in place then.
-    defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
-        sure than `defer_threshold` (None: as calibrated, else the default); core/query/defer.py.
-    check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
-        the mode's own.
-    retriever, embedder, only, offline : see `retrieval.finder.How`.
-    order : of the chunks that were found: `relevance` (best first), `best-last`, or as in their `document`s; of a
-        deferred query those of each round.
-    max_loss : what `level` auto may lose: KL of the answer in nats a token, as `compress` has measured it.
-    """
-
-    fusion: str = "union"
-    top_k: int = 5
-    ratio: float = 0.15
-    link_tokens: int = 16
-    link: str = "initial"
-    level: str = "auto"
-    max_loss: float = MAX_LOSS
-    load_timeout: float = LOAD_TIMEOUT
-    retriever: str = "auto"
-    embedder: str | None = None
-    only: tuple[str, ...] = ()
-    order: str = "best-last"
-    defer: bool = False
-    defer_first: int = DEFER_FIRST
-    defer_threshold: float | None = None
-    offline: bool = False
-    slo_ms: float | None = None
-    stream_predictor: str = DEFAULT_PREDICTOR
-    stream_margin: float = DEFAULT_MARGIN
-    max_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    system: str | None = None
-    force: bool = False
-    token_ids: bool = False
-    explain: bool = False
-    check_layer: int = 1
-    metric: str = "v_sse"
-    from_depth: float = 0.5
-    pooling: str | None = None
-    weighting: float = 1.0
-    union_links: int = 0
 
 
 @dataclass(frozen=True, slots=True)

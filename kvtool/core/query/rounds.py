@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtool.core.common.timeline import Trace
     from kvtool.core.fusion.selectors import Selector
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.options import QueryOptions
 
 
 @dataclass(frozen=True, slots=True)

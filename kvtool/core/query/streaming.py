@@ -29,7 +29,7 @@ from kvtool.core.streaming.policy import Adaptive, Task
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
-    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.options import QueryOptions
 
 STREAMED = ("reuse", "epic", "blend", "infoflow", "union")  # modes that read every chunk
 DEFAULT_MODE = "union"  # of `auto`

@@ -34,7 +34,8 @@ from kvtool.core.query.fetching import warm_up
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, Layout
 from kvtool.core.query.meanwhile import Meanwhile
-from kvtool.core.query.reply import QueryOptions, Reply, ReplyChunk, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, answer_in_rounds
 from kvtool.core.query.streaming import DEFAULT_MODE, STREAMED, Streamed, stream_prompt
 from kvtool.core.retrieval.passages import Hit

@@ -16,8 +16,7 @@ from kvtool.core.codec.levels import LEVELS, known
 from kvtool.core.common.durations import seconds
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.sizes import size_in_bytes
-from kvtool.core.errors import UsageError
-from kvtool.core.options.settings import did_you_mean
+from kvtool.core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkRef, DocumentEntry

@@ -9,8 +9,7 @@ from pathlib import PurePosixPath
 
 from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import UsageError
-from kvtool.core.options.settings import did_you_mean
+from kvtool.core.errors import UsageError, did_you_mean
 
 _LISTED = "`kvtool store ls` lists documents and chunks"
 Named = Mapping[str, str]  # source of a document -> path of its file; a file without documents names itself

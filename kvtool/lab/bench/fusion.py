@@ -21,7 +21,7 @@ from kvtool.lab.bench.scratch import Sizes, scratch_store
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
 SEED = 0

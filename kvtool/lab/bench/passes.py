@@ -24,7 +24,7 @@ from kvtool.lab.bench.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.options import QueryOptions
 
 PLAIN = "transformers sdpa"  # beside the names of modes
 INCLUDES = (

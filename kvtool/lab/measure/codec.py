@@ -13,7 +13,8 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, measure
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.source import LayerKV, StoreSource
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
 
 _SCALE_BYTES = 2

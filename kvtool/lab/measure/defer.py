@@ -14,7 +14,8 @@ from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.query.defer import PROBED, Threshold, confidence, judge
 from kvtool.core.query.layout import Asked
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.query.rounds import probe, steps, text_of
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session, selector_for

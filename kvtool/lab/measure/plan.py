@@ -14,7 +14,7 @@ from kvtool.core.query.defer import spans
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.query.layout import Asked, Layout
-    from kvtool.core.query.reply import QueryOptions
+    from kvtool.core.query.options import QueryOptions
 
 _STATUSES = ("exact", "hit", "miss", "fresh")
 

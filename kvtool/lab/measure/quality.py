@@ -14,7 +14,8 @@ from kvtool.core.codec.levels import known
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.fusion.source import StoreSource
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.index import INDEX_FORMAT
 from kvtool.core.retrieval.vectors import remembered
 from kvtool.core.session.identity import StoreIdentity

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.options.settings import did_you_mean
-from kvtool.core.query.reply import QueryOptions
+from kvtool.core.query.options import QueryOptions
 
 REFERENCE = "full"
 RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")

@@ -14,7 +14,7 @@ from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
 from kvtool.core.query.layout import Asked
-from kvtool.core.query.reply import QueryOptions
+from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.session import selector_for
 from kvtool.lab.measure.runs import REFERENCE, RunSpec
 

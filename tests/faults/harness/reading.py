@@ -10,7 +10,8 @@ from typing import Any
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS, NESTED
 from kvtool.core.errors import KvtoolError
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.records.reading import read_chunk
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session, store_identity

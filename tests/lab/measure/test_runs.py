@@ -6,7 +6,7 @@ import pytest
 
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.query.reply import QueryOptions
+from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.session import selector_for
 from kvtool.lab.measure.runs import DEFAULT_RUNS, ordered, parse_run, parse_runs
 

@@ -14,7 +14,8 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.query.layout import Asked
-from kvtool.core.query.reply import QueryOptions, Request
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.session.session import selector_for
 from kvtool.lab.measure.runs import RunSpec, parse_run
 from kvtool.lab.measure.trial import Trial

@@ -8,18 +8,35 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtool.cli.options import SETTINGS
+from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common import places
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.names import AUTO, MODES
-from kvtool.core.options import settings
-from kvtool.core.options.resolve import Resolved, resolve
-from kvtool.core.options.settings import Settings, keys
+from kvtool.core.fusion.names import AUTO, FUSIONS, MODES
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.options import resolve as module
+from kvtool.core.options.option import Option, options_of
+from kvtool.core.options.resolve import RESERVED_ENV, Resolved, settings_of
+from kvtool.core.query.options import QueryOptions
 
+KNOWN = settings_of(SETTINGS)
 LAYERS = ("user", "project", "environment", "flag")  # lowest first
 VALUES = dict(zip(LAYERS, (0.1, 0.2, 0.3, 0.4), strict=True))
+
+
+def resolve(flags: dict[str, Any] | None = None, *, config: Any = None, **more: Any) -> Resolved:
+    """All rooms' options, with flags by their settings' names."""
+    return module.resolve(
+        SETTINGS, {KNOWN[name]: value for name, value in (flags or {}).items()}, config=config, **more
+    )
+
+
+def query(resolved: Resolved) -> QueryOptions:
+    return resolved.get(QueryOptions)
 
 
 @pytest.fixture
@@ -40,10 +57,9 @@ def resolve_from(layers: set[str], folder: Path, user_file: Path) -> Resolved:
 @pytest.mark.parametrize("given", [c for n in range(5) for c in itertools.combinations(LAYERS, n)], ids="+".join)
 def test_the_highest_layer_wins(given: tuple[str, ...], tmp_path: Path, user_file: Path) -> None:
     resolved = resolve_from(set(given), tmp_path, user_file)
-    assert resolved.settings.ratio == (VALUES[given[-1]] if given else 0.15)
-    assert resolved.origins["ratio"].layer == (given[-1] if given else "default")
-    assert resolved.given("ratio") == bool(given)
-    assert resolved.origins["top_k"].layer == "default"
+    assert query(resolved).ratio == (VALUES[given[-1]] if given else 0.15)
+    assert resolved.origin("ratio").layer == (given[-1] if given else "default")
+    assert resolved.origin("top_k").layer == "default"
 
 
 def test_origins_name_the_place(tmp_path: Path, user_file: Path) -> None:
@@ -52,7 +68,7 @@ def test_origins_name_the_place(tmp_path: Path, user_file: Path) -> None:
         for layer in LAYERS
         if not (tmp_path / layer).mkdir() and not user_file.unlink(missing_ok=True)
     }
-    assert {layer: str(r.origins["ratio"]) for layer, r in places.items()} == {
+    assert {layer: str(r.origin("ratio")) for layer, r in places.items()} == {
         "user": f"user {user_file}",
         "project": f"project {tmp_path / 'project' / 'kvtool.toml'}",
         "environment": "environment KVTOOL_RATIO",
@@ -64,15 +80,16 @@ def test_config_replaces_the_user_file_and_not_the_project(tmp_path: Path, user_
     user_file.write_text("top_k = 2\nseed = 2")
     (tmp_path / "kvtool.toml").write_text("top_k = 3")
     (tmp_path / "mine.toml").write_text("top_k = 4\nratio = 0.4")
-    by_flag = resolve({"config": str(tmp_path / "mine.toml")}, folder=tmp_path).settings
-    by_variable = resolve(environ=os.environ | {"KVTOOL_CONFIG": str(tmp_path / "mine.toml")}, folder=tmp_path).settings
+    by_flag = query(resolve(config=str(tmp_path / "mine.toml"), folder=tmp_path))
+    named = os.environ | {"KVTOOL_CONFIG": str(tmp_path / "mine.toml")}
+    by_variable = query(resolve(environ=named, folder=tmp_path))
     assert by_flag == by_variable
     assert (by_flag.top_k, by_flag.ratio, by_flag.seed) == (3, 0.4, 0)
 
 
 def test_a_named_config_has_to_exist(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--config: there is no file .*nope\.toml"):
-        resolve({"config": str(tmp_path / "nope.toml")})
+        resolve(config=str(tmp_path / "nope.toml"))
     with pytest.raises(UsageError, match="KVTOOL_CONFIG"):
         resolve(environ={"KVTOOL_CONFIG": str(tmp_path / "nope.toml")})
 
@@ -81,7 +98,7 @@ WRONG_TEXT = [
     ("ratio", "1.5", "between 0 and 1"),
     ("ratio", "-0.1", "between 0 and 1"),
     ("ratio", "nan", "finite"),
-    ("ratio", "much", "not a number"),
+    ("ratio", "much", "not a number or a percentage"),
     ("link_tokens", "-1", "less than 0"),
     ("top_k", "0", "less than 1"),
     ("top_k", "2.5", "whole number"),
@@ -90,8 +107,11 @@ WRONG_TEXT = [
     ("lock_wait", "-1", "less than 0"),
     ("device", "gpu", "does not fit"),
     ("dtype", "float8", "none of"),
-    ("level", "0", "does not fit"),
-    ("ingest_level", "auto", "does not fit"),
+    ("level", "0", "none of"),
+    ("ingest_level", "auto", "none of"),
+    ("fusion", "unoin", "none of"),
+    ("ratio", "15", "between 0 and 1"),
+    ("ratio", "115%", "between 0 and 1"),
     ("lead_in", "sink:0", "no lead-in"),
     ("lead_in", "wram", "no lead-in"),
     ("store", "a\0b", "NUL"),
@@ -100,7 +120,7 @@ WRONG_TEXT = [
 
 @pytest.mark.parametrize(("name", "text", "complaint"), WRONG_TEXT)
 def test_wrong_text_names_the_flag_and_the_variable(name: str, text: str, complaint: str) -> None:
-    key = keys()[name]
+    key = KNOWN[name]
     with pytest.raises(UsageError, match=complaint) as flag:
         resolve({name: text})
     with pytest.raises(UsageError, match=complaint) as variable:
@@ -114,7 +134,7 @@ def test_wrong_text_names_the_flag_and_the_variable(name: str, text: str, compla
     ("line", "message"),
     [
         ("ratio = 1.5", "ratio: 1.5 is not between 0 and 1"),
-        ('ratio = "0.5"', "ratio: '0.5' is not a number"),
+        ('ratio = "half"', "ratio: 'half' is not a number"),
         ("top_k = true", "top_k: True is not a whole number"),
         ("top_k = 2.0", "top_k: 2.0 is not a whole number"),
         ("offline = 1", "offline: 1 is not true or false"),
@@ -155,19 +175,19 @@ def test_did_you_mean_key(wrong: str, right: str, tmp_path: Path) -> None:
 def test_did_you_mean_variable_flag_and_choice() -> None:
     with pytest.raises(UsageError, match="KVTOOL_STROE") as variable:
         resolve(environ={"KVTOOL_STROE": "x"})
-    with pytest.raises(UsageError, match="topk") as flag:
-        resolve({"topk": 3})
+    with pytest.raises(UsageError, match="topk") as name:
+        QueryOptions.of({"topk": 3})
     with pytest.raises(UsageError) as choice:
         resolve({"split": "semantik"})
     assert variable.value.hint == "did you mean KVTOOL_STORE?"
-    assert flag.value.hint == "did you mean 'top_k'?"
+    assert name.value.hint == "did you mean 'top_k'?"
     assert choice.value.hint == "did you mean 'semantic'?"
 
 
 def test_reserved_and_empty_variables_are_no_settings(tmp_path: Path) -> None:
     environ = {"KVTOOL_HOME": str(tmp_path), "KVTOOL_DEBUG": "1", "KVTOOL_TEST_GPU": "1", "KVTOOL_TOP_K": ""}
     environ["KVTOOL_MAP_LIMIT"] = "1000000"
-    assert resolve(environ=environ).settings.top_k == 5
+    assert query(resolve(environ=environ)).top_k == 5
 
 
 def test_numbers_and_booleans_are_taken_as_written(tmp_path: Path) -> None:
@@ -175,33 +195,49 @@ def test_numbers_and_booleans_are_taken_as_written(tmp_path: Path) -> None:
         "\ufefflevel = 2\nratio = 1\noffline = true\n[ingest]\nmax_tokens = 300\nlevel = 1\n[query]\nmax_tokens = 7",
         encoding="utf-8",
     )
-    got = resolve({"lock_wait": "0", "seed": 7}, environ={"KVTOOL_OFFLINE": "no"}, folder=tmp_path).settings
-    assert (got.level, got.ingest_level, got.ratio, got.offline) == ("2", "1", 1.0, False)
-    assert (got.max_chunk_tokens, got.max_tokens, got.lock_wait, got.seed) == (300, 7, 0.0, 7)
+    got = resolve({"lock_wait": "0", "seed": 7}, environ={"KVTOOL_OFFLINE": "no"}, folder=tmp_path)
+    asked, ingest = got.get(QueryOptions), got.get(IngestOptions)
+    assert (asked.level, ingest.level, asked.ratio, asked.offline, ingest.offline) == ("2", "1", 1.0, False, False)
+    assert (ingest.max_chunk_tokens, asked.max_tokens, ingest.lock_wait, asked.seed) == (300, 7, 0.0, 7)
 
 
 @pytest.mark.parametrize("lead_in", ["warm", "sink:4", "none", "./text.txt", "data/운영.txt"])
 def test_lead_ins(lead_in: str) -> None:
-    assert resolve({"lead_in": lead_in}).settings.lead_in == lead_in
+    assert resolve({"lead_in": lead_in}).get(IngestOptions).lead_in == lead_in
 
 
 def test_values_that_contradict_each_other() -> None:
     with pytest.raises(UsageError, match=r"contradict.*100 > 50"):
-        resolve({"min_tokens": 100, "chunk_tokens": 50})
-    assert resolve({"min_tokens": 50, "chunk_tokens": 50, "max_chunk_tokens": 50}).settings.chunk_tokens == 50
+        resolve({"min_chunk_tokens": 100, "chunk_tokens": 50}).get(IngestOptions)
+    lengths = {"min_chunk_tokens": 50, "chunk_tokens": 50, "max_chunk_tokens": 50}
+    assert resolve(lengths).get(IngestOptions).chunk_tokens == 50
 
 
-def test_settings_made_by_hand_are_checked_too() -> None:
-    with pytest.raises(UsageError, match="ratio"):
-        Settings(ratio=2.0)
+def test_older_names_go_on(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text("min_tokens = 9")
+    by_file = resolve(folder=tmp_path)
+    by_variable = resolve(environ={"KVTOOL_MIN_TOKENS": "9"})
+    assert by_file.get(IngestOptions).min_chunk_tokens == by_variable.get(IngestOptions).min_chunk_tokens == 9
 
 
-def test_choose_names_the_place_and_the_nearest() -> None:
-    resolved = resolve({"fusion": "unoin"})
-    with pytest.raises(UsageError, match="--fusion: no such fusion: 'unoin'") as error:
-        resolved.choose("fusion", ("union", "epic"))
-    assert error.value.hint == "did you mean 'union'?"
-    assert resolve({"fusion": "new"}).choose("fusion", ("new",)) == "new"
+def test_durations_and_percentages(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text('ratio = "15%"\nlock_wait = "2m"')
+    got = resolve({"load_timeout": "500ms"}, environ={"KVTOOL_STREAM_MARGIN": "5 %"}, folder=tmp_path)
+    asked = got.get(QueryOptions)
+    assert (asked.ratio, asked.load_timeout, asked.stream_margin) == (0.15, 0.5, 0.05)
+    assert got.get(LockOptions).lock_wait == 120
+
+
+def test_an_instruction_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text('system = "say.txt"')
+    with pytest.raises(UsageError, match="cannot be read"):
+        resolve(folder=tmp_path).get(QueryOptions)
+    (tmp_path / "say.txt").write_text("Answer briefly.\n")
+    assert resolve(folder=tmp_path).get(QueryOptions).system == "Answer briefly."
+
+
+def store_of(resolved: Resolved) -> str:
+    return resolved.get(StoreOptions).store
 
 
 def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,17 +245,17 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
     config = tmp_path / "deep" / "c.toml"
     config.parent.mkdir()
     config.write_text('store = "cache"')
-    assert resolve({"config": config}).settings.store == str(tmp_path / "deep" / "cache")
-    assert resolve({"store": "cache"}).settings.store == "cache"
-    assert resolve({"store": "~/cache"}).settings.store == str(tmp_path / "cache")
-    assert resolve({"store": "s3://bucket/cache"}).settings.store == "s3://bucket/cache"
+    assert store_of(resolve(config=config)) == str(tmp_path / "deep" / "cache")
+    assert store_of(resolve({"store": "cache"})) == "cache"
+    assert store_of(resolve({"store": "~/cache"})) == str(tmp_path / "cache")
+    assert store_of(resolve({"store": "s3://bucket/cache"})) == "s3://bucket/cache"
 
 
 def test_one_variable_moves_all_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places.data_dir() == home / "data"
     assert places.cache_dir() == home / "cache"
     assert places.config_file() == home / "config.toml"
-    assert resolve().settings.store == str(home / "data" / "store")
+    assert resolve().get(StoreOptions).folder == home / "data" / "store"
     monkeypatch.setenv("KVTOOL_CACHE", "/elsewhere")
     assert places.cache_dir() == Path("/elsewhere")
 
@@ -230,49 +266,62 @@ def test_without_a_home_only_the_default_store_is_missed(monkeypatch: pytest.Mon
     monkeypatch.delenv("KVTOOL_HOME")
     for name in ("user_data_path", "user_cache_path", "user_config_path"):
         monkeypatch.setattr(platformdirs, name, lambda *_, **__: Path("~/.local/kvtool"))
-    assert resolve({"store": "here"}).settings.store == "here"
+    assert store_of(resolve({"store": "here"})) == "here"
     with pytest.raises(UsageError, match="no home folder") as error:
-        resolve()
+        resolve().get(StoreOptions).folder  # noqa: B018
     assert "KVTOOL_HOME" in error.value.hint
 
 
-def test_every_key_is_declared_in_full() -> None:
-    for name, key in keys().items():
-        assert key.name == name
-        assert key.env == f"KVTOOL_{name.upper()}"
-        assert key.flag.startswith("--")
-        assert key.help.endswith(".")
-        assert key.accept(key.default, name) == key.default
-        for word in (*key.choices, *key.suggest):
-            assert key.parse(word, name) == word
+EVERY = [option for source in SETTINGS for option in options_of(source).values()]
+
+
+@pytest.mark.parametrize("option", EVERY, ids=lambda option: option.key or option.name)
+def test_every_option_is_declared_in_full(option: Option) -> None:
+    assert option.env == (f"KVTOOL_{option.setting.upper()}" if option.setting else "")
+    assert option.flag.startswith("--") or not option.flag
+    assert option.help.endswith(".")
+    assert option.group or not option.flag
+    assert option.accept(option.default, option.name) == option.default
+    for word in (*option.choices, *option.suggest):
+        assert option.parse(word, option.name) == word
+
+
+def test_rooms_that_share_a_setting_mean_the_same() -> None:
+    for option in EVERY:
+        if option.setting:
+            shared = KNOWN[option.setting]
+            assert (option.kind, option.default, option.help, option.flag) == (
+                *(shared.kind, shared.default, shared.help, shared.flag),
+            )
 
 
 def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
     from kvtool.core.fusion.selectors import SELECTORS
 
     assert tuple(SELECTORS) == MODES
-    assert keys()["fusion"].suggest == (*MODES, AUTO)
-    assert keys()["fusion"].default in SELECTORS
+    assert (*MODES, AUTO) == FUSIONS
+    assert QueryOptions().fusion in SELECTORS
     assert AUTO not in SELECTORS
 
 
 def test_every_variable_that_is_read_anywhere_is_known() -> None:
-    package = Path(settings.__file__).parents[2]
+    package = Path(module.__file__).parents[2]
     read = {
         v
         for file in package.rglob("*.py")
         for v in re.findall(r"\bKVTOOL_[A-Z]+(?:_[A-Z]+)*\b", file.read_text("utf-8"))
     }
-    assert read - {key.env for key in keys().values()} - set(settings.RESERVED_ENV) <= {"KVTOOL_TEST"}
+    assert read - {option.env for option in EVERY} - set(RESERVED_ENV) <= {"KVTOOL_TEST"}
 
 
-def test_flags_are_unique_within_a_command() -> None:
-    for section in settings.sections():
-        flags = [key.flag for key in keys().values() if not key.sections or section in key.sections]
+def test_flags_are_unique_within_a_room() -> None:
+    for source in SETTINGS:
+        flags = [flag for option in options_of(source).values() for flag in (option.flag, *option.synonyms) if flag]
         assert len(flags) == len(set(flags))
 
 
 def test_import_is_light() -> None:
     heavy = {"torch", "typer", "rich", "platformdirs"}
-    code = f"import sys, kvtool.core.options.settings; assert not {heavy} & set(sys.modules)"
+    rooms = ", ".join(source.__module__ for source in SETTINGS)
+    code = f"import sys, {rooms}; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,66 @@
+"""What can be set of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.core.common.places import data_dir
+from kvtool.core.common.urls import is_url
+from kvtool.core.errors import UsageError
+from kvtool.core.options.option import Options, option
+
+STORE = "Store"  # the heading that these options stand under
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions(Options):
+    """Which store."""
+
+    store: str = option(
+        "",
+        "Where the cache lives: a folder or a URL.",
+        group=STORE,
+        metavar="PATH|URL",
+        unit="path",
+        instead="the user's own",
+    )
+
+    @property
+    def place(self) -> str | Path:
+        """The store's folder, the user's own where none is named; or the URL of a shared one."""
+        return self.store if is_url(self.store) else self.folder
+
+    @property
+    def folder(self) -> Path:
+        """The store's folder.
+
+        Raises
+        ------
+        UsageError : a URL, where a command needs the folder itself.
+        """
+        if is_url(self.store):
+            raise UsageError(
+                "this command works on a local store, not on a URL",
+                "`kvtool store pull URL` brings it here, `push` back",
+            )
+        return Path(self.store) if self.store else default_store()
+
+
+def default_store() -> Path:
+    """The store that is used where none is named."""
+    return data_dir() / "store"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockOptions(Options):
+    """How long to wait where another process writes to the store."""
+
+    lock_wait: float = option(
+        10.0, "How long to wait for another kvtool's lock.", group=STORE, unit="duration", lowest=0
+    )
+
+
+def max_size_option(help: str = "Size budget for this command.", instead: str = "the store's own") -> int | None:
+    """The size that a store's folder may have, in bytes: an option of whatever writes to it."""
+    return option(None, help, group=STORE, setting=False, unit="size", lowest=1, instead=instead)

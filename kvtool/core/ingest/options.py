@@ -1,0 +1,130 @@
+"""What can be set of an ingest."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.core.cache.options import LockOptions, max_size_option
+from kvtool.core.codec.levels import LEVELS
+from kvtool.core.corpus.split import METHODS, SplitSettings
+from kvtool.core.errors import UsageError
+from kvtool.core.model.options import ModelOptions, system_option
+from kvtool.core.options.option import option
+from kvtool.core.retrieval.options import embedder_option
+
+FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
+LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
+_LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
+
+
+def is_lead_in_file(value: str) -> bool:
+    """Whether a lead-in is no known name and no `sink:N` with N >= 1: then it names a file."""
+    return value not in LEAD_INS and not re.fullmatch(r"sink:[1-9]\d*", value)
+
+
+def _check_lead_in(value: str) -> str:
+    """A known name, `sink:N` with N >= 1, or something that looks like a file."""
+    if not is_lead_in_file(value):
+        return ""
+    if not value.startswith("sink:") and (set(value) & set("./\\") or os.path.exists(value)):
+        return ""
+    return f"is no lead-in: {_LEAD_INS_SHOWN}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
+    """What to ingest, and how; None means: as the store has it, else the default.
+
+    Attributes
+    ----------
+    log : written by this run, and so not read by it.
+    """
+
+    paths: tuple[Path, ...] = option((), "Files and folders.", flag=None, setting=False)
+    include: tuple[str, ...] = option((), "Take only these files.", group=FILES, setting=False, metavar="GLOB")
+    exclude: tuple[str, ...] = option((), "Leave these files out.", group=FILES, setting=False, metavar="GLOB")
+    sync: bool = option(False, "Forget documents below PATH that are gone.", group=FILES, setting=False)
+    dry_run: bool = option(False, "Say what would be done, and do nothing.", group=FILES, setting=False)
+    continue_on_error: bool = option(
+        True,
+        "After a file that fails: go on (exit code 3), or stop.",
+        group=FILES,
+        flag="--continue-on-error/--fail-fast",
+        setting=False,
+    )
+    log: Path | None = option(
+        None,
+        "Append what happens, one JSON event a line.",
+        group=FILES,
+        setting=False,
+        metavar="FILE.jsonl",
+        unit="path",
+    )
+
+    split: str | None = option(
+        None, "How documents are cut.", group=SPLITTING, choices=METHODS, instead="the store's own, else semantic"
+    )
+    chunk_tokens: int | None = option(
+        None, "Wanted length of a chunk in tokens.", group=SPLITTING, lowest=1, instead="the store's own, else 256"
+    )
+    min_chunk_tokens: int | None = option(
+        None,
+        "Shortest chunk; 0 takes what suits the split.",
+        group=SPLITTING,
+        synonyms=("--min-tokens",),
+        lowest=0,
+        instead="the store's own, else 0",
+    )
+    max_chunk_tokens: int | None = option(
+        None,
+        "Longest chunk.",
+        group=SPLITTING,
+        synonyms=("--max-tokens",),
+        lowest=1,
+        instead="the wanted length",
+    )
+
+    level: str = option(
+        "raw",
+        "Codec level to store at.",
+        group=STORING,
+        setting="ingest_level",
+        choices=LEVELS,
+        metavar="raw|lossless|1..4",
+    )
+    lead_in: str | None = option(
+        None,
+        "What a chunk is prefilled after.",
+        group=STORING,
+        metavar=_LEAD_INS_SHOWN,
+        suggest=LEAD_INS,
+        check=_check_lead_in,
+        instead="the store's own, else warm",
+    )
+    system: str | None = system_option(STORING)
+    embedder: str | None = embedder_option(STORING)
+    max_size: int | None = max_size_option()
+
+    def check(self) -> None:
+        """Refuse lengths of chunks that contradict each other."""
+        longest = self.max_chunk_tokens or self.chunk_tokens
+        lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, longest) if n is not None]
+        if lengths != sorted(lengths):
+            raise UsageError(
+                f"chunk lengths contradict each other: {' > '.join(map(str, lengths))} tokens",
+                "min_chunk_tokens <= chunk_tokens <= max_chunk_tokens",
+            )
+        self.splitting  # noqa: B018 - raises where the shortest is longer than what a chunk is cut to
+
+    @property
+    def splitting(self) -> SplitSettings | None:
+        """How documents are cut, where anything of it was asked for; None: as the store has it."""
+        asked = (self.split, self.chunk_tokens, self.min_chunk_tokens, self.max_chunk_tokens)
+        if all(each is None for each in asked):
+            return None
+        usual = SplitSettings()
+        longest = self.max_chunk_tokens or self.chunk_tokens or usual.max_tokens
+        return SplitSettings(self.split or usual.method, longest, self.min_chunk_tokens or 0)

@@ -1,0 +1,333 @@
+"""One option: declared as a field of a room's options, read back as data, and checked the same way from every side.
+
+A room declares what can be set in a frozen dataclass::
+
+    @dataclass(frozen=True, kw_only=True)
+    class QueryOptions(Options, sections=("query",)):
+        ratio: float = option(0.15, "Share of the cached tokens to recompute.", unit="percentage", lowest=0, highest=1)
+
+The field's name is what Python calls it. Its flag, its variable, its key in a configuration file, its help and its
+check follow from the declaration: `options_of(QueryOptions)` lists them as `Option`s.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from kvtool.core.common.durations import seconds
+from kvtool.core.common.sizes import size_in_bytes
+from kvtool.core.common.urls import scrubbed
+from kvtool.core.errors import UsageError, did_you_mean
+
+ENV_PREFIX = "KVTOOL_"
+T = TypeVar("T")
+Unit = Literal["", "duration", "percentage", "size", "path"]
+
+
+def option(
+    default: T,
+    help: str,
+    *,
+    group: str = "",
+    flag: str | None = "",
+    synonyms: tuple[str, ...] = (),
+    setting: str | bool = True,
+    metavar: str = "",
+    choices: Iterable[str] = (),
+    suggest: Iterable[str] = (),
+    pattern: str = "",
+    check: Callable[[Any], str] | None = None,
+    lowest: float | None = None,
+    highest: float | None = None,
+    unit: Unit = "",
+    read: Callable[[str], Any] | None = None,
+    instead: str = "",
+) -> T:
+    """Declare one option as the default of a dataclass's field.
+
+    Parameters
+    ----------
+    default : its value where nobody gives another.
+    help : one sentence.
+    group : the heading of the command's help that it stands under.
+    flag : empty: made of the name; `--this/--that` names both flags of a yes or no; None: it has none.
+    synonyms : further flags that mean the same and are not shown, such as older names.
+    setting : whether a variable and a configuration file can give it, too; a text names it there.
+    metavar : what stands for its value in the help; empty: made of the type, the unit or the choices.
+    choices, pattern, check, lowest, highest : what a value has to fulfil; `check` returns the complaint, or nothing.
+    suggest : values for completion and for "did you mean".
+    unit : how it may be written besides a plain number: `10m`, `15%`, `20GB`; a path is expanded, and one in a file
+        is relative to that file.
+    read : makes the value of what a flag, a variable or a file says; Python gives the value itself.
+    instead : what the help says of the default.
+    """
+    declared = locals()
+    del declared["default"]
+    return field(default=default, metadata=declared)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What is known of one option, read from the field that declares it; see `option`.
+
+    Parameters
+    ----------
+    name : the field, and what Python calls it.
+    kind : the type of a value, or of each of several.
+    optional : whether None is a value, too.
+    many : whether it holds several values; the flag is repeated then.
+    setting : its key in a configuration file and, in capitals, its variable; empty where it has none.
+    sections : the tables of a configuration file in which it is known by its flag's name, too.
+    """
+
+    name: str
+    kind: type
+    optional: bool
+    many: bool
+    default: Any
+    help: str
+    group: str
+    flag: str
+    synonyms: tuple[str, ...]
+    setting: str
+    sections: tuple[str, ...]
+    metavar: str
+    choices: tuple[str, ...]
+    suggest: tuple[str, ...]
+    pattern: str
+    check: Callable[[Any], str] | None
+    lowest: float | None
+    highest: float | None
+    unit: Unit
+    read: Callable[[str], Any] | None
+    instead: str
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other option of a command: its setting, else its flag."""
+        return self.setting or self.flag
+
+    @property
+    def env(self) -> str:
+        """Its environment variable; empty where it has none."""
+        return ENV_PREFIX + self.setting.upper() if self.setting else ""
+
+    def parse(self, text: Any, where: str) -> Any:
+        """Read the text of a flag or a variable (or the texts of a repeated flag); `where` names it in an error."""
+        if self.many:
+            return tuple(self.parse_one(one, where) for one in ([text] if isinstance(text, str) else text))
+        return self.parse_one(text, where)
+
+    def parse_one(self, text: str, where: str) -> Any:
+        """Read one text. Raises UsageError."""
+        if self.kind in (str, Path) or self.unit:
+            return self._accept_one(text, where)
+        try:
+            value = _boolean(text) if self.kind is bool else self.kind(text.strip())
+        except ValueError:
+            raise self._wrong(where, text, f"is not {self._what}") from None
+        return self._accept_one(value, where)
+
+    def accept(self, value: Any, where: str) -> Any:
+        """Check a value that has a type already, and return it in the option's own. Raises UsageError."""
+        if value is None and self.optional:
+            return None
+        if not self.many:
+            return self._accept_one(value, where)
+        if isinstance(value, str | Path):
+            return (self._accept_one(value, where),)
+        if not isinstance(value, Iterable):
+            raise self._wrong(where, value, "is no list")
+        return tuple(self._accept_one(one, where) for one in value)
+
+    def _accept_one(self, value: Any, where: str) -> Any:
+        value = self._typed(value, where)
+        complaint = self._text_complaint(str(value)) if self.kind in (str, Path) else self._range_complaint(value)
+        if complaint:
+            raise self._wrong(where, value, complaint)
+        return value
+
+    def _typed(self, value: Any, where: str) -> Any:
+        if isinstance(value, str) and self.unit in _READ_UNIT:
+            with suppress(ValueError, UsageError):
+                value = _READ_UNIT[self.unit](value)
+        if type(value) is self.kind or (self.kind is Path and isinstance(value, Path)):
+            return value
+        if self.kind is float and type(value) is int:
+            return float(value)
+        if self.kind is Path and isinstance(value, str):
+            return Path(value)
+        if self.kind is str and (isinstance(value, Path) or (type(value) is int and self.choices)):
+            return str(value)
+        raise self._wrong(where, value, f"is not {self._what}")
+
+    def _range_complaint(self, value: float) -> str:
+        if not math.isfinite(value):
+            return "is not a finite number"
+        low, high = self.lowest, self.highest
+        if low is not None and high is not None and not low <= value <= high:
+            return f"is not between {low} and {high}"
+        return f"is less than {low}" if low is not None and value < low else ""
+
+    def _text_complaint(self, value: str) -> str:
+        if "\0" in value:
+            return "holds a NUL character"
+        if self.choices and value not in self.choices:
+            return "is none of " + ", ".join(self.choices)
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            return f"does not fit {self.metavar}"
+        return self.check(value) if self.check else ""
+
+    @property
+    def _what(self) -> str:
+        return _UNIT_NAMES.get(self.unit) or _KIND_NAMES[self.kind]
+
+    def _wrong(self, where: str, value: Any, complaint: str) -> UsageError:
+        shown = scrubbed(repr(value) if isinstance(value, str) else str(value))
+        guess = did_you_mean(value, self.choices or self.suggest) if isinstance(value, str) else ""
+        default = f"; default {self.default}" if self.default not in (None, "", ()) else ""
+        return UsageError(f"{where}: {shown} {complaint}", guess or f"{self.help.rstrip('.')}{default}")
+
+
+def _percentage(text: str) -> float:
+    number = text.strip()
+    return float(number[:-1]) / 100 if number.endswith("%") else float(number)
+
+
+_READ_UNIT: Mapping[str, Callable[[str], Any]] = {
+    "duration": seconds,
+    "percentage": _percentage,
+    "size": size_in_bytes,
+}
+_UNIT_NAMES = {
+    "duration": "a length of time, such as 30d, 12h or 10m",
+    "percentage": "a number or a percentage, such as 0.15 or 15%",
+    "size": "a size, such as 500MB or 20GB",
+}
+_UNIT_METAVARS = {"duration": "SECONDS|10m", "percentage": "0.15|15%", "size": "20GB", "path": "PATH"}
+_KIND_NAMES: Mapping[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+}
+_METAVARS: Mapping[type, str] = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "", Path: "PATH"}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _boolean(text: str) -> bool:
+    try:
+        return _BOOLEANS[text.strip().lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
+# ---- a room's options ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of a room's options: a frozen dataclass whose values are checked whoever makes it.
+
+    Raises
+    ------
+    UsageError : a value is of the wrong type or out of range, or two contradict each other.
+    """
+
+    sections: ClassVar[tuple[str, ...]] = ()  # the tables of a configuration file that its settings may stand in
+
+    def __init_subclass__(cls, sections: tuple[str, ...] = ()) -> None:
+        super().__init_subclass__()
+        cls.sections = sections
+
+    def __post_init__(self) -> None:
+        for name, known in options_of(type(self)).items():
+            given = getattr(self, name)
+            if (value := known.accept(given, name)) is not given:
+                object.__setattr__(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse values that contradict each other; a room with such rules overrides it."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """These options with the values of a call in Python.
+
+        Raises
+        ------
+        UsageError : a name is none of them, or a value is wrong.
+        """
+        known = options_of(cls)
+        for name in values:
+            if name not in known:
+                raise UsageError(f"unknown option {name!r}", did_you_mean(name, known) or f"known: {', '.join(known)}")
+        return cls(**values)
+
+    @classmethod
+    def some(cls, *names: str) -> Part:
+        """Some of them, for a command that does not take them all."""
+        return Part(cls, names)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some options of a class."""
+
+    source: type[Options]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.names) - set(options_of(self.source)):
+            raise ValueError(f"no options of {self.source.__name__}: {sorted(unknown)}")
+
+
+def options_of(source: type[Options]) -> Mapping[str, Option]:
+    """The options of a class by name: first its own in the order of declaration, then those that it shares."""
+    if source not in _READ:
+        _READ[source] = _read_options(source)
+    return _READ[source]
+
+
+_READ: dict[type[Options], Mapping[str, Option]] = {}
+
+
+def _read_options(source: type[Options]) -> Mapping[str, Option]:
+    hints = get_type_hints(source)
+    owners = {name: each for each in reversed(source.__mro__) for name in vars(each).get("__annotations__", ())}
+    declared = [each for each in fields(source) if "help" in each.metadata]
+    declared.sort(key=lambda each: owners[each.name] is not source)
+    return MappingProxyType({each.name: _read_option(each, hints[each.name], owners[each.name]) for each in declared})
+
+
+def _read_option(declared: Field[Any], hint: Any, owner: type[Options]) -> Option:
+    union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kind = next(each for each in union if each is not NoneType)
+    many = get_origin(kind) is tuple
+    kind = get_args(kind)[0] if many else kind
+    assert declared.default is not MISSING
+    known = dict(declared.metadata)
+    known["choices"], known["suggest"] = tuple(known["choices"]), tuple(known["suggest"])
+    known["setting"] = {True: declared.name, False: ""}.get(known["setting"], known["setting"])
+    dashed = "--" + declared.name.replace("_", "-")
+    both = f"{dashed}/--no-{dashed[2:]}" if kind is bool and known["setting"] else dashed
+    known["flag"] = both if known["flag"] == "" else known["flag"] or ""
+    metavar = "|".join(known["choices"]) or _UNIT_METAVARS.get(known["unit"], "") or _METAVARS[kind]
+    known["metavar"] = known["metavar"] or metavar
+    return Option(
+        name=declared.name,
+        kind=kind,
+        optional=NoneType in union,
+        many=many,
+        default=declared.default,
+        sections=owner.sections,
+        **known,
+    )

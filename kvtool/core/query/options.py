@@ -1,0 +1,121 @@
+"""What can be set of a question's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtool.core.codec.levels import LEVELS, MAX_LOSS
+from kvtool.core.fusion.names import FUSIONS
+from kvtool.core.model.options import NetworkOptions, system_option
+from kvtool.core.options.option import option
+from kvtool.core.retrieval.options import embedder_option
+from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
+
+ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
+DEFER, LINK = "Deferred loading", "Shared store and time limits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryOptions(NetworkOptions, sections=("query",)):
+    """How to answer.
+
+    Attributes
+    ----------
+    system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
+    defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
+        sure than `defer_threshold` (None: as calibrated, else the default); core/query/defer.py.
+    check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
+        the mode's own.
+    """
+
+    max_tokens: int = option(256, "Longest answer in tokens.", group=ANSWER, lowest=1)
+    temperature: float = option(0.0, "Sampling temperature; 0 is greedy.", group=ANSWER, lowest=0)
+    seed: int = option(0, "Seed of the sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
+    system: str | None = system_option(ANSWER)
+    explain: bool = option(False, "Show which tokens were recomputed, and why.", group=ANSWER, setting=False)
+    token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=ANSWER, setting=False)
+    force: bool = option(False, "Answer although the gate refuses.", group=ANSWER, setting=False)
+
+    top_k: int = option(5, "How many chunks to find.", group=CHUNKS, lowest=1)
+    only: tuple[str, ...] = option(
+        (), "Search only documents whose path matches.", group=CHUNKS, setting=False, metavar="GLOB"
+    )
+    retriever: str = option(
+        "auto",
+        "How chunks are found; auto: by words and, where there are vectors, by meaning.",
+        group=CHUNKS,
+        choices=("auto", "bm25", "dense", "hybrid"),
+    )
+    embedder: str | None = embedder_option(CHUNKS)
+    order: str = option(
+        "best-last",
+        "How found chunks stand in the prompt; with --defer, in each round.",
+        group=CHUNKS,
+        choices=("relevance", "best-last", "document"),
+    )
+
+    fusion: str = option("union", "How cached chunks become one prompt.", group=FUSION, choices=FUSIONS)
+    ratio: float = option(
+        0.15, "Share of the cached tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
+    )
+    link_tokens: int = option(16, "Tokens of every chunk that `epic` recomputes.", group=FUSION, lowest=0)
+    link: str = option(
+        "initial", "Where in a chunk they stand.", group=FUSION, choices=("initial", "final", "boundary")
+    )
+    level: str = option(
+        "auto", "Codec level to read.", group=FUSION, choices=("auto", *LEVELS), metavar="raw|lossless|1..4|auto"
+    )
+    max_loss: float = option(
+        MAX_LOSS,
+        "What the level `auto` may lose, in nats a token of the answer.",
+        group=FUSION,
+        metavar="X",
+        lowest=0,
+    )
+
+    defer: bool = option(False, "Load more chunks only when the answer is unsure.", group=DEFER)
+    defer_first: int = option(2, "How many chunks --defer loads first.", group=DEFER, metavar="N", lowest=1)
+    defer_threshold: float | None = option(
+        None,
+        "How sure --defer has to be.",
+        group=DEFER,
+        metavar="X",
+        lowest=0,
+        instead="as `inspect quality --defer` has calibrated",
+    )
+
+    slo_ms: float | None = option(
+        None,
+        "The time to the first token that is aimed at: what comes from a shared store, and how fine, follows from it.",
+        group=LINK,
+        metavar="MS",
+        lowest=1,
+    )
+    load_timeout: float = option(  # seconds: what no disk takes for a megabyte unless something is wrong with it
+        10.0,
+        "How long reading one record may take; its chunk is computed instead.",
+        group=LINK,
+        metavar="SECONDS",
+        unit="duration",
+        lowest=0.001,
+    )
+    stream_predictor: str = option(
+        DEFAULT_PREDICTOR, "How the link to a shared store is predicted.", group=LINK, choices=PREDICTORS
+    )
+    stream_margin: float = option(
+        DEFAULT_MARGIN,
+        "Share of the predicted bandwidth that is not counted on.",
+        group=LINK,
+        unit="percentage",
+        lowest=0,
+        highest=0.99,
+    )
+
+    check_layer: int = option(1, "The layer by whose deviation `blend` ranks.", flag=None, setting=False, lowest=0)
+    metric: str = option("v_sse", "How `blend` measures deviation.", flag=None, setting=False)
+    from_depth: float = option(
+        0.5, "Share of the depth from which attention counts.", flag=None, setting=False, lowest=0, highest=1
+    )
+    pooling: str | None = option(None, "How a question's rows become one.", flag=None, setting=False)
+    weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
+    union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)

@@ -1,0 +1,16 @@
+"""What can be set of the vectors by which chunks are found."""
+
+from __future__ import annotations
+
+from kvtool.core.options.option import option
+
+
+def embedder_option(group: str) -> str | None:
+    """The embedding model: an option of an ingest, which computes vectors, and of a query, which looks among them."""
+    return option(
+        None,
+        "The embedding model of the chunks' vectors.",
+        group=group,
+        metavar="NAME|FOLDER",
+        instead="the store's own",
+    )
