@@ -98,7 +98,7 @@ def copies_of(store: Path, folder: Path) -> Iterator[None]:
     Environment.write = written  # type: ignore[method-assign]
     try:
         with Store.open(store) as opened:
-            keep_copy(store, opened._current(), folder)
+            keep_copy(store, opened.environment, folder)
         yield
     finally:
         Environment.write = write  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import environment, store
+from kvtool.core.cache import environment, facts, opened, snapshot
 from kvtool.core.cache.gate import Gate, Visit
 from kvtool.core.cache.store import Store
 from tests.cache.making import check_file, make_store
@@ -72,7 +72,7 @@ def test_the_map_changes_under_readers_in_a_loop(tmp_path: Path) -> None:
                 check_file(opened, "f0")
 
         readers = [in_thread(read) for _ in range(6)]
-        changing = in_thread(lambda: [opened._current()._resize(0) for _ in range(5)])
+        changing = in_thread(lambda: [opened.environment._resize(0) for _ in range(5)])
         try:
             soon(changing)
         finally:
@@ -85,7 +85,7 @@ def interrupt_at(number: int, work: Callable[[], object]) -> bool:
     """Run `work` with Ctrl-C at the number-th place of the store's reading code where Python looks at signals: after a
     call, at the start of a function, at the end of a loop's body. False: there are fewer."""
     count = itertools.count()
-    ours = {environment.__file__, store.__file__, sys.modules[Gate.__module__].__file__}
+    ours = {one.__file__ for one in (environment, facts, opened, snapshot, sys.modules[Gate.__module__])}
     before: dict[FrameType, str] = {}
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -117,8 +117,8 @@ def test_ctrl_c_anywhere_in_reading(tmp_path: Path, use: str) -> None:
         for number in itertools.count():
             opened = Store.open(path)
             cut = interrupt_at(number, getattr(opened, use))
-            opened._current()._resize(0)  # this thread goes on, ...
-            other = in_thread(lambda opened=opened: opened._current()._resize(0))  # type: ignore[misc]
+            opened.environment._resize(0)  # this thread goes on, ...
+            other = in_thread(lambda opened=opened: opened.environment._resize(0))  # type: ignore[misc]
             soon(other)  # ... another one too, ...
             soon(in_thread(opened.close))  # ... and closing ends
             if not cut:
@@ -132,7 +132,7 @@ def test_ctrl_c_anywhere_in_reading(tmp_path: Path, use: str) -> None:
 
 def test_ctrl_c_while_lmdb_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.open(make_store(tmp_path / "store")) as opened:
-        inner = opened._current()._env
+        inner = opened.environment._env
 
         class Cut:
             def begin(self, **options: object) -> None:
@@ -141,9 +141,9 @@ def test_ctrl_c_while_lmdb_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             def __getattr__(self, name: str) -> Any:
                 return getattr(inner, name)
 
-        monkeypatch.setattr(opened._current(), "_env", Cut())
-        for work in (opened.revision, lambda: opened._current().write(lambda transaction: None, 0)):
+        monkeypatch.setattr(opened.environment, "_env", Cut())
+        for work in (opened.revision, lambda: opened.environment.write(lambda transaction: None, 0)):
             with pytest.raises(KeyboardInterrupt):
                 work()
         monkeypatch.undo()
-        soon(in_thread(lambda: opened._current()._resize(0)))
+        soon(in_thread(lambda: opened.environment._resize(0)))

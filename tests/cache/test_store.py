@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import access, environment, keys, layout, writer
+from kvtool.core.cache import environment, keys, layout, notes, tables, writer
 from kvtool.core.cache import store as module
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.record import Kind, encode_record, unseal
@@ -198,13 +198,13 @@ def test_a_change_by_an_older_kvtool_counts_as_one_of_documents(tmp_path: Path) 
         before, revision = store.documents_revision(), store.revision()
         assert before < revision
         older = keys.seal_number(keys.REVISION_KEY, revision + 1)
-        store._current().write(lambda one: one.put(environment.META + keys.REVISION_KEY, older), 0)
+        store.environment.write(lambda one: one.put(tables.META + keys.REVISION_KEY, older), 0)
         assert store.documents_revision() == store.revision() == revision + 1
         with store.writer() as writer:
             writer.drop_level([id_of("f1.1")], "raw")
         assert (store.documents_revision(), store.revision()) == (revision + 1, revision + 2)
-        with store._read() as snapshot:  # its verify takes all but the first for JSON, and would drop what is none
-            rows = dict(snapshot.items(environment.META))
+        with store.snapshot() as snapshot:  # its verify takes all but the first for JSON, and would drop what is none
+            rows = dict(snapshot.items(tables.META))
         for key in rows.keys() - {keys.REVISION_KEY, keys.STORE_KEY}:
             assert isinstance(json.loads(bytes(unseal(key, Kind.MANIFEST, rows[key]))), dict)
 
@@ -320,7 +320,7 @@ def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkey
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
         (path / "access.log").rename(path / "access.log.folding")
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
-        monkeypatch.setattr(access, "_LONG_LOG_BYTES", 10)
+        monkeypatch.setattr(notes, "_LONG_LOG_BYTES", 10)
         with store.writer() as pen:
             pen.fold_access()
             store.note_access([id_of("f0.1")])
@@ -465,7 +465,7 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
             done.set()
             thread.join()
         assert failures == []
-        assert store._current()._env.info()["map_size"] > 2**20
+        assert store.environment._env.info()["map_size"] > 2**20
         check_file(store, "f29", dim=256)
 
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from kvtool.cli.app import main
+from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.upkeep import find_damage
 from tests.families import save_tiny
 
 LAYERS = 4  # of the tiny model

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys
+from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
@@ -58,7 +57,7 @@ def levels_in(path: Path) -> dict[str, list[str]]:
 def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
     """Every record of a level as it stands in the store, envelope included."""
     found = {}
-    with Store.open(path) as store, store._read() as snapshot:
+    with Store.open(path) as store, store.snapshot() as snapshot:
         for key, data in snapshot.items(tables.RECORDS):
             chunk, own, layer = keys.split_record_key(key)
             if own == level:
@@ -119,7 +118,7 @@ def replace_record(path: Path, chunk: str, level: str, layer: int, change: Calla
     data = bytearray(rows(path, level)[chunk, layer])
     change(data)
     with Store.open(path) as store:
-        store._current().write(lambda transaction: transaction.put(tables.RECORDS + key, bytes(data)), 0)
+        store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, bytes(data)), 0)
 
 
 def flip(data: bytearray) -> None:
@@ -130,17 +129,17 @@ def drop_profile(path: Path) -> None:
     """Take away the profile that the store's records name."""
     digest = bytes.fromhex(state_of(path)["profile"])
     with Store.open(path) as store:
-        store._current().write(lambda transaction: transaction.delete(tables.PROFILES + digest), 0)
+        store.environment.write(lambda transaction: transaction.delete(tables.PROFILES + digest), 0)
 
 
 def damage_profile(path: Path) -> None:
     """Flip a bit of it."""
     digest = bytes.fromhex(state_of(path)["profile"])
     with Store.open(path) as store:
-        with store._read() as snapshot:
+        with store.snapshot() as snapshot:
             data = bytearray(snapshot.get(tables.PROFILES, digest) or b"")
         flip(data)
-        store._current().write(lambda transaction: transaction.put(tables.PROFILES + digest, bytes(data)), 0)
+        store.environment.write(lambda transaction: transaction.put(tables.PROFILES + digest, bytes(data)), 0)
 
 
 def drop(path: Path, level: str, *chunks: str) -> None:
@@ -157,7 +156,7 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
     key = keys.record_key(bytes.fromhex(chunk), level, layer)
     data = encode_record(bytes.fromhex(chunk), header, [changed])
     with Store.open(path) as store:
-        store._current().write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
+        store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
 
 
 # ---- stores ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvtool.core.cache import writer as writers
-from kvtool.core.cache.store import REPAIR, Store
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless

@@ -10,8 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys
+from kvtool.core.cache import keys, tables
 from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreFormatError
@@ -35,11 +34,11 @@ def overwrite(path: Path, table: bytes, key: bytes, value: bytes | None) -> None
             transaction.put(table + key, value)  # type: ignore[attr-defined]
 
     with Store.open(path) as store:
-        store._current().write(apply, 0)
+        store.environment.write(apply, 0)
 
 
 def stored(path: Path, table: bytes, key: bytes) -> bytes:
-    with Store.open(path) as store, store._read() as snapshot:
+    with Store.open(path) as store, store.snapshot() as snapshot:
         value = snapshot.get(table, key)
         assert value is not None
         return bytes(value)
@@ -102,7 +101,7 @@ def test_a_damaged_record_is_replaced_by_putting_it_again(path: Path) -> None:
 
 
 def _rows(path: Path) -> list[tuple[bytes, bytes]]:
-    with Store.open(path) as store, store._read() as snapshot:
+    with Store.open(path) as store, store.snapshot() as snapshot:
         return [(table, key) for table in tables.TABLES for key in snapshot.keys(table)]
 
 
@@ -121,7 +120,7 @@ def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
 
 
 def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
-    from kvtool.core.cache.upkeep import find_damage
+    from kvtool.core.cache.damage import find_damage
 
     with Store.open(path) as store:
         damages = list(find_damage(store, 1))  # type: ignore[arg-type]
@@ -212,7 +211,7 @@ def _shorter(folder: Path, dice: random.Random) -> int:
 
 
 def test_verify_survives_what_kills_its_child(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.cache.upkeep._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
+    monkeypatch.setattr("kvtool.core.cache.damage._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     with Store.open(path) as store:
         (found,) = store.verify()
     assert "SIGBUS" in found.reason

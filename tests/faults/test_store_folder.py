@@ -13,9 +13,9 @@ import pytest
 
 from kvtool.core.cache import keys
 from kvtool.core.cache import store as store_module
-from kvtool.core.cache.environment import META
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.tables import META
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
 from tests.cache.making import check_file, id_of, make_store
 from tests.faults.running import command
@@ -96,7 +96,7 @@ def test_newer_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path / "store.json").write_text(json.dumps(text))
     with Store.open(path) as store:
         inside = seal(keys.STORE_KEY, Kind.STORE, json.dumps({**text, "format": 98}).encode())
-        store._current().write(lambda txn: txn.put(META + keys.STORE_KEY, inside), 0)
+        store.environment.write(lambda txn: txn.put(META + keys.STORE_KEY, inside), 0)
     with pytest.raises(StoreFormatError, match="format 98"):
         Store.open(path)
 

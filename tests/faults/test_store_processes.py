@@ -42,7 +42,7 @@ def test_a_reader_survives_growth_by_another_process(tmp_path: Path) -> None:
 def test_reading_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store")
     with Store.open(path) as store, store.writer() as pen:
-        environment = store._current()
+        environment = store.environment
 
         def inside(transaction: object) -> None:
             found = run(path, "read")  # a whole other process, opening included, inside our write transaction

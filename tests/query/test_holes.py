@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache import store as store_module
-from kvtool.core.cache.environment import Snapshot
 from kvtool.core.cache.keys import record_key
+from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from tests.cli.working import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys
+from kvtool.core.cache import keys, tables
 from kvtool.core.cache.store import Store
 from tests.cli.working import (
     CHUNKS,
@@ -113,12 +112,12 @@ def test_a_bit_nobody_reads_is_found_by_verify(store: Path, corpus: Path) -> Non
 def overwrite(path: Path, table: bytes, key: bytes) -> None:
     """Flip a bit in the middle of a small row."""
     with Store.open(path) as store:
-        with store._read() as snapshot:
+        with store.snapshot() as snapshot:
             found = snapshot.get(table, key)
             assert found is not None
             data = bytearray(found)
         data[len(data) // 2] ^= 1
-        store._current().write(lambda transaction: transaction.put(table + key, bytes(data)), 0)
+        store.environment.write(lambda transaction: transaction.put(table + key, bytes(data)), 0)
 
 
 @pytest.mark.parametrize("table", ["chunks", "levels"])
@@ -179,12 +178,12 @@ def test_no_chunk_is_answered_with_the_wrong_ids(store: Path) -> None:
     """Records of another chunk under this one's key: the digest knows."""
     one, two = (bytes.fromhex(chunk) for chunk in chunks_of(store, "mill2.md")[1:3])
     with Store.open(store) as opened:
-        with opened._read() as snapshot:
+        with opened.snapshot() as snapshot:
             other = snapshot.get(tables.RECORDS, keys.record_key(two, "raw", 1))
             assert other is not None
             data = bytes(other)
         key = tables.RECORDS + keys.record_key(one, "raw", 1)
-        opened._current().write(lambda transaction: transaction.put(key, data), 0)
+        opened.environment.write(lambda transaction: transaction.put(key, data), 0)
     args = ("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT, "--json")
     row = kvtool(*args).fine().json
     assert [chunk["status"] for chunk in row["chunks"]][:3] == ["hit", "miss", "hit"]

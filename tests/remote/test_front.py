@@ -73,7 +73,7 @@ def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_was_not_asked_for_longest_gives_way(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(1_700_000_000)
-    monkeypatch.setattr("kvtool.core.cache.access.time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr("kvtool.core.cache.notes.time", SimpleNamespace(time=lambda: next(clock)))
     told: list[str] = []
     open_shared(url).close()
     budget = space.folder_bytes(local_place(url)) + 6 * 10**6

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys
+from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
@@ -441,7 +440,7 @@ def test_what_is_damaged_or_lost_here_is_not_deleted_there(
     push(store, blobs)
     before = set(blobs.names())
     row = (table, keys.name_key("f1") if table == tables.DOCUMENTS else id_of("f1.0"))
-    with store._read() as snapshot:
+    with store.snapshot() as snapshot:
         value = snapshot.get(*row)
     assert value is not None
     with store.writer() as writer:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.upkeep import find_damage
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.upkeep import find_damage
 from kvtool.core.retrieval.finder import Finder, How
 from kvtool.core.retrieval.tables import open_tables, write_tables
 from kvtool.core.retrieval.vectors import remember, remembered

@@ -89,14 +89,14 @@ def test_free_pages_are_named_where_they_are_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
-    from kvtool.core.cache import environment as tables
+    from kvtool.core.cache import tables
     from kvtool.core.errors import DamagedError
 
     path = make_store(tmp_path / "store", files=1)
     with Store.open(path) as store:
         with store.writer() as pen:
             pen.set_budget(10**6)
-        store._current().write(lambda write: write.put(tables.META + keys.BUDGET_KEY, b"no budget"), 0)
+        store.environment.write(lambda write: write.put(tables.META + keys.BUDGET_KEY, b"no budget"), 0)
         with store.writer() as pen, pytest.raises(DamagedError, match="size budget"):
             add_file(pen, "f1", ["f1.0"])
         with store.writer() as pen:

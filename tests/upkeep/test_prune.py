@@ -36,9 +36,9 @@ def measured(path: Path) -> Path:
 
 def noted(path: Path, *labels: str, when: int) -> None:
     """Uses of chunks as questions note them."""
-    from kvtool.core.cache.access import _line, append
+    from kvtool.core.cache.notes import append
 
-    append(path / "access.log", b"".join(_line(id_of(label), when) for label in labels))
+    append(path / "access.log", (f"{id_of(label).hex()} {when}" for label in labels))
 
 
 def pruned(path: Path, max_size: int | None = None, **options: Any) -> PruneReport:
@@ -219,7 +219,7 @@ def test_a_reader_goes_on_while_the_store_is_compacted(tmp_path: Path) -> None:
         "    while time.monotonic() < end:\n"
         "        for name in ('f4', 'f5'): check_file(store, name, dim=256)\n"
         "        store.revision(); rounds += 1\n"
-        "    print(store._current().generation.name, rounds > 3)\n"
+        "    print(store.environment.generation.name, rounds > 3)\n"
     )
     root = Path(__file__).parents[2]
     reader = subprocess.Popen(
@@ -270,17 +270,17 @@ def test_the_same_from_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [("verify", "--repair"), ("repair",)])
 def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[str, ...]) -> None:
     """Through the command: 13 as long as damage is left, 0 once it is gone."""
-    from kvtool.core.cache import environment as tables
+    from kvtool.core.cache import tables
 
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
         pen.fold_access()
-        with store._read() as snapshot:
+        with store.snapshot() as snapshot:
             rows = [(table, next(iter(snapshot.keys(table)))) for table in tables.TABLES if table != tables.META]
             values = [bytearray(snapshot.get(table, key) or b"") for table, key in rows]
         for (table, key), value in zip(rows, values, strict=True):
             value[-1] ^= 1
-            store._current().write(lambda write, at=table + key, new=bytes(value): write.put(at, new), 0)
+            store.environment.write(lambda write, at=table + key, new=bytes(value): write.put(at, new), 0)
     assert kvtool("store", "verify", "--store", fitted, "--json").fine(13).json["repaired"] == 0
     done = kvtool("store", *words, "--store", fitted, "--json").fine().json
     assert done["repaired"] >= len(rows)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import lmdb
 
-from kvtool.core.cache import keys, layout
+from kvtool.core.cache import keys, layout, tables
 from kvtool.core.cache.entries import dump_json
-from kvtool.core.cache.environment import LOCK_FILE_BYTES, META, open_lmdb
+from kvtool.core.cache.environment import LOCK_FILE_BYTES, open_lmdb
 from kvtool.core.cache.lock import writer_lock
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError
@@ -72,7 +72,7 @@ def _fill(generation: Path, found: layout.StoreFile) -> None:
     try:
         with environment.begin(write=True) as transaction:
             data = dump_json({"uuid": found.uuid, "format": found.format})
-            transaction.put(META + keys.STORE_KEY, seal(keys.STORE_KEY, Kind.STORE, data))
+            transaction.put(tables.META + keys.STORE_KEY, seal(keys.STORE_KEY, Kind.STORE, data))
     except lmdb.Error as error:
         raise NoSpaceError(f"cannot make a store at {generation}: {error}", "is the disk full?") from error
     finally:

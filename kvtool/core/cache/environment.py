@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,18 +18,12 @@ import lmdb
 from kvtool.core.cache import layout, space
 from kvtool.core.cache.gate import Gate, Transaction, Visit
 from kvtool.core.cache.pages import check_data_file
-from kvtool.core.cache.tree import DataFile, Tree
-from kvtool.core.cache.tree_check import damaged_pages
+from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.tree import DataFile
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
 
-# One byte before every key. Named databases would need a write transaction, and its wait, just to be opened.
-META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED = TABLES = tuple(
-    bytes([letter]) for letter in b"mfdclrupa"
-)
-_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added")
-TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
 PAGE_BYTES = 4096
 _PAD_SECONDS = 0.02
 _MAX_READERS = 1024  # killed readers keep their slots until the next reader_check
@@ -48,67 +42,6 @@ class Closed(KvtoolError):
 
 class FileFullError(Exception):
     """A commit would make the data file longer than it may be; the store is as it was before."""
-
-
-class Snapshot:
-    """A read transaction: one consistent state of the store, which threads may share. Values are private copies."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-
-    def get(self, table: bytes, key: bytes) -> memoryview | None:
-        """A copy of a value, or None."""
-        return self._tree.get(table + key)
-
-    def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
-        """A copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
-        return self._tree.get(table + key, size)
-
-    def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
-        """The last bytes of a value, or None; reads no others."""
-        return self._tree.last(table + key, size)
-
-    def will_need(self, table: bytes, keys: list[bytes]) -> None:
-        """Let the kernel read these values while we copy others."""
-        for key in keys:
-            with contextlib.suppress(DamagedError):
-                self._tree.will_need(table + key)
-
-    def has(self, table: bytes, key: bytes) -> bool:
-        """Whether there is a value; reads none of it."""
-        return self._tree.has(table + key)
-
-    def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
-        """Keys in order. Use them up before the snapshot ends."""
-        for key, _ in self._tree.items(table + prefix):
-            yield key[len(table) :]
-
-    def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """Keys and copied values in order."""
-        for key in self.keys(table, prefix):
-            value = self.get(table, key)
-            if value is not None:
-                yield key, value
-
-    def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
-        """Keys and lengths of values, in order; reads no value."""
-        for key, size in self._tree.items(table):
-            yield key[len(table) :], size
-
-    def touch(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
-        """Look at what LMDB will meet when these (table, key) are put or deleted; raises DamagedError."""
-        self._tree.check_free_list()
-        for table, key in rows:
-            self._tree.touch(table + key)
-
-    def damaged_pages(self) -> Iterator[str]:
-        """What is wrong with the pages that hold the keys, and with the list of free ones."""
-        return damaged_pages(self._tree)
-
-    def live_bytes(self) -> int:
-        """Bytes of pages in use, free pages inside the file not counted."""
-        count = self._tree.meta.counts[1]
-        return (count.branches + count.leaves + count.beside) * self._tree.meta.page_size
 
 
 class Environment:
@@ -347,6 +280,11 @@ class Environment:
     def allocated_bytes(self) -> int:
         """Bytes of pages that were ever in use."""
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+
+    def free_bytes(self) -> int:
+        """Bytes of pages inside the data file that nothing uses."""
+        with self.read() as snapshot:
+            return max(0, self.allocated_bytes() - snapshot.live_bytes())
 
     def copy_to(self, folder: Path) -> None:
         """A compact copy of a consistent state, into an existing empty folder."""

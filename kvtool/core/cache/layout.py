@@ -36,6 +36,7 @@ TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 _SMALL_FILE = 64 * 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REPAIR = "run `kvtool store verify --repair`, then ingest again"
 REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 

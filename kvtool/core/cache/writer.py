@@ -1,43 +1,43 @@
-"""The writing side of the store. Only :meth:`Store.writer` makes one, inside the writer lock.
-
-Nothing is computed inside a write transaction: rows are encoded, compared with what is stored and weighed against
-disk and budget before it starts.
-"""
+"""The writing side of the store. Only :meth:`Store.writer` makes one, inside the writer lock."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys
-from kvtool.core.cache.access import take_log
-from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
-from kvtool.core.cache.environment import PAGE_BYTES, Environment, Snapshot
-from kvtool.core.cache.gate import Transaction
+from kvtool.core.cache import keys, tables
+from kvtool.core.cache.commit import Commits
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.record import Kind, decode_record, seal, unseal
-from kvtool.core.cache.room import Room
+from kvtool.core.cache.notes import take_log
+from kvtool.core.cache.rows import (
+    BY_CHUNK,
+    Doomed,
+    Row,
+    check_layers,
+    chunk_keys,
+    document_row,
+    file_row,
+    info_rows,
+    level_keys,
+    level_rows,
+    meta_row,
+    profile_row,
+)
+from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.damage import Damage
     from kvtool.core.cache.store import Store
-    from kvtool.core.cache.upkeep import Damage
 
 BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
 BATCH_SECONDS = 5.0
 _CHUNKS_AT_ONCE = 2000  # deleted in one transaction
-_ROW_SLACK = 256  # key, node and its share of the tree
-_BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.ADDED)
-
-_UNSEEN_TABLES = (tables.USED, tables.ADDED)  # which no answer hangs on
-_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY)
-
-Row = tuple[bytes, bytes, bytes]  # table, key, value
-Doomed = tuple[bytes, bytes]  # table, key
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Writer:
 
     def __init__(self, store: Store, max_size: int | None = None) -> None:
         self._store = store
-        self._room = Room(store, max_size)
+        self._commits = Commits(store, max_size)
         self._pending: dict[tuple[bytes, str], _Pending] = {}
         self._pending_bytes = 0
         self._flushed_at = time.monotonic()
@@ -66,38 +66,37 @@ class Writer:
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the store's manifest, in one transaction."""
-        data = seal(keys.MANIFEST_KEY, Kind.MANIFEST, dump_json(manifest))
-        self._commit([(tables.META, keys.MANIFEST_KEY, data)])
+        self._commit([meta_row(keys.MANIFEST_KEY, manifest)])
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
         """Keep a codec profile and what is known of the codec levels, in one transaction."""
-        self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _codec_row(state)])
+        self._commit([profile_row(digest, data), meta_row(keys.CODEC_KEY, state)])
 
     def add_profile(self, digest: bytes, data: bytes) -> None:
         """Keep a codec profile or a learned lead-in that records may name, without making it the current one."""
-        self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data))])
+        self._commit([profile_row(digest, data)])
 
     def put_learned(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
         """Keep a learned lead-in as the one that the next ingest may use, in one transaction. Older ones stay: chunks
         may stand behind them."""
-        self._commit([(tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)), _lead_in_row(state)])
+        self._commit([profile_row(digest, data), meta_row(keys.LEAD_IN_KEY, state)])
 
     def set_budget(self, size: int | None) -> None:
         """Keep a size budget in the store; None: lift it."""
-        self._commit([_meta_row(keys.BUDGET_KEY, {"bytes": size})])
-        self._room.forget_budget()
+        self._commit([meta_row(keys.BUDGET_KEY, {"bytes": size})])
+        self._commits.forget_budget()
 
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
         """Replace what eviction never touches."""
-        self._commit([_meta_row(keys.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
+        self._commit([meta_row(keys.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
 
     def set_lead_in_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the learned lead-in."""
-        self._commit([_lead_in_row(state)])
+        self._commit([meta_row(keys.LEAD_IN_KEY, state)])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the codec levels."""
-        self._commit([_codec_row(state)])
+        self._commit([meta_row(keys.CODEC_KEY, state)])
 
     def put_chunk(
         self, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes], *, replace: bool = False
@@ -115,7 +114,7 @@ class Writer:
         NoSpaceError : a batch was full and could not be written.
         """
         self._check_open()
-        _check_layers(chunk_id, info, level, layers)
+        check_layers(chunk_id, info, level, layers)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
             self._pending[place] = _Pending(info, tuple(layers), replace)
@@ -127,8 +126,8 @@ class Writer:
     def describe(self, infos: Mapping[bytes, ChunkInfo]) -> None:
         """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return."""
         self._check_open()
-        with self._environment().read() as snapshot:
-            rows = [row for chunk_id, info in infos.items() for row in _info_rows(snapshot, chunk_id, info)]
+        with self._store.environment.read() as snapshot:
+            rows = [row for chunk_id, info in infos.items() for row in info_rows(snapshot, chunk_id, info)]
         if rows:
             self._commit(rows)
             self._fresh.update(infos)
@@ -167,7 +166,7 @@ class Writer:
         own = {ref.chunk_id for document in documents for ref in document.chunks}
         others = {place: pending for place, pending in self._pending.items() if place[0] not in own}
         try:
-            rows = self._pending_rows(own) + [_document_row(document) for document in documents] + [_file_row(entry)]
+            rows = self._pending_rows(own) + [document_row(document) for document in documents] + [file_row(entry)]
             self._commit(rows, self._stale_documents(entry.path, set(entry.documents)))
         except BaseException:
             others = {}
@@ -182,7 +181,7 @@ class Writer:
         """Forget a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
         self._check_open()
         key = keys.name_key(path)
-        with self._environment().read() as snapshot:
+        with self._store.environment.read() as snapshot:
             if not snapshot.has(tables.FILES, key):
                 return False
         self._commit([], [(tables.FILES, key), *self._stale_documents(path, set())])
@@ -200,7 +199,7 @@ class Writer:
             if kept != entry.documents or (entry.path in gone and not entry.documents):
                 doomed += [(tables.DOCUMENTS, keys.name_key(source)) for source in entry.documents if source in gone]
                 if kept:
-                    rows.append(_file_row(replace(entry, documents=kept)))
+                    rows.append(file_row(replace(entry, documents=kept)))
                 else:
                     doomed.append((tables.FILES, keys.name_key(entry.path)))
         if doomed:
@@ -211,33 +210,24 @@ class Writer:
 
     def drop_level(self, chunk_ids: Iterable[bytes], level: str) -> int:
         """Drop the records of these chunks at one level; their descriptions stay. Returns how many chunks had it."""
-        dropped = 0
-        for batch in _batches(chunk_ids):
-            doomed: list[Doomed] = []
-            with self._environment().read() as snapshot:
-                for chunk_id in batch:
-                    found = _level_keys(snapshot, chunk_id, level)
-                    dropped += bool(found)
-                    doomed += found
-            self._commit([], doomed)
-        return dropped
+        return self._drop(chunk_ids, lambda snapshot, chunk_id: level_keys(snapshot, chunk_id, level))
 
     def drop_chunks(self, chunk_ids: Iterable[bytes]) -> int:
         """Drop everything about these chunks, referred to or not. Returns how many were there."""
-        dropped = 0
-        for batch in _batches(chunk_ids):
-            doomed: list[Doomed] = []
-            with self._environment().read() as snapshot:
-                for chunk_id in batch:
-                    found = _chunk_keys(snapshot, chunk_id)
-                    dropped += bool(found)
-                    doomed += found
-            self._commit([], doomed)
+        return self._drop(chunk_ids, chunk_keys)
+
+    def _drop(self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[Doomed]]) -> int:
+        dropped, left = 0, iter(chunk_ids)
+        while batch := list(islice(left, _CHUNKS_AT_ONCE)):
+            with self._store.environment.read() as snapshot:
+                doomed = [keys_of(snapshot, chunk_id) for chunk_id in batch]
+            dropped += sum(map(bool, doomed))
+            self._commit([], [*chain.from_iterable(doomed)])
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes]) -> int:
         """Drop codec profiles or learned lead-ins. Returns how many were there."""
-        with self._environment().read() as snapshot:
+        with self._store.environment.read() as snapshot:
             doomed = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if doomed:
             self._commit([], doomed)
@@ -259,11 +249,11 @@ class Writer:
         self.fold_access()
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | self._fresh
         wanted |= set(keep)
-        with self._environment().read() as snapshot:
-            known = {key[:ID_BYTES] for table in _BY_CHUNK for key in snapshot.keys(table)}
+        with self._store.environment.read() as snapshot:
+            known = {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)}
         dropped = self.drop_chunks(sorted(known - wanted))
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
-            self._commit([_meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
+            self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
         return dropped
 
     def repair(self, damages: Iterable[Damage]) -> int:
@@ -271,20 +261,21 @@ class Writer:
 
         Files of lost parts keep their entry, with an empty digest and settings: ingest sees them as changed.
         """
-        from kvtool.core.cache.upkeep import BESIDE, drop_files, plan_repair
+        from kvtool.core.cache.damage import BESIDE
+        from kvtool.core.cache.repair import drop_files, plan_repair
 
         self._check_open()
         damages = list(damages)
         files = drop_files(self._store.path, damages)
-        with self._environment().read() as snapshot:
+        with self._store.environment.read() as snapshot:
             doomed, marked = plan_repair(snapshot, [damage for damage in damages if damage.table != BESIDE])
         if doomed or marked:
-            self._commit(list(map(_file_row, marked)), sorted(doomed), weighed=False)
+            self._commit(list(map(file_row, marked)), sorted(doomed), weighed=False)
         return len(doomed) + len(marked) + files
 
     def compact(self) -> int:
         """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
-        from kvtool.core.cache.upkeep import compact
+        from kvtool.core.cache.generations import compact
 
         self._check_open()
         self.flush()
@@ -298,30 +289,13 @@ class Writer:
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def _pending_rows(self, only: set[bytes] | None = None) -> list[Row]:
-        with self._environment().read() as snapshot:
+        with self._store.environment.read() as snapshot:
             rows: list[Row] = []
             for (chunk_id, level), pending in self._pending.items():
                 if only is not None and chunk_id not in only:
                     continue
-                rows += _chunk_rows(snapshot, chunk_id, level, pending)
+                rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace)
         return rows
-
-    def _revision_rows(self, touched: set[tuple[bytes, bytes]]) -> list[Row]:
-        """The counters after a commit that touches these tables and keys; none where no answer hangs on it."""
-        if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
-            return []
-        new, documents = self._next_revision()
-        if any(table in (tables.FILES, tables.DOCUMENTS) for table, _ in touched):
-            documents = new
-        revision = (tables.META, keys.REVISION_KEY, keys.seal_number(keys.REVISION_KEY, new))
-        return [revision, _meta_row(keys.DOCUMENTS_KEY, {"documents": documents, "revision": new})]
-
-    def _next_revision(self) -> tuple[int, int]:
-        """The number of the next revision, and of the one at which documents changed last."""
-        try:
-            return self._store.revision() + 1, self._store.documents_revision()
-        except DamagedError:  # any number that no index has been keyed by
-            return time.time_ns(), time.time_ns()
 
     def _stale_documents(self, path: str, kept: set[str]) -> list[Doomed]:
         try:
@@ -332,7 +306,7 @@ class Writer:
 
     def _check_references(self, documents: Sequence[DocumentEntry]) -> None:
         waiting = {chunk_id for chunk_id, _ in self._pending}
-        with self._environment().read() as snapshot:
+        with self._store.environment.read() as snapshot:
             for ref in (ref for document in documents for ref in document.chunks):
                 if ref.chunk_id not in waiting and not snapshot.has(tables.CHUNKS, ref.chunk_id):
                     raise ValueError(f"chunk {ref.chunk_id.hex()} was never put")
@@ -350,9 +324,6 @@ class Writer:
 
     # ---- committing ----------------------------------------------------------------------------------------------
 
-    def _environment(self) -> Environment:
-        return self._store._current()
-
     def _check_open(self) -> None:
         if self._ended:
             raise KvtoolError("this writer has ended")
@@ -363,123 +334,5 @@ class Writer:
         self._flushed_at = time.monotonic()
 
     def _commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True) -> None:
-        """Puts and deletes in one durable transaction; checks space first.
-
-        Counters and times need no room worth weighing, and of what makes room nothing is weighed: removing must work
-        on a full disk and over the budget.
-        """
         self._check_open()
-        heavy = [row for row in rows if weighed and row[0] not in (tables.META, tables.USED, tables.ADDED)]
-        need = sum(_pages(len(value)) for _, _, value in heavy)
-        texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
-        environment = self._environment()
-        touched = {*doomed, *((table, key) for table, key, _ in rows)}
-        rows = [*rows, *self._revision_rows(touched)]
-        with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
-            snapshot.touch([*doomed, *((table, key) for table, key, _ in rows)])
-
-        def apply(transaction: Transaction) -> None:
-            for table, key in doomed:
-                transaction.delete(table + key)
-            for table, key, value in rows:
-                transaction.put(table + key, value)
-
-        self._room.write(environment, apply, need, texts)
-
-
-def _pages(size: int) -> int:
-    """Bytes that a value takes: whole pages from a half page on, with a 16-byte page header."""
-    if size < PAGE_BYTES // 2:
-        return size + _ROW_SLACK
-    return -(-(size + 16) // PAGE_BYTES) * PAGE_BYTES + _ROW_SLACK
-
-
-def _batches(chunk_ids: Iterable[bytes]) -> Iterable[list[bytes]]:
-    wanted = list(chunk_ids)
-    return [wanted[at : at + _CHUNKS_AT_ONCE] for at in range(0, len(wanted), _CHUNKS_AT_ONCE)]
-
-
-def _check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
-    keys.check_chunk_id(chunk_id)
-    if len(layers) != info.layers or not layers:
-        raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
-    for number, record in enumerate(layers):
-        try:
-            header, _ = decode_record(chunk_id, record)
-        except DamagedError as error:
-            raise ValueError(f"layer {number} is no record of this chunk: {error.message}") from error
-        if (header.level, header.layer, header.tokens) != (level, number, len(info.token_ids)):
-            raise ValueError(f"layer {number} holds a record of another level, layer or length")
-
-
-def _file_row(entry: FileEntry) -> Row:
-    key = keys.name_key(entry.path)
-    return tables.FILES, key, seal(key, Kind.FILE, entry.to_bytes())
-
-
-def _codec_row(state: dict[str, Any]) -> Row:
-    return _meta_row(keys.CODEC_KEY, state)
-
-
-def _lead_in_row(state: dict[str, Any]) -> Row:
-    return _meta_row(keys.LEAD_IN_KEY, state)
-
-
-def _meta_row(key: bytes, value: dict[str, Any]) -> Row:
-    return tables.META, key, seal(key, Kind.MANIFEST, dump_json(value))
-
-
-def _document_row(document: DocumentEntry) -> Row:
-    key = keys.name_key(document.source)
-    return tables.DOCUMENTS, key, seal(key, Kind.DOCUMENT, document.to_bytes())
-
-
-def _chunk_rows(snapshot: Snapshot, chunk_id: bytes, level: str, pending: _Pending) -> list[Row]:
-    """Rows that are not stored yet, or stored damaged: a sound row is written again only where it is to be replaced."""
-    rows = _info_rows(snapshot, chunk_id, pending.info)
-    for number, record in enumerate(pending.layers):
-        key = keys.record_key(chunk_id, level, number)
-        if pending.replace or not _is_sound_record(snapshot, chunk_id, key):
-            rows.append((tables.RECORDS, key, record))
-    key = keys.level_key(chunk_id, level)
-    row = keys.LevelRow(len(pending.layers), len(pending.info.token_ids), sum(map(len, pending.layers)))
-    return [*rows, (tables.LEVELS, key, row.seal(key))]
-
-
-def _info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row]:
-    stored = None
-    data = snapshot.get(tables.CHUNKS, chunk_id)
-    if data is not None:
-        with contextlib.suppress(DamagedError):
-            stored = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, data))
-    if stored is not None:
-        if (stored.token_ids, stored.lead_in, stored.layers) != (info.token_ids, info.lead_in, info.layers):
-            raise ValueError(f"chunk {chunk_id.hex()} is stored with other tokens, lead-in or layers")
-        if not info.sensitivity or info.sensitivity == stored.sensitivity:
-            return []
-    row = (tables.CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
-    if stored is not None:
-        return [row]
-    return [row, (tables.ADDED, chunk_id, keys.seal_number(chunk_id, int(time.time())))]
-
-
-def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
-    try:
-        data = snapshot.get(tables.RECORDS, key)
-        if data is None:
-            return False
-        header, _ = decode_record(chunk_id, data)
-    except DamagedError:
-        return False
-    return keys.record_key(chunk_id, header.level, header.layer) == key
-
-
-def _level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[Doomed]:
-    prefix = keys.record_key(chunk_id, level, 0)[:-2]
-    found = [(tables.RECORDS, key) for key in snapshot.keys(tables.RECORDS, prefix)]
-    key = keys.level_key(chunk_id, level)
-    return [*found, (tables.LEVELS, key)] if snapshot.has(tables.LEVELS, key) else found
-
-
-def _chunk_keys(snapshot: Snapshot, chunk_id: bytes) -> list[Doomed]:
-    return [(table, key) for table in _BY_CHUNK for key in snapshot.keys(table, chunk_id)]
+        self._commits.commit(rows, doomed, weighed)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
-from kvtool.core.cache.store import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.encode import encode_levels

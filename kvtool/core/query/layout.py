@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.cache.store import REPAIR, Store
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.store import Store
 from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.common.types import Ids, Warn, warn_nobody
 from kvtool.core.errors import DamagedError

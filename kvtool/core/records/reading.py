@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtool.core.cache.store import REPAIR
+from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles
 from kvtool.core.codec.levels import exact

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtool.core.cache import space
-from kvtool.core.cache.room import free_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import known
@@ -57,7 +56,7 @@ def bytes_of(record: bytes) -> int:
 
 
 def _room(store: Store, budget: int) -> int:
-    return budget - space.folder_bytes(store.path) + free_bytes(store._current())
+    return budget - space.folder_bytes(store.path) + store.environment.free_bytes()
 
 
 def _oldest_first(store: Store) -> list[bytes]:

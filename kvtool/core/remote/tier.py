@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.link import KVRead
 from kvtool.core.cache.side import read_side, write_side
-from kvtool.core.cache.store import Store, read_record
+from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody

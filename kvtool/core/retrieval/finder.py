@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtool.core.cache.store import REPAIR
+from kvtool.core.cache.layout import REPAIR
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25

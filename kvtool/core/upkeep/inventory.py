@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtool.core.cache import environment as tables
-from kvtool.core.cache import keys, space
-from kvtool.core.cache.environment import PAGE_BYTES, Snapshot
+from kvtool.core.cache import keys, space, tables
+from kvtool.core.cache.environment import PAGE_BYTES
+from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import lossy
 from kvtool.core.errors import DamagedError
@@ -168,19 +168,19 @@ def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
 
 
 def _texts(store: Store) -> dict[bytes, int]:
-    with store._read() as snapshot:
+    with store.snapshot() as snapshot:
         return {key: pages(size) for key, size in snapshot.sizes(tables.DOCUMENTS)}
 
 
 def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
     """Bytes by chunk and level, of complete levels; and bytes of free pages."""
     found: dict[bytes, dict[str, int]] = {chunk: {} for chunk in store.chunk_ids()}
-    with store._read() as snapshot:
+    with store.snapshot() as snapshot:
         for chunk, level, size in _records(snapshot):
             levels = found.setdefault(chunk, {})
             levels[level] = levels.get(level, 0) + size
         live = snapshot.live_bytes()
-    return found, max(0, store._current().allocated_bytes() - live)
+    return found, max(0, store.environment.allocated_bytes() - live)
 
 
 def _records(snapshot: Snapshot) -> Iterator[tuple[bytes, str, int]]:

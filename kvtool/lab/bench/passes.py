@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtool.core.cache.store import REPAIR, Store
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.hot import HotSource

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.cache.store import REPAIR, Store
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.core.cache import environment as tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.identity import ID_BYTES
 
 PAGE = 4096

@@ -1,0 +1,162 @@
+"""Reading chunks: their descriptions, and their KV, from the store's folder and from what stands behind it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from kvtool.core.cache import keys, tables
+from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.link import KVRead, Link
+from kvtool.core.cache.opened import Opened
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part
+from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.codec.levels import MAKER, level_of
+from kvtool.core.errors import DamagedError, KvtoolError
+
+
+class Chunks(Opened):
+    """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of chunks.
+
+    Attributes
+    ----------
+    link : what stands behind the folder, and has more of its KV; None: nothing.
+    """
+
+    link: Link | None = None
+
+    def chunk_ids(self) -> list[bytes]:
+        """Ids of all chunks, sorted."""
+        with self.snapshot() as snapshot:
+            return list(snapshot.keys(tables.CHUNKS))
+
+    def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
+        """Token ids, lead-in and side data. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            return _info_of(snapshot, chunk_id)
+
+    def has_chunk(self, chunk_id: bytes) -> bool:
+        """Whether at least one level can be read, of a chunk whose description is intact or that a link offers."""
+        if self.link is not None and self.link.offers(chunk_id):
+            return True
+        with self.snapshot() as snapshot:
+            try:
+                return _info_of(snapshot, chunk_id) is not None and bool(_sizes_of(snapshot, chunk_id))
+            except DamagedError:
+                return False
+
+    # ---- levels --------------------------------------------------------------------------------------------------
+
+    def levels(self, chunk_id: bytes) -> list[str]:
+        """Levels of which all layers are stored or offered by a link, sorted."""
+        return list(self.level_sizes(chunk_id))
+
+    def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
+        """Bytes of the records of each level of which all layers are stored or offered by a link, by level, sorted."""
+        here = self.sizes_here(chunk_id)
+        if self.link is None:
+            return here
+        offered = {level: offer.size for level, offer in self.link.offers(chunk_id).items()}
+        return dict(sorted((offered | here).items()))
+
+    def sizes_here(self, chunk_id: bytes) -> dict[str, int]:
+        """The same of this folder alone, whatever a link offers."""
+        with self.snapshot() as snapshot:
+            return _sizes_of(snapshot, chunk_id)
+
+    def made_with(self, chunk_id: bytes, level: str) -> str | None:
+        """Digest, in hex, of the profile that the records of a nested level name; None: there are none, or it cannot be
+        told. Read off the first record's beginning, which is not checked: whoever reads the KV checks it. Of what is
+        not here a link's word is taken; nothing is fetched."""
+        if not level_of(level).nested:
+            return None
+        data = None
+        with contextlib.suppress(DamagedError), self.snapshot() as snapshot:
+            key = keys.record_key(chunk_id, level, 0)
+            data = snapshot.beginning(tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
+        if data is not None:
+            return payload_part(data, MAKER).hex()
+        offer = self.link.offers(chunk_id).get(level) if self.link is not None else None
+        return offer.maker if offer is not None else None
+
+    def record_mark(self, chunk_id: bytes, level: str) -> bytes | None:
+        """What tells a chunk's records of a level from others of the same level; None: there are none."""
+        with self.snapshot() as snapshot:
+            return snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, 0), DIGEST_BYTES)
+
+    # ---- KV ------------------------------------------------------------------------------------------------------
+
+    def read_kv(self, chunk_id: bytes, level: str, layer: int) -> KVRead | None:
+        """One layer of one chunk; None if it is not stored.
+
+        Raises
+        ------
+        DamagedError : the record is damaged.
+        """
+        read = self.read_layer([chunk_id], level, layer)[0]
+        if isinstance(read, KvtoolError):
+            raise read
+        return read
+
+    def read_layer(
+        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = lambda number: None
+    ) -> list[KVRead | KvtoolError | None]:
+        """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
+        What is not here is fetched, where a link offers it.
+
+        Parameters
+        ----------
+        before : told each chunk's number before its record is read.
+
+        Returns
+        -------
+        For each chunk its header and payload, None if it is not stored, or what is wrong with it or its place.
+        """
+        wanted = [keys.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
+        copies: list[memoryview | DamagedError | None] = []
+        with self.snapshot() as snapshot:
+            if len(wanted) > 1:
+                snapshot.will_need(tables.RECORDS, wanted)
+            for number, key in enumerate(wanted):
+                before(number)
+                copies.append(_copy(snapshot, key))
+        reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
+        if self.link is not None:
+            self.link.complete(reads, chunk_ids, level, layer, before)
+        return reads
+
+
+def read_record(
+    chunk_id: bytes, level: str, layer: int, data: memoryview | DamagedError | None
+) -> KVRead | KvtoolError | None:
+    """A record as it came, checked: its digest, and that it is the one that was asked for."""
+    if data is None or isinstance(data, DamagedError):
+        return data
+    try:
+        header, payload = decode_record(chunk_id, data)
+    except DamagedError as error:
+        return error
+    if (header.level, header.layer) != (level, layer):
+        return DamagedError(f"a record of level {header.level}, layer {header.layer} stands here")
+    return header, payload
+
+
+def _info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:
+    payload = snapshot.payload(tables.CHUNKS, keys.check_chunk_id(chunk_id), Kind.CHUNK, "a chunk")
+    return None if payload is None else ChunkInfo.from_bytes(payload)
+
+
+def _sizes_of(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
+    sizes = {}
+    for key, data in snapshot.items(tables.LEVELS, keys.check_chunk_id(chunk_id)):
+        with contextlib.suppress(DamagedError):  # as good as missing: its records are computed again
+            sizes[key[ID_BYTES:].decode("ascii")] = keys.LevelRow.unseal(key, data).size
+    return sizes
+
+
+def _copy(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
+    try:
+        return snapshot.get(tables.RECORDS, key)
+    except DamagedError as error:
+        return error

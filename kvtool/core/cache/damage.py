@@ -1,0 +1,225 @@
+"""What is wrong with a store: every digest and every reference is checked, and what is damaged can be dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.cache import keys, tables
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.record import Kind, decode_record, unseal
+from kvtool.core.cache.side import damaged_files
+from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.common.children import python
+from kvtool.core.errors import DamagedError, KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+NO_LAYER = -1
+BESIDE = "beside"  # `table` of a damaged file beside the records: the retrieval index, vectors, what was measured
+CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
+TIMES = (tables.USED, tables.ADDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that does not match its digest, or is missing.
+
+    Parameters
+    ----------
+    chunk : the chunk's id in hex; empty where the damage is not in a chunk.
+    level : codec level; empty where it is not in a KV record.
+    layer : -1 where it is not in a KV record.
+    reason : what is wrong.
+    table, key : where, for :meth:`Writer.repair`; key in hex.
+    """
+
+    chunk: str
+    level: str
+    layer: int
+    reason: str
+    table: str = ""
+    key: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Where it is, for people: a table's name, `beside` of a file beside the records, else `store`."""
+        return self.table or "store"
+
+
+def _of_store(reason: str) -> Damage:
+    return Damage("", "", NO_LAYER, reason)
+
+
+# ---- in a child --------------------------------------------------------------------------------------------------
+
+
+def verify(store: Store, sample: Fraction | None) -> list[Damage]:
+    """Check a store in a child process: LMDB itself can die of a damaged index, and take its process with it."""
+    part = sample if sample is not None else Fraction(1)
+    if not 0 < part <= 1:
+        raise ValueError("a sample is a part of the whole, such as 1/7")
+    command = python(_CHILD, os.fspath(store.path), str(part))
+    ended = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    damages = [Damage(**json.loads(line)) for line in ended.stdout.decode().splitlines() if line.startswith("{")]
+    if ended.returncode == 0:
+        return damages
+    if ended.returncode < 0:
+        how = signal.Signals(-ended.returncode).name
+        return [*damages, _of_store(f"the index is damaged: walking it ended in {how}")]
+    raise KvtoolError(f"verify failed: {ended.stderr.decode(errors='replace').strip()[-500:]}")
+
+
+_CHILD = """
+from kvtool.core.cache.damage import verify_here
+verify_here(sys.argv[1], sys.argv[2])
+"""
+
+
+def verify_here(path: str, sample: str) -> None:
+    """Body of the child: one JSON line on stdout for each damage. Nothing is printed by anybody else."""
+    from kvtool.core.cache.store import Store
+
+    try:
+        with Store.open(Path(path)) as store:
+            for damage in find_damage(store, Fraction(sample)):
+                sys.stdout.write(json.dumps(asdict(damage)) + "\n")
+                sys.stdout.flush()
+    except DamagedError as error:
+        sys.stdout.write(json.dumps(asdict(_of_store(error.message))) + "\n")
+
+
+# ---- in this process ---------------------------------------------------------------------------------------------
+
+
+def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
+    """Walk every table in this process; table by table, each row in a short transaction."""
+    with store.snapshot() as snapshot:
+        pages = [_of_store(reason) for reason in snapshot.damaged_pages()]
+    yield from pages
+    for table in _READS:
+        for key in _keys_of(store, table):
+            if table is not tables.RECORDS or _in_sample(key, sample):
+                yield from _check_row(store, table, key)
+    yield from _missing_records(store)
+    yield from _missing_chunks(store)
+    for place, reason in damaged_files(store.path):
+        yield Damage("", "", NO_LAYER, f"{place} {reason}", BESIDE, os.fsencode(place).hex())
+
+
+def _keys_of(store: Store, table: bytes) -> list[bytes]:
+    with store.snapshot() as snapshot:
+        return list(snapshot.keys(table))
+
+
+def _in_sample(key: bytes, sample: Fraction) -> bool:
+    return int.from_bytes(key[:8], "big") % sample.denominator < sample.numerator
+
+
+def _check_row(store: Store, table: bytes, key: bytes) -> Iterator[Damage]:
+    try:
+        with store.snapshot() as snapshot:
+            data = snapshot.get(table, key)
+        if data is not None:  # else a writer removed it meanwhile
+            _READS[table](key, data)
+    except (DamagedError, ValueError) as error:
+        reason = error.message if isinstance(error, DamagedError) else str(error)
+        yield _damage_at(table, key, reason)
+
+
+def _damage_at(table: bytes, key: bytes, reason: str) -> Damage:
+    chunk, level, layer = "", "", NO_LAYER
+    name = tables.TABLE_NAMES[table]
+    if table in (*CHUNK_TABLES, *TIMES):
+        chunk = key[:ID_BYTES].hex()
+    if table == tables.LEVELS:
+        level = key[ID_BYTES:].decode("ascii", "replace")
+    if table == tables.RECORDS:
+        with contextlib.suppress(DamagedError):
+            _, level, layer = keys.split_record_key(key)
+    return Damage(chunk, level, layer, f"{reason} (in {name})", name, key.hex())
+
+
+def _read_record(key: bytes, data: memoryview) -> None:
+    chunk_id, level, layer = keys.split_record_key(key)
+    header, _ = decode_record(chunk_id, data)
+    if (header.level, header.layer) != (level, layer):
+        raise DamagedError("the record of another level or layer stands here")
+
+
+def _read_meta(key: bytes, data: memoryview) -> None:
+    if key == keys.REVISION_KEY:
+        keys.unseal_number(key, data)
+    else:
+        load_json(unseal(key, Kind.STORE if key == keys.STORE_KEY else Kind.MANIFEST, data))
+
+
+_READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
+    tables.META: _read_meta,
+    tables.FILES: lambda key, data: FileEntry.from_bytes(unseal(key, Kind.FILE, data)),
+    tables.DOCUMENTS: lambda key, data: DocumentEntry.from_bytes(unseal(key, Kind.DOCUMENT, data)),
+    tables.CHUNKS: lambda key, data: ChunkInfo.from_bytes(unseal(key, Kind.CHUNK, data)),
+    tables.LEVELS: keys.LevelRow.unseal,
+    tables.USED: keys.unseal_number,
+    tables.ADDED: keys.unseal_number,
+    tables.RECORDS: _read_record,
+    tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),
+}
+
+
+def sound_rows(snapshot: Snapshot, table: bytes) -> Iterator[tuple[bytes, Any]]:
+    """The rows of a table that are not damaged: key and what is stored under it."""
+    for key in snapshot.keys(table):
+        yield from _sound_row(snapshot, table, key)
+
+
+def _sound_row(snapshot: Snapshot, table: bytes, key: bytes) -> Iterator[tuple[bytes, Any]]:
+    with contextlib.suppress(DamagedError):
+        data = snapshot.get(table, key)
+        if data is not None:
+            yield key, _READS[table](key, data)
+
+
+def _missing_records(store: Store) -> Iterator[Damage]:
+    with store.snapshot() as snapshot:
+        rows = sound_rows(snapshot, tables.LEVELS)  # the others are reported as such
+        missing = [damage for key, row in rows for damage in _absent(snapshot, key, row)]
+    yield from missing
+
+
+def _absent(snapshot: Snapshot, key: bytes, row: keys.LevelRow) -> Iterator[Damage]:
+    chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
+    for layer in range(row.layers):
+        if not snapshot.has(tables.RECORDS, keys.record_key(chunk_id, level, layer)):
+            yield Damage(chunk_id.hex(), level, layer, "the record is missing", "levels", key.hex())
+
+
+def _missing_chunks(store: Store) -> Iterator[Damage]:
+    """Documents that refer to chunks that are not there, files to documents that are not there."""
+    for key in _keys_of(store, tables.FILES):
+        with store.snapshot() as snapshot:
+            lost = [
+                source
+                for _, entry in _sound_row(snapshot, tables.FILES, key)
+                for source in entry.documents
+                if not snapshot.has(tables.DOCUMENTS, keys.name_key(source))
+            ]
+        for _ in lost:
+            yield Damage("", "", NO_LAYER, "a document of a file is missing", "files", key.hex())
+    for key in _keys_of(store, tables.DOCUMENTS):
+        with store.snapshot() as snapshot:
+            refs = [ref for _, entry in _sound_row(snapshot, tables.DOCUMENTS, key) for ref in entry.chunks]
+            gone = [ref for ref in refs if not snapshot.has(tables.CHUNKS, ref.chunk_id)]
+        for ref in gone:
+            yield Damage(ref.chunk_id.hex(), "", NO_LAYER, "a chunk of a document is missing", "documents", key.hex())

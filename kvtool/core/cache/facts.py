@@ -1,0 +1,146 @@
+"""What a store says of itself: its manifest and settings, its counters, what it holds in numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from kvtool.core.cache import keys, layout, space, tables
+from kvtool.core.cache.entries import load_json
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.opened import Opened
+from kvtool.core.cache.record import Kind
+from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.errors import DamagedError
+
+
+class Facts(Opened):
+    """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of facts and of profiles."""
+
+    def manifest(self) -> dict[str, Any]:
+        """What the core keeps about the store; empty when new. Raises DamagedError."""
+        return self._json(keys.MANIFEST_KEY, "the manifest")
+
+    def codec_state(self) -> dict[str, Any]:
+        """Which codec profile is in use and what was measured of each level; empty before the first `compress`."""
+        return self._json(keys.CODEC_KEY, "what is known of the codec levels")
+
+    def lead_in_state(self) -> dict[str, Any]:
+        """Which learned lead-in the next ingest may use: `digest`, `fingerprint`, `ids`; empty before the first fit."""
+        return self._json(keys.LEAD_IN_KEY, "what is known of the learned lead-in")
+
+    def budget(self) -> int | None:
+        """How many bytes the store's folder may hold; None: as many as the disk. Raises DamagedError."""
+        size = self._json(keys.BUDGET_KEY, "the size budget").get("bytes")
+        return None if size is None else int(size)
+
+    def pins(self) -> dict[str, Any]:
+        """What eviction never touches: `sources` and `chunks` (ids in hex). Raises DamagedError."""
+        return {"sources": [], "chunks": []} | self._json(keys.PINS_KEY, "the list of pins")
+
+    def _json(self, key: bytes, what: str) -> dict[str, Any]:
+        with self.snapshot() as snapshot:
+            return _json_of(snapshot, key, what)
+
+    def profile(self, digest: bytes) -> memoryview | None:
+        """Bytes of a codec profile by its digest. Raises DamagedError."""
+        return self._fitted(digest, "a codec profile")
+
+    def learned(self, digest: bytes) -> memoryview | None:
+        """Bytes of a learned lead-in by its digest. Raises DamagedError."""
+        return self._fitted(digest, "the learned lead-in")
+
+    def _fitted(self, digest: bytes, what: str) -> memoryview | None:
+        with self.snapshot() as snapshot:
+            return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, what)
+
+    def profile_digests(self) -> list[bytes]:
+        """The digests of all codec profiles and learned lead-ins, sorted."""
+        with self.snapshot() as snapshot:
+            return list(snapshot.keys(tables.PROFILES))
+
+    # ---- counters ------------------------------------------------------------------------------------------------
+
+    def revision(self) -> int:
+        """Grows with every commit of anything that an answer may hang on: equal revisions give equal answers."""
+        self.follow()
+        with self.snapshot() as snapshot:
+            return _revision_of(snapshot)
+
+    def documents_revision(self) -> int:
+        """The revision at which documents changed last; the retrieval index is keyed by it.
+
+        An older kvtool counts changes of documents only, and leaves alone what tells them from others: where that does
+        not go with the revision, the revision itself is the one.
+        """
+        self.follow()
+        with self.snapshot() as snapshot:
+            revision = _revision_of(snapshot)
+            counted = _json_of(snapshot, keys.DOCUMENTS_KEY, "a counter")
+        return int(counted["documents"]) if counted.get("revision") == revision else revision
+
+    def is_collected(self) -> bool:
+        """Whether chunks that no document refers to were looked for since documents changed last."""
+        with contextlib.suppress(DamagedError):  # then they are looked for, and the counter is written anew
+            return bool(self._json(keys.COLLECTED_KEY, "a counter").get("documents") == self.documents_revision())
+        return False
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes.
+
+        Returns
+        -------
+        ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
+        ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
+        ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
+        ``pins {sources, chunks}``, ``disk_free``.
+        """
+        revision = self.revision()
+        levels: dict[str, dict[str, int]] = {}
+        tokens: dict[bytes, int] = {}
+        with self.snapshot() as snapshot:
+            for key, data in snapshot.items(tables.LEVELS):
+                with contextlib.suppress(DamagedError):  # counted by verify
+                    row = keys.LevelRow.unseal(key, data)
+                    _add_row(levels.setdefault(key[ID_BYTES:].decode("ascii"), {}), row)
+                    tokens[key[:ID_BYTES]] = row.tokens
+            counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
+            counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
+            profiles = [size for _, size in snapshot.sizes(tables.PROFILES)]
+            live = snapshot.live_bytes()
+        return {
+            "uuid": self.uuid,
+            "format": layout.FORMAT,
+            "revision": revision,
+            **counts,
+            "tokens": sum(tokens.values()),
+            "records": sum(level["records"] for level in levels.values()),
+            "bytes": sum(level["bytes"] for level in levels.values()),
+            "levels": dict(sorted(levels.items())),
+            "profiles": {"count": len(profiles), "bytes": sum(profiles)},
+            "file_bytes": self.environment.file_bytes(),
+            "live_bytes": live,
+            "free_bytes": max(0, self.environment.allocated_bytes() - live),
+            "folder_bytes": space.folder_bytes(self.path),
+            "budget": self.budget(),
+            "pins": {name: len(rows) for name, rows in self.pins().items()},
+            "disk_free": space.disk_free(self.path),
+        }
+
+
+def _revision_of(snapshot: Snapshot) -> int:
+    data = snapshot.get(tables.META, keys.REVISION_KEY)
+    return 0 if data is None else keys.unseal_number(keys.REVISION_KEY, data)
+
+
+def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:
+    payload = snapshot.payload(tables.META, key, Kind.MANIFEST, what)
+    value: dict[str, Any] = {} if payload is None else load_json(payload)
+    return value
+
+
+def _add_row(total: dict[str, int], row: keys.LevelRow) -> None:
+    for name, count in (("chunks", 1), ("records", row.layers), ("tokens", row.tokens), ("bytes", row.size)):
+        total[name] = total.get(name, 0) + count

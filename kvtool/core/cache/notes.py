@@ -1,0 +1,178 @@
+"""What readers note without any lock: which chunks were used when, and how many questions found and missed.
+
+Each note is one line that ends in a checksum, appended in one ``O_APPEND`` write, so that lines of several processes do
+not mix. A writer folds the uses into the store; the counts are summed up when somebody asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.core.cache import layout
+
+_MAX_LOG_BYTES = 64 * 2**20  # then readers stop noting until a writer folds it
+_LONG_LOG_BYTES = 2**20
+_MAX_BUFFER = 4096
+_USE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12})")
+_COUNTS = re.compile(rb"([0-9]{1,12}) ([0-9]{1,12}) ([0-9]{1,12})")
+
+
+# ---- lines -------------------------------------------------------------------------------------------------------
+
+
+def append(path: Path, bodies: Iterable[str]) -> None:
+    """Append lines in one write, unless the log is long enough. Never an error: a note is worth less than an answer."""
+    data = b"".join(_line(body.encode()) for body in bodies)
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+            if os.fstat(handle).st_size + len(data) <= _MAX_LOG_BYTES:
+                os.write(handle, data)
+        finally:
+            os.close(handle)
+
+
+def _line(body: bytes) -> bytes:
+    return body + f" {zlib.crc32(body):08x}\n".encode()
+
+
+def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """The parts of each line of a log that is as it was written; none where the log cannot be read."""
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(path.lstat().st_mode):  # reading a FIFO would hang
+            lines = path.read_bytes().splitlines()
+    for line in lines:
+        match = form.fullmatch(body := line[:-9])
+        if match and line + b"\n" == _line(body):
+            yield match.groups()
+
+
+# ---- uses --------------------------------------------------------------------------------------------------------
+
+
+class AccessLog:
+    """Buffers the uses that a reader notes."""
+
+    def __init__(self, root: Path, enabled: bool) -> None:
+        self._path = root / layout.ACCESS_FILE
+        self._enabled = enabled
+        self._seen: dict[bytes, int] = {}
+        self._mutex = threading.Lock()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a writer should fold the log now: readers stop noting in one that is full."""
+        try:
+            return self._path.stat().st_size > _LONG_LOG_BYTES
+        except OSError:
+            return False
+
+    def note(self, chunk_ids: Iterable[bytes]) -> None:
+        """Remember that these chunks were used now."""
+        if not self._enabled:
+            return
+        now = int(time.time())
+        with self._mutex:
+            self._seen.update((bytes(chunk_id), now) for chunk_id in chunk_ids)
+            full = len(self._seen) >= _MAX_BUFFER
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what is buffered; losing a note costs nothing but order of eviction."""
+        with self._mutex:
+            seen, self._seen = self._seen, {}
+        if seen:
+            append(self._path, (f"{chunk_id.hex()} {when}" for chunk_id, when in seen.items()))
+
+
+def read_log(root: Path) -> dict[bytes, int]:
+    """What no writer has folded yet: chunk id → last use (seconds).
+
+    Notes move from the log to the log set aside, and from there into the store: who reads in this order misses none.
+    """
+    return _latest([*_uses(root / layout.ACCESS_FILE), *_uses(_aside(root))])
+
+
+def take_log(root: Path) -> tuple[dict[bytes, int], Path]:
+    """Set the log aside and read it: chunk id → last use (seconds). Unlink the path once that is committed.
+
+    A log set aside by a writer that died is read again, together with the newer one only after it is gone.
+    """
+    aside = _aside(root)
+    if not aside.exists():
+        with contextlib.suppress(FileNotFoundError):
+            (root / layout.ACCESS_FILE).rename(aside)
+    return _latest(_uses(aside)), aside
+
+
+def _aside(root: Path) -> Path:
+    return root / f"{layout.ACCESS_FILE}.folding"
+
+
+def _uses(path: Path) -> Iterator[tuple[bytes, int]]:
+    return ((bytes.fromhex(chunk.decode()), int(when)) for chunk, when in _sound_lines(path, _USE))
+
+
+def _latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
+    last: dict[bytes, int] = {}
+    for chunk_id, when in uses:
+        last[chunk_id] = max(last.get(chunk_id, 0), when)
+    return last
+
+
+# ---- counts ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Questions, and the chunks of their prompts that were found and missed."""
+
+    questions: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the chunks that were found; None before the first question."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+
+class ServedLog:
+    """Counts questions in memory; a flush adds one line to a file beside the store."""
+
+    def __init__(self, root: Path, enabled: bool) -> None:
+        self._path = root / layout.SERVED_FILE
+        self._enabled = enabled
+        self._counts = [0, 0, 0]
+        self._mutex = threading.Lock()
+
+    def note(self, hits: int, misses: int) -> None:
+        """Count one question."""
+        if self._enabled:
+            with self._mutex:
+                self._counts = [old + new for old, new in zip(self._counts, (1, hits, misses), strict=True)]
+
+    def flush(self) -> None:
+        """Append what is counted; it is for people only."""
+        with self._mutex:
+            counts, self._counts = self._counts, [0, 0, 0]
+        if counts[0]:
+            append(self._path, [" ".join(map(str, counts))])
+
+    def total(self) -> Served:
+        """The sum of all sound lines; what cannot be read counts nothing."""
+        rows = list(_sound_lines(self._path, _COUNTS))
+        return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))

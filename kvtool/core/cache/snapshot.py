@@ -1,0 +1,126 @@
+"""One consistent state of a store, and a state that lasts for a whole question, whoever writes meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.gate import Visit
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.record import Kind, unseal
+from kvtool.core.cache.tree import Tree
+from kvtool.core.cache.tree_check import damaged_pages
+from kvtool.core.errors import DamagedError, KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.environment import Environment
+
+
+class Snapshot:
+    """A read transaction, which threads may share. Values are private copies."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def get(self, table: bytes, key: bytes) -> memoryview | None:
+        """A copy of a value, or None."""
+        return self._tree.get(table + key)
+
+    def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
+        """What a value's envelope holds, or None.
+
+        Raises
+        ------
+        DamagedError : the value is damaged; the message names it by `what`.
+        """
+        data = self.get(table, key)
+        return None if data is None else checked_payload(key, kind, data, what)
+
+    def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
+        """A copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
+        return self._tree.get(table + key, size)
+
+    def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
+        """The last bytes of a value, or None; reads no others."""
+        return self._tree.last(table + key, size)
+
+    def will_need(self, table: bytes, keys: list[bytes]) -> None:
+        """Let the kernel read these values while we copy others."""
+        for key in keys:
+            with contextlib.suppress(DamagedError):
+                self._tree.will_need(table + key)
+
+    def has(self, table: bytes, key: bytes) -> bool:
+        """Whether there is a value; reads none of it."""
+        return self._tree.has(table + key)
+
+    def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
+        """Keys in order. Use them up before the snapshot ends."""
+        for key, _ in self._tree.items(table + prefix):
+            yield key[len(table) :]
+
+    def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
+        """Keys and copied values in order."""
+        for key in self.keys(table, prefix):
+            value = self.get(table, key)
+            if value is not None:
+                yield key, value
+
+    def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
+        """Keys and lengths of values, in order; reads no value."""
+        for key, size in self._tree.items(table):
+            yield key[len(table) :], size
+
+    def touch(self, rows: list[tuple[bytes, bytes]]) -> None:
+        """Look at what LMDB will meet when these (table, key) are put or deleted; raises DamagedError."""
+        self._tree.check_free_list()
+        for table, key in rows:
+            self._tree.touch(table + key)
+
+    def damaged_pages(self) -> Iterator[str]:
+        """What is wrong with the pages that hold the keys, and with the list of free ones."""
+        return damaged_pages(self._tree)
+
+    def live_bytes(self) -> int:
+        """Bytes of pages in use, free pages inside the file not counted."""
+        count = self._tree.meta.counts[1]
+        return (count.branches + count.leaves + count.beside) * self._tree.meta.page_size
+
+
+def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:
+    """What a value's envelope holds; raises DamagedError, which names it by `what`."""
+    try:
+        return unseal(key, kind, data)
+    except DamagedError as error:
+        raise DamagedError(f"{what} of the store is damaged: {error.message}", REPAIR) from error
+
+
+class View:
+    """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
+
+    def __init__(self, environment: Environment, visit: Visit) -> None:
+        self.environment = environment
+        self.snapshot: Snapshot = environment.snapshot(visit)
+        self._visit = visit
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def enter(self) -> bool:
+        """Use it until :meth:`leave`; False: it has ended."""
+        with self._lock:
+            if not self._users:
+                return False
+            if not self._visit.inside:
+                raise KvtoolError("the store's view was lost while its map changed", "ask again")
+            self._users += 1
+            return True
+
+    def leave(self) -> None:
+        """End the use that :meth:`enter` or making it began."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            self._visit.end()
