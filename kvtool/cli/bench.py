@@ -15,7 +15,7 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import check_level
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.fusion.names import MODES
+from kvtool.core.fusion.selectors import MODES, REFERENCE
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -150,7 +150,7 @@ def fusion(
 
 
 def _modes(given: list[str] | None) -> tuple[str, ...]:
-    modes = list_of(given) or [mode for mode in MODES if mode != "full"]
+    modes = list_of(given) or [mode for mode in MODES if mode != REFERENCE]
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
         raise UsageError(f"--fusion: there is no fusion mode {', '.join(unknown)}", f"known: {', '.join(MODES)}")

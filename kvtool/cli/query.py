@@ -20,7 +20,7 @@ from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import open_any_store, open_session
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.fusion.names import FUSIONS
+from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import ANSWER, CHUNKS, QueryOptions
@@ -246,7 +246,8 @@ def _place(chunk: ReplyChunk) -> str:
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
-    from kvtool.core.query.compare import REFERENCE, compare
+    from kvtool.core.fusion.selectors import REFERENCE
+    from kvtool.core.query.compare import compare
 
     replies = compare(session, request, options, modes)
     for reply in replies:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.out import error_json
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.summary import numbers, summarise
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Batch:
         rows = [summarise(mode, of) for mode, of in self._numbers.items()]
         head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
         if self._modes is not None:
-            self._run.out.json(head | {"reference": "full", "runs": rows})
+            self._run.out.json(head | {"reference": REFERENCE, "runs": rows})
         else:
             self._run.out.json((rows[0] if rows else {}) | head)
         if self._failed == len(requests):
@@ -58,7 +59,7 @@ class Batch:
             self._numbers.setdefault(reply.asked_mode, []).append(numbers(reply))
         if self._modes is not None:
             runs = [reply.to_json() for reply in replies]
-            self._run.out.json({**known, "question": request.question, "reference": "full", "runs": runs})
+            self._run.out.json({**known, "question": request.question, "reference": REFERENCE, "runs": runs})
         else:
             self._run.out.json(known | replies[0].to_json())
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvtool as package
-from kvtool.core.fusion.names import MODES
+from kvtool.core.fusion.selectors import MODES
 from tests.cli.working import (
     CHUNKS,
     LAYERS,

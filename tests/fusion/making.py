@@ -13,7 +13,8 @@ import torch
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
-from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import Loaded

@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import Epic, Reuse
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.reuse import Reuse
 from tests.fusion.making import BOS, NAMES, PREFIX, Case, Ids, case, new_case, plain_model
 from tests.laws import mutants
 

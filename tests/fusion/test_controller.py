@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtool.core.fusion.controller import NOISE, Decision, Prompt, Recompute, Span, decide, hidden_ratio
+from kvtool.core.fusion.controller import NOISE, Decision, decide, hidden_ratio
+from kvtool.core.fusion.cost import PromptRows, Span
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
 
 LAYERS, CHUNK = 30, 256
@@ -30,47 +33,61 @@ def at(level: str) -> tuple[Span, ...]:
     return tuple(replace(span, level=level) if span.status == "hit" else span for span in SPANS)
 
 
-def choose(spans: tuple[Span, ...] = SPANS, with_speeds: Speeds | None = None, **more: object) -> Decision:
-    return decide({"raw": spans}, with_speeds or speeds(), **({"floor": FLOOR} | more))  # type: ignore[arg-type]
+def mode(name: str, ratio: float = FLOOR) -> Selector:
+    """A mode that recomputes this share."""
+    return SELECTORS[name]().with_amount(ratio)
+
+
+LOSSLESS = [kind() for kind in SELECTORS.values() if kind.lossless]
+
+
+def choose(spans: tuple[Span, ...] = SPANS, with_speeds: Speeds | None = None, before_s: float = 0.0) -> Decision:
+    return decide({"raw": spans}, with_speeds or speeds(), mode("union"), LOSSLESS, before_s)
+
+
+def seconds(prompt: PromptRows, name: str, ratio: float | None = None) -> float:
+    """What a mode is expected to take."""
+    selector = SELECTORS[name]() if ratio is None else mode(name, ratio)
+    return prompt.seconds(selector.cost(prompt))
 
 
 # ---- the ratio ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["union", "infoflow", "blend"])
+@pytest.mark.parametrize("name", ["union", "infoflow", "blend"])
 @pytest.mark.parametrize("own_memory", [True, False])
-def test_slower_loading_leaves_room_for_more_recompute(mode: Recompute, own_memory: bool) -> None:
+def test_slower_loading_leaves_room_for_more_recompute(name: str, own_memory: bool) -> None:
     tokens = [10.0**-exponent for exponent in (8, 6, 5, 4.5, 4, 3.5, 3.2, 3, 2)]
-    found = [hidden_ratio(Prompt(SPANS, speeds(token, own_memory=own_memory)), mode, FLOOR) for token in tokens]
+    found = [hidden_ratio(PromptRows(SPANS, speeds(token, own_memory=own_memory)), mode(name)) for token in tokens]
     assert found == sorted(found)
     assert found[0] == FLOOR
     assert found[-1] > FLOOR
     assert all(FLOOR <= ratio <= 1 for ratio in found)
 
 
-@pytest.mark.parametrize("mode", ["union", "blend"])
-def test_the_ratio_is_the_largest_that_hides(mode: Recompute) -> None:
+@pytest.mark.parametrize("name", ["union", "blend"])
+def test_the_ratio_is_the_largest_that_hides(name: str) -> None:
     with_speeds = speeds(3e-4)
-    prompt = Prompt(SPANS, with_speeds)
-    ratio = hidden_ratio(prompt, mode, FLOOR)
-    allowed = prompt.recompute(mode, FLOOR) + NOISE * prompt.load("leading", "hit").seconds
+    prompt = PromptRows(SPANS, with_speeds)
+    ratio = hidden_ratio(prompt, mode(name))
+    allowed = seconds(prompt, name, FLOOR) + NOISE * prompt.load("leading", "hit").seconds
     assert FLOOR < ratio < 1
-    assert prompt.recompute(mode, ratio) <= allowed
-    assert prompt.recompute(mode, ratio + 2 / (8 * CHUNK)) > allowed
+    assert seconds(prompt, name, ratio) <= allowed
+    assert seconds(prompt, name, ratio + 2 / (8 * CHUNK)) > allowed
 
 
 def test_blend_computes_beside_loading_and_union_behind_it() -> None:
     """The paper's overlap: where loading takes longest, all of blend's recompute hides, and none of union's does."""
-    prompt = Prompt(SPANS, speeds(1e-3))
+    prompt = PromptRows(SPANS, speeds(1e-3))
     load = prompt.load("leading", "hit").seconds
-    assert load < prompt.recompute("blend", 0.15) < load * 1.02
-    assert prompt.recompute("union", 0.15) > load + PASS.row * 0.15 * 8 * CHUNK
+    assert load < seconds(prompt, "blend", 0.15) < load * 1.02
+    assert seconds(prompt, "union", 0.15) > load + PASS.row * 0.15 * 8 * CHUNK
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.02, 0.15, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize("token", [0.0, 1e-5, 1e-3])
 def test_never_below_the_floor_and_never_above_one(floor: float, token: float) -> None:
-    ratio = hidden_ratio(Prompt(SPANS, speeds(token)), "union", floor)
+    ratio = hidden_ratio(PromptRows(SPANS, speeds(token)), mode("union", floor))
     assert floor <= ratio <= 1
 
 
@@ -102,10 +119,10 @@ def test_fast_computing_needs_no_cache() -> None:
 
 def test_full_wins_a_tie_and_loses_by_more() -> None:
     spans = (Span(0, "miss"), *SPANS[1:])
-    full = Prompt(spans, speeds()).full()
+    full = seconds(PromptRows(spans, speeds()), "full")
     fusions = []
     for token in (1e-4 * 1.02**step for step in range(200)):
-        took = Prompt(spans, speeds(token)).recompute("union", FLOOR)
+        took = seconds(PromptRows(spans, speeds(token)), "union", FLOOR)
         fusions.append(choose(spans, speeds(token)).fusion)
         assert fusions[-1] == ("full" if full <= took * (1 + NOISE) else "union")
     assert set(fusions) == {"full", "union"}
@@ -135,14 +152,14 @@ def test_chunks_of_one_token() -> None:
     found = choose((Span(1, "exact", "raw"), *[Span(1, "hit", "raw")] * 3, Span(1, "fresh")))
     assert found.fusion in ("full", "prefix")  # one pass of five rows, or two of two
     assert hidden_ratio(
-        Prompt((Span(1, "hit", "raw"), Span(1, "hit", "raw"), Span(1, "fresh")), speeds()), "union", 0.5
+        PromptRows((Span(1, "hit", "raw"), Span(1, "hit", "raw"), Span(1, "fresh")), speeds()), mode("union", 0.5)
     )
 
 
 def test_a_level_that_could_not_be_measured_is_a_hole() -> None:
-    prompt = Prompt(at("3"), speeds())
+    prompt = PromptRows(at("3"), speeds())
     assert (prompt.hits, prompt.context) == (0, 0)
-    assert prompt.recompute("union", FLOOR) == prompt.prefix()
+    assert seconds(prompt, "union", FLOOR) == seconds(prompt, "prefix")
 
 
 def test_what_came_before_counts() -> None:
@@ -157,7 +174,7 @@ def test_what_came_before_counts() -> None:
     ("coarse", "expected"), [(1e-6, "2"), (1e-4 * (1 - NOISE / 10), "raw"), (1e-4, "raw"), (2e-4, "raw")]
 )
 def test_the_fastest_level_and_the_finer_one_of_a_tie(coarse: float, expected: str) -> None:
-    found = decide({"raw": SPANS, "2": at("2")}, speeds(1e-4, l2=coarse), FLOOR)
+    found = decide({"raw": SPANS, "2": at("2")}, speeds(1e-4, l2=coarse), mode("union"), LOSSLESS)
     assert (found.fusion, found.level) == ("union", expected)
     assert set(found.level_ms) == {"raw", "2"}
 
@@ -166,7 +183,7 @@ def test_a_lossy_level_costs_exactness() -> None:
     """A chunk that is exact at raw is recomputed at a lossy level; prefix caching at raw is then as fast."""
     exact = (Span(40, "exact", "raw"), Span(CHUNK, "exact", "raw"), Span(20, "fresh"))
     lossy = (Span(40, "exact", "raw"), Span(CHUNK, "hit", "2"), Span(20, "fresh"))
-    found = decide({"raw": exact, "2": lossy}, speeds(1e-5, l2=1e-6), FLOOR)
+    found = decide({"raw": exact, "2": lossy}, speeds(1e-5, l2=1e-6), mode("union"), LOSSLESS)
     assert (found.fusion, found.level) == ("prefix", "raw")
 
 

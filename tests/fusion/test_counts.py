@@ -10,8 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.fusion.engine import Fused
-from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse, Selector
-from kvtool.core.fusion.selectors.epic import Link
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.blend import Blend
+from kvtool.core.fusion.selectors.epic import Epic, Link
+from kvtool.core.fusion.selectors.full import Full
+from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.rotary import Rotary, Table
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens

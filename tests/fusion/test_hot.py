@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.fusion.hot import HotSource, Warm
-from kvtool.core.fusion.selectors import Epic, Reuse
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.reuse import Reuse
 from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, case, same_bits, tokens
 
 LAYERS = 4

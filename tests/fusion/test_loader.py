@@ -16,7 +16,12 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan, Segment
-from kvtool.core.fusion.selectors import SELECTORS, Blend, Epic, Full, Prefix, Reuse
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.blend import Blend
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.full import Full
+from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from tests.fusion.making import (
     BOS,

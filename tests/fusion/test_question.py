@@ -14,9 +14,11 @@ from transformers import DynamicCache
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.question import question_attention
-from kvtool.core.fusion.selectors import Infoflow, Reuse, Union
 from kvtool.core.fusion.selectors.base import Pooling
+from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.ranking import hit_rows
+from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.selectors.union import Union
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, plain_model, same_bits, tokens
 
 LAYERS = 4

@@ -11,7 +11,11 @@ import torch
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.rounds import fuse_further, joined
-from kvtool.core.fusion.selectors import SELECTORS, Epic, Prefix, Reuse, Selector
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.generate import Sampling, first_token, generate
 from tests.fusion.making import (

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.generate import Sampling, first_token, generate
 from tests.fusion.making import (
     BOS,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.fusion.selectors import SELECTORS, Epic, Selector
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.epic import Epic
 from tests.fusion.making import BOS, CHUNKS, IDLE, PREFIX, Case, Fixed, Ids, idle, new_case, same_bits, tokens, variants
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
 from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, assert_full, idle, lossless, new_case, variants
 from tests.laws import mutants
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvtool.core.fusion.engine import Fused
-from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
 from tests.fusion.making import BOS, CHUNKS, MOE, QUESTION, Case, Fixed, Ids, new_case, rms, tokens
 from tests.laws import mutants
 

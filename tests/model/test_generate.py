@@ -10,7 +10,9 @@ from transformers import GenerationConfig
 
 from kvtool.core.evaluate.reference import forced_logits
 from kvtool.core.fusion.engine import Fused
-from kvtool.core.fusion.selectors import SELECTORS, Full, Reuse
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.full import Full
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model.generate import Generated, Sampling, _TextStream, begin, first_token, generate, stop_ids
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model

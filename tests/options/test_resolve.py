@@ -16,7 +16,7 @@ from kvtool.cli.options import SETTINGS
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common import places
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.names import AUTO, FUSIONS, MODES
+from kvtool.core.fusion.selectors import AUTO, FUSIONS, MODES
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options import resolve as module
 from kvtool.core.options.option import Option, options_of
@@ -296,12 +296,8 @@ def test_rooms_that_share_a_setting_mean_the_same() -> None:
 
 
 def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
-    from kvtool.core.fusion.selectors import SELECTORS
-
-    assert tuple(SELECTORS) == MODES
     assert (*MODES, AUTO) == FUSIONS
-    assert QueryOptions().fusion in SELECTORS
-    assert AUTO not in SELECTORS
+    assert QueryOptions().fusion in MODES
 
 
 def test_every_variable_that_is_read_anywhere_is_known() -> None:

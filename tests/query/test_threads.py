@@ -12,7 +12,7 @@ import torch
 
 import kvtool
 from kvtool.core.api import Cache
-from kvtool.core.fusion.names import FUSIONS
+from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.query.reply import Reply
 from tests.cli.working import SEEN, chunks_of, drop_records
 

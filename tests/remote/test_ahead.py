@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import LayerKV, ReadStats, RecordMissing
+from kvtool.core.fusion.source import ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.query.ahead import COMPUTED, Ahead
 

@@ -21,7 +21,6 @@ from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
 
-STREAMED = streaming.STREAMED
 MODES = ("reuse", "union", "prefix", "full")
 OVERHEAD = 80  # bytes of a record around its payload
 SLO = ("--slo-ms", "600000")
@@ -73,7 +72,7 @@ def behind(store: Path, redis_server: RedisServer, redis_url: str) -> Iterator[L
 
 
 @pytest.mark.usefixtures("slow_machine")
-@pytest.mark.parametrize(("mode", "slo"), [*((mode, ()) for mode in MODES), *((mode, SLO) for mode in STREAMED)])
+@pytest.mark.parametrize(("mode", "slo"), [(mode, slo) for mode in MODES for slo in ((), SLO)])
 def test_the_answer_of_the_local_store(mode: str, slo: tuple[str, ...], store: Path, shared: str) -> None:
     wanted = said(ask(store, mode=mode))
     first = ask(shared, *slo, mode=mode)

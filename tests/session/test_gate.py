@@ -11,7 +11,7 @@ import torch
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.raw import Raw
 from kvtool.core.errors import GateError
-from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.rotary import Rotary, Table
 from kvtool.core.session.gate import GateCheck, Verdict, _Bench, run_gate
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
 
 Payload = bytes | bytearray | memoryview
+LayerKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # one layer's keys and values
 Shape = tuple[int, int, int]
 Profiles = Callable[[bytes], "Profile"]  # by digest; raises DamagedError where there is none
 
@@ -63,7 +64,7 @@ class Codec(Protocol):
         layer: int = 0,
         profiles: Profiles = no_profiles,
         device: torch.device | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> list[LayerKV]:
         """Keys and values of several chunks at one layer. Raises DamagedError.
 
         Parameters
@@ -93,11 +94,11 @@ class SelfContained:
         layer: int = 0,
         profiles: Profiles = no_profiles,
         device: torch.device | None = None,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> list[LayerKV]:
         """Keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
 
-    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer of one chunk."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvtool.core.codec import plain, transform
-from kvtool.core.codec.base import Encoded, Payload, Profiles, no_profiles
+from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, no_profiles
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import NESTED, coarser
@@ -28,8 +28,6 @@ _LEAST_SPREAD = 2**-10  # of the RMS: what means in bfloat16 leave over must not
 _LAYERS = 3  # of a model whose layers nobody knows: only the paper's thirds need them
 
 _NO_BASES: Mapping[str, Payload] = MappingProxyType({})
-
-LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
 class CacheGen:

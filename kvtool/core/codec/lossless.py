@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from kvtool.core.codec.base import Payload, SelfContained, Shape
+from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
@@ -42,7 +42,7 @@ class Lossless(SelfContained):
         rest = [np.ascontiguousarray(side[:, :-1]).reshape(-1).data for side in sides]
         return [_LENGTHS.pack(*map(len, first)), *first, *rest]
 
-    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer.
 
         Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtool.core.codec.base import Payload, SelfContained, Shape
+from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -19,7 +19,7 @@ class Raw(SelfContained):
         """Bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`; they may be views."""
         return [side.contiguous().view(torch.uint8).numpy().reshape(-1).data for side in (keys, values)]
 
-    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer; they share `payload`'s memory and must not be written to."""
         flat = torch.frombuffer(payload, dtype=DTYPES[dtype])
         keys, values = flat.view(2, *shape)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.fusion.source import LayerKV
+from kvtool.core.codec.base import LayerKV
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.base import Encoded, LayerKV
 from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
@@ -20,8 +20,8 @@ from kvtool.core.evaluate.reference import Distance, Reference
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
-from kvtool.core.fusion.selectors import Reuse
-from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats, RecordMissing
+from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 
 EXACT = "exact"

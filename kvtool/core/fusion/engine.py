@@ -11,9 +11,9 @@ import torch
 from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.narrowing import Narrowing
-from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.question import question_attention
-from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -122,7 +122,7 @@ def fuse_into(
     started, asking = time.perf_counter(), 0.0
     ids = plan.ids
     with ExitStack() as stack:
-        needed = _needed(plan, selector, wanted, bool(asked))
+        needed = selector.reads(plan, len(decoder.layers))
         loader = stack.enter_context(Loader(decoder, needed, cache, source, trace, patience=patience))
         if asked:
             attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
@@ -152,14 +152,6 @@ def fuse_into(
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
     )
-
-
-def _needed(plan: Plan, selector: Selector, wanted: torch.Tensor, asked: bool) -> list[Segment]:
-    """Segments whose records are read: all of which a row is reused, or looked at before it is computed anew."""
-    if not selector.uses_cache:
-        return []
-    looked_at = asked or bool(selector.narrowing(plan, 2))
-    return [segment for segment in plan.cached if looked_at or not wanted[segment.start : segment.stop].all()]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:

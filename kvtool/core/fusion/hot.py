@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import KVSource, LayerKV, ReadStats
+from kvtool.core.fusion.source import KVSource, ReadStats
 
 Key = tuple[bytes, str]  # chunk id, level
 Mark = Callable[[bytes, str], bytes | None]

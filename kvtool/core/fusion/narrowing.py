@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-
-LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Stopped(Exception):

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import LayerKV
 from kvtool.core.model.prompt_cache import BufferLayer
 
 Rotate = Callable[[torch.Tensor, int, int], torch.Tensor]

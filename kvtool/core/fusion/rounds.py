@@ -9,7 +9,7 @@ import torch
 from kvtool.core.common.timeline import Trace
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts, fuse_into
 from kvtool.core.fusion.plan import Candidate, Plan, plan_further
-from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, Profiles, no_profiles
+from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
-
-LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
 class RecordMissing(Exception):

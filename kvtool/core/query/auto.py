@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import known
-from kvtool.core.fusion.controller import Decision, Span, decide
+from kvtool.core.fusion.controller import Decision, decide
+from kvtool.core.fusion.cost import Span
 from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
 from kvtool.core.session.levels import MeasuredLosses, allowed_levels
 
 if TYPE_CHECKING:
@@ -61,7 +63,9 @@ def _choose(session: Session, asked: Asked, options: QueryOptions) -> _Chosen:
     laid_out_at = time.perf_counter()
     speeds = session.speeds.speeds(levels, own)
     measured = time.perf_counter()
-    decision = decide(spans, speeds, options.ratio, before_s=asked.retrieve_ms / 1e3 + laid_out_at - started)
+    lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
+    before_s = asked.retrieve_ms / 1e3 + laid_out_at - started
+    decision = decide(spans, speeds, selector_for(options, WEIGHED), lossless, before_s)
     decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
     asked = laid_out[decision.level] if decision.level is not None else asked
     return _Chosen(decision, asked, (measured - laid_out_at) * 1e3, decide_ms)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.reference import SAME, Reference
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.session.session import Session
-
-REFERENCE = "full"
 
 
 def compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.names import AUTO
+from kvtool.core.fusion.selectors import AUTO
 
 if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
@@ -76,11 +76,13 @@ class Round:
 
 
 def check_defer(options: QueryOptions) -> None:
-    """Refuse a mode that is chosen for a whole prompt, and a first round of nothing. Raises UsageError."""
+    """Refuse what is chosen for a whole prompt, and a first round of nothing. Raises UsageError."""
     if options.defer_first < 1:
         raise UsageError(f"a first round of {options.defer_first} chunks", "--defer-first 1 or more")
     if options.fusion == AUTO:
         raise UsageError("--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt")
+    if options.slo_ms is not None:
+        raise UsageError("--defer and --slo-ms exclude each other", "leave one out: an objective is for a whole prompt")
 
 
 def spans(count: int, first: int) -> Iterator[tuple[int, int]]:

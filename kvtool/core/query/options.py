@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS
-from kvtool.core.fusion.names import FUSIONS
+from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import NetworkOptions, system_option
 from kvtool.core.options.option import option
 from kvtool.core.retrieval.options import embedder_option

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.fusion.names import AUTO
+from kvtool.core.fusion.selectors import AUTO
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused

@@ -17,7 +17,7 @@ from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Threshold, Verdic
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Trace
-    from kvtool.core.fusion.selectors import Selector
+    from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
-from kvtool.core.fusion.controller import Prompt, Span
+from kvtool.core.fusion.cost import PromptRows, Span
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
 from kvtool.core.query.ahead import COMPUTED, Ahead, Prefill
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.options import QueryOptions
 
-STREAMED = ("reuse", "epic", "blend", "infoflow", "union")  # modes that read every chunk
-DEFAULT_MODE = "union"  # of `auto`
 # What computing is counted as, of what was measured. That was at best and alone; the pass after streaming is not alone
 # (what is left of decoding, what just came being let go of), and took 1.1 to 1.6 times as long on two cores.
 _SLOWER = 1.5
@@ -67,7 +66,7 @@ def stream_prompt(
     link: Link,
     asked: Asked,
     options: QueryOptions,
-    mode: str,
+    selector: Selector,
     speeds: Speeds,
     source: KVSource,
     token_bytes: int,
@@ -78,14 +77,14 @@ def stream_prompt(
 
     Parameters
     ----------
-    mode : one of `STREAMED`.
+    selector : of the mode that will answer: only what it reads is fetched.
     speeds : of this machine, with `MEMORY` among the loads: decoding overlaps with fetching, placing does not.
     token_bytes : of one token's decoded KV, all layers.
     since : `perf_counter` of the question's start.
     prefill : computes a chunk that does not come, while others do.
     """
     assert options.slo_ms is not None
-    ladders = _ladders(store, link, asked, options)
+    ladders = _ladders(store, link, asked.plan, options, selector, speeds.layers)
     if not ladders:
         return Streamed(asked.plan, source)
     segments = asked.plan.segments
@@ -93,7 +92,7 @@ def stream_prompt(
         source = HotSource(source, asked.plan.length * token_bytes)
     ahead = Ahead(source, speeds.layers, prefill)
     holes = {number: one for number, one in enumerate(segments[:-1]) if one.status == "miss" and one.ids}
-    computing = Computing(asked.plan, speeds, mode, options)
+    computing = Computing(asked.plan, speeds, selector)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds)
     policy = Adaptive(task, make_estimator(options.stream_predictor), options.stream_margin)
     for number, hole in holes.items():
@@ -126,16 +125,20 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
 # ---- what there is to choose from ----
 
 
-def _ladders(store: Store, link: Link, asked: Asked, options: QueryOptions) -> tuple[Ladder, ...]:
-    """Of the segments that lack something here, by their number in the prompt; the most relevant first.
+def _ladders(
+    store: Store, link: Link, plan: Plan, options: QueryOptions, selector: Selector, layers: int
+) -> tuple[Ladder, ...]:
+    """Of the segments that are read and lack something here, by their number in the prompt; the most relevant first.
 
     The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
     """
-    numbered = [(number, segment) for number, segment in enumerate(asked.plan.segments[:-1]) if segment.cached]
+    read = {segment.start for segment in selector.reads(plan, layers)}
+    numbered = [(number, one) for number, one in enumerate(plan.segments[:-1]) if one.cached and one.start in read]
     numbered.sort(key=lambda one: (one[0] == 0, -one[1].source.relevance))
     found, losses = [], MeasuredLosses(store)
     for number, segment in numbered:
-        rungs = rungs_of(link, segment, _allowed(link, segment, options, losses, prefix=number == 0))
+        exactly = number == 0 or selector.lossless
+        rungs = rungs_of(link, segment, _allowed(link, segment, options, losses, exactly))
         ladder = Ladder.of(number, len(segment.ids), rungs)
         if ladder.rungs and ladder.rungs[-1].parts:  # else the best that is allowed is here
             found.append(ladder)
@@ -143,12 +146,12 @@ def _ladders(store: Store, link: Link, asked: Asked, options: QueryOptions) -> t
 
 
 def _allowed(
-    link: Link, segment: Segment, options: QueryOptions, measured: MeasuredLosses, prefix: bool
+    link: Link, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
 ) -> dict[str, float]:
     """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
     offers, own = link.offers(segment.source.chunk_id), segment.source.level or ""
     losses = measured.of(segment.source.chunk_id, offers or (own,))
-    if offers and options.level == "auto" and not prefix:
+    if offers and options.level == "auto" and not exactly:
         lossy = {level: loss for level, loss in losses.items() if level in offers and loss <= options.max_loss}
         if lossy:
             return lossy
@@ -179,9 +182,8 @@ class Computing:
     is sooner, and loses nothing: then everything is computed.
     """
 
-    def __init__(self, plan: Plan, speeds: Speeds, mode: str, options: QueryOptions) -> None:
-        self._plan, self._mode, self._options = plan, mode, options
-        self._speeds = speeds
+    def __init__(self, plan: Plan, speeds: Speeds, selector: Selector) -> None:
+        self._plan, self._speeds, self._selector = plan, speeds, selector
         self._everything = frozenset(number for number, one in enumerate(plan.segments) if one.cached)
         self._known: dict[frozenset[int], float] = {}
 
@@ -202,11 +204,8 @@ class Computing:
             Span(len(one.ids), "miss" if number in text else one.status, MEMORY if one.cached else None)
             for number, one in enumerate(self._plan.segments)
         ]
-        prompt, options = Prompt(spans, self._speeds), self._options
-        if self._mode in ("union", "infoflow", "blend"):
-            return _SLOWER * prompt.recompute(self._mode, options.ratio)  # type: ignore[arg-type]
-        linked = options.link_tokens * len(self._plan.chunks) if self._mode == "epic" else 0
-        return _SLOWER * prompt.recomputing(linked)
+        prompt = PromptRows(spans, self._speeds)
+        return _SLOWER * prompt.seconds(self._selector.cost(prompt))
 
 
 def _at_levels(plan: Plan, levels: Mapping[int, str | None]) -> Plan:

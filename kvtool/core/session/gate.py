@@ -17,7 +17,10 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, build_plan
-from kvtool.core.fusion.selectors import Blend, Epic, Reuse, Selector
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.blend import Blend
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder

@@ -5,21 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.timeline import Trace, add_span
 from kvtool.core.common.types import Warn, warn_nobody
-from kvtool.core.errors import ModelError, StoreNotFoundError, UsageError
+from kvtool.core.errors import ModelError, StoreNotFoundError
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.hot import HotSource, Warm
-from kvtool.core.fusion.names import AUTO
 from kvtool.core.fusion.plan import Plan, Segment
-from kvtool.core.fusion.selectors import SELECTORS, Selector
+from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.fusion.speeds import MEMORY
 from kvtool.core.model.decoder import Decoder
@@ -37,7 +36,7 @@ from kvtool.core.query.meanwhile import Meanwhile
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, answer_in_rounds
-from kvtool.core.query.streaming import DEFAULT_MODE, STREAMED, Streamed, stream_prompt
+from kvtool.core.query.streaming import Streamed, stream_prompt
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import ProfileShelf
@@ -45,20 +44,6 @@ from kvtool.core.session.speeds import SpeedBook
 from kvtool.core.session.verdicts import gate_store
 
 OnText = Callable[[str], None]
-
-
-def selector_for(options: QueryOptions, mode: str) -> Selector:
-    """The selector of a mode with the options that are its fields.
-
-    Raises
-    ------
-    UsageError : no such mode.
-    """
-    kind = SELECTORS.get(mode)
-    if kind is None:
-        raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(SELECTORS)}")
-    given = {own.name: getattr(options, own.name, None) for own in fields(cast(Any, kind))}
-    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def store_identity(store: Store) -> StoreIdentity:
@@ -215,14 +200,14 @@ class Session:
 
     def _answer(self, asked: Asked, options: QueryOptions, mode: str, on_text: OnText | None) -> Reply:
         if mode == AUTO and self._streams(options):  # what the link will carry nobody knows beforehand
-            mode = DEFAULT_MODE
+            mode = WEIGHED
         if mode == AUTO:
             return answer_auto(self, asked, options, on_text)
         selector = selector_for(options, mode)
         if selector.uses_cache and not options.force:
             self.check_gate()
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
-        streamed = self._stream(asked, options, mode)
+        streamed = self._stream(asked, options, selector)
         started = time.perf_counter()
         outcome = self._fuse(streamed, selector, options)
         fused = outcome.fused
@@ -260,11 +245,11 @@ class Session:
         return reply
 
     def _streams(self, options: QueryOptions) -> bool:
-        return options.slo_ms is not None and self.store.link is not None and not options.defer
+        return options.slo_ms is not None and self.store.link is not None
 
-    def _stream(self, asked: Asked, options: QueryOptions, mode: str) -> Streamed:
+    def _stream(self, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
         """Fetch what the prompt lacks under the objective, where there is one and a shared tier to fetch from."""
-        if not self._streams(options) or mode not in STREAMED:
+        if not self._streams(options) or not selector.reads(asked.plan, len(self.decoder.layers)):
             return Streamed(asked.plan, self._source)
         assert self.store.link is not None
         speeds = self.speeds.speeds((MEMORY,), ())  # measuring the machine, once, is not the question's time
@@ -274,7 +259,16 @@ class Session:
         element = torch.empty((), dtype=self.decoder.dtype).element_size()
         token_bytes = 2 * len(self.decoder.layers) * self.decoder.kv_heads * self.decoder.head_dim * element
         streamed = stream_prompt(
-            self.store, self.store.link, asked, options, mode, speeds, self._source, token_bytes, since, self._meanwhile
+            self.store,
+            self.store.link,
+            asked,
+            options,
+            selector,
+            speeds,
+            self._source,
+            token_bytes,
+            since,
+            self._meanwhile,
         )
         streamed.ms = add_span(self.trace, "stream", started) * 1e3
         return streamed

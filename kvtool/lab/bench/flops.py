@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.plan import Plan
-    from kvtool.core.fusion.selectors import Selector
+    from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
 
 

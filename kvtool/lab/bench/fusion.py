@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import pack_weights
 from kvtool.core.model.shapes import build_shape
@@ -16,7 +17,7 @@ from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
 from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Facts, Sample, warm_up
 from kvtool.lab.bench.prompts import Prompt, stored_prompts
-from kvtool.lab.bench.rows import FULL, About, FusionRow, Measured, Reference, rows_of
+from kvtool.lab.bench.rows import About, FusionRow, Measured, Reference, rows_of
 from kvtool.lab.bench.scratch import Sizes, scratch_store
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def passes(options: FusionOptions) -> int:
 
 
 def _measured(modes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((PLAIN, FULL, *modes)))
+    return tuple(dict.fromkeys((PLAIN, REFERENCE, *modes)))
 
 
 def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: FusionEvents) -> FusionBench:

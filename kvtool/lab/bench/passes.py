@@ -15,9 +15,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.core.session.session import selector_for
 from kvtool.lab.bench.flops import Work, full_work, fused_work
 from kvtool.lab.bench.limits import synchronize
 from kvtool.lab.bench.memory import peak_memory

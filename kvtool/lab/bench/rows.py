@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.lab.bench.flops import Architecture, flops, full_work
 from kvtool.lab.bench.limits import Machine, limit_of
 from kvtool.lab.bench.passes import PLAIN, Facts, Sample
@@ -14,8 +15,6 @@ from kvtool.lab.bench.prompts import Prompt
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-
-FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class Measured:
             chunks=len(self.prompt.chunks),
             question_tokens=len(self.prompt.question),
             transformers_ms=statistics.median(sample.ttft_ms for sample in self.samples[PLAIN]),
-            kvtool_ms=statistics.median(sample.ttft_ms for sample in self.samples[FULL]),
+            kvtool_ms=statistics.median(sample.ttft_ms for sample in self.samples[REFERENCE]),
         )
 
 

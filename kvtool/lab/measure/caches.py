@@ -11,7 +11,7 @@ import torch
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import Selector
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.ranking import hit_rows
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.attention import Rows

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import level_of, lossy
 from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, measure
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.fusion.source import LayerKV, StoreSource
+from kvtool.core.fusion.source import StoreSource
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session

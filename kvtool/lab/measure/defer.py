@@ -10,6 +10,7 @@ from typing import Any
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.query.defer import PROBED, Threshold, confidence, judge
@@ -18,7 +19,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.rounds import probe, steps, text_of
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.core.session.session import Session, selector_for
+from kvtool.core.session.session import Session
 from kvtool.lab.measure.intervals import interval
 from kvtool.lab.measure.journal import Journal
 from kvtool.lab.measure.quality import Work, answer_open, levels_in

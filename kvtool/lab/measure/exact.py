@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Segment, build_plan
-from kvtool.core.fusion.source import KVSource, LayerKV, MemorySource, ReadStats
+from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.session.lead_in import open_lead_in
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.fusion.controller import Prompt, Span
+from kvtool.core.fusion.cost import PromptRows, Span
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import Epic
+from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.fusion.speeds import Speeds
 from kvtool.core.query.defer import spans
 
@@ -64,7 +64,7 @@ def plan_report(
         return value | {"expected_ms": None, "break_even": None}
     expected = expected_ms(plan, speeds, options)
     ingest = sum(1e3 * speeds.passes.seconds(len(one.ids), _seen(lead_in, len(one.ids))) for one in plan.chunks)
-    saved = expected["full"] - expected["union"]
+    saved = expected[REFERENCE] - expected[WEIGHED]
     return value | {
         "expected_ms": expected,
         "break_even": {
@@ -92,18 +92,8 @@ def _tokens(plan: Plan) -> dict[str, int]:
 def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
     """TTFT of every mode, retrieval left out, from the speeds that the controller decides by."""
     spans = [Span(len(one.ids), one.status, one.source.level if one.cached else None) for one in plan.segments]
-    prompt = Prompt(spans, speeds)
-    links = int(Epic(options.link_tokens).rows(plan).sum())
-    seconds = {
-        "full": prompt.full(),
-        "prefix": prompt.prefix(),
-        "reuse": prompt.recomputing(0),
-        "epic": prompt.recomputing(links),
-        "blend": prompt.recompute("blend", options.ratio),
-        "infoflow": prompt.recompute("infoflow", options.ratio),
-        "union": prompt.recompute("union", options.ratio),
-    }
-    return {name: 1e3 * value for name, value in seconds.items()}
+    prompt = PromptRows(spans, speeds)
+    return {mode: 1e3 * prompt.seconds(selector_for(options, mode).cost(prompt)) for mode in MODES}
 
 
 def _seen(before: int, tokens: int) -> int:

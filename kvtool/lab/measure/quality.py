@@ -13,6 +13,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import GateError, KvtoolError
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -23,7 +24,7 @@ from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session
 from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, interval, ratio_interval
 from kvtool.lab.measure.journal import Journal
-from kvtool.lab.measure.runs import REFERENCE, RunSpec, ordered
+from kvtool.lab.measure.runs import RunSpec, ordered
 from kvtool.lab.measure.trial import Row, Trial
 
 Work = list[tuple[int, list[RunSpec]]]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvtool.core.errors import UsageError, did_you_mean
-from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors import REFERENCE, SELECTORS
 from kvtool.core.query.options import QueryOptions
 
-REFERENCE = "full"
 RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
-DEFAULT_RUNS = ("reuse", "epic:16", *(f"{mode}:{ratio}" for mode in ("blend", "infoflow", "union") for ratio in RATIOS))
-
 _HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%"
 
 
@@ -26,7 +23,7 @@ class RunSpec:
     Attributes
     ----------
     name : the same for every way to write the same run; results are kept under it.
-    knob : the option that `amount` sets: `ratio`, `link_tokens`, or "" where the mode has none.
+    knob : the option that `amount` sets, such as `ratio`; "" where the mode has none.
     """
 
     mode: str
@@ -46,7 +43,7 @@ class RunSpec:
 
 
 def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
-    """Runs in the order given, each once; commas separate, too. Nothing given: `DEFAULT_RUNS`.
+    """Runs in the order given, each once; commas separate, too. Nothing given: `default_runs`.
 
     The reference is left out: it always runs.
 
@@ -58,12 +55,12 @@ def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
     words = [word.strip() for text in given for word in text.split(",") if word.strip()]
     if given and not words:
         raise UsageError("--runs names no run", _HINT)
-    found = dict.fromkeys(parse_run(word) for word in (words or DEFAULT_RUNS))
+    found = dict.fromkeys(parse_run(word) for word in (words or default_runs()))
     return [run for run in found if run.mode != REFERENCE]
 
 
 def parse_run(text: str) -> RunSpec:
-    """One run: `mode`, or `mode:amount`. The amount is a ratio (0 … 1, or in percent) or a number of link tokens.
+    """One run: `mode`, or `mode:amount`. The amount is a ratio (0 … 1, or in percent) or a number of tokens.
 
     Raises
     ------
@@ -75,12 +72,21 @@ def parse_run(text: str) -> RunSpec:
             f"run {text!r}: there is no fusion mode {mode!r}",
             did_you_mean(mode, SELECTORS) or f"known: {', '.join(SELECTORS)}; {_HINT}",
         )
-    knob = _knob(mode)
+    knob = SELECTORS[mode].knob
     if not colon:
         return RunSpec(mode, knob, getattr(QueryOptions(), knob) if knob else None)
     if not knob:
         raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {mode}")
-    return RunSpec(mode, knob, _ratio(text, amount) if knob == "ratio" else _tokens(text, amount))
+    return RunSpec(mode, knob, _ratio(text, amount) if _is_share(knob) else _tokens(text, amount))
+
+
+def default_runs() -> Iterator[str]:
+    """Every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
+    for mode, kind in SELECTORS.items():
+        if kind.knob and _is_share(kind.knob):
+            yield from (f"{mode}:{ratio}" for ratio in RATIOS)
+        elif not kind.lossless:
+            yield parse_run(mode).name
 
 
 def ordered(names: Iterable[str]) -> list[str]:
@@ -94,10 +100,9 @@ def ordered(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-def _knob(mode: str) -> str:
-    """Which parameter of a selector says how much it recomputes; read off the selector, so a new one is known."""
-    names = [own.name for own in fields(cast(Any, SELECTORS[mode]))]
-    return next((knob for knob in ("ratio", "link_tokens") if knob in names), "")
+def _is_share(knob: str) -> bool:
+    """Whether an amount is a share of the context; else it is a number of tokens."""
+    return isinstance(getattr(QueryOptions(), knob), float)
 
 
 def _ratio(text: str, amount: str) -> float:
@@ -111,7 +116,7 @@ def _ratio(text: str, amount: str) -> float:
 
 def _tokens(text: str, amount: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", amount):
-        raise UsageError(f"run {text!r}: {amount!r} is no number of link tokens", "a whole number, such as epic:16")
+        raise UsageError(f"run {text!r}: {amount!r} is no number of tokens", "a whole number, such as epic:16")
     return int(amount)
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import Epic, Reuse, Union
+from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.ranking import share_of
+from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache

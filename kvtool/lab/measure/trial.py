@@ -10,13 +10,13 @@ from typing import Any
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.session.session import selector_for
-from kvtool.lab.measure.runs import REFERENCE, RunSpec
+from kvtool.lab.measure.runs import RunSpec
 
 Row = dict[str, Any]
 

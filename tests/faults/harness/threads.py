@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import kvtool
-from kvtool.core.fusion.names import FUSIONS
+from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.query.reply import Reply
 from tests.faults.harness.subject import QUESTIONS
 

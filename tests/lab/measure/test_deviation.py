@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors import Reuse
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.lab.measure.caches import Chosen, Subject
 from kvtool.lab.measure.deviation import (
     CHOICES,

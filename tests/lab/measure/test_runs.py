@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.session.session import selector_for
-from kvtool.lab.measure.runs import DEFAULT_RUNS, ordered, parse_run, parse_runs
+from kvtool.lab.measure.runs import default_runs, ordered, parse_run, parse_runs
 
 
 def names(*texts: str) -> list[str]:
@@ -16,8 +15,9 @@ def names(*texts: str) -> list[str]:
 
 
 def test_nothing_given_is_the_default() -> None:
-    assert names() == list(DEFAULT_RUNS)
-    assert len(DEFAULT_RUNS) == 2 + 3 * 6
+    assert names() == list(default_runs())
+    assert names()[:3] == ["reuse", "epic:16", "blend:0.02"]
+    assert len(names()) == 2 + 3 * 6
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from transformers import DynamicCache
 
 from kvtool.core.evaluate.reference import Reference, forced_logits, kl
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.session.session import selector_for
 from kvtool.lab.measure.runs import RunSpec, parse_run
 from kvtool.lab.measure.trial import Trial
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, tokens

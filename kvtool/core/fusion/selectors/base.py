@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import torch
 
-from kvtool.core.fusion.plan import Plan
+from kvtool.core.codec.base import LayerKV
+from kvtool.core.fusion.plan import Plan, Segment
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.cost import Cost, PromptRows
 
 Pooling = Literal["rows", "last", "both"]  # see fusion/question.py
-LayerKV = tuple[torch.Tensor, torch.Tensor]
 
 
 class Selector(ABC):
     """A fusion mode. Question and holes are always computed; a selector names the cached rows computed besides.
 
     Subclasses are frozen dataclasses whose fields are the mode's parameters.
+
+    Attributes
+    ----------
+    uses_cache : False: the whole prompt is computed, whatever is stored.
+    lossless : the logits are those of full prefill, by construction.
+    knob : the field that says how much is recomputed, such as `ratio`; "" where there is none.
+    reason : why a row is recomputed.
     """
 
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
-    reason: ClassVar[str] = ""  # why a row is recomputed
+    lossless: ClassVar[bool] = False
+    knob: ClassVar[str] = ""
+    reason: ClassVar[str] = ""
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        """What it reads and computes for a prompt, as far as that can be told beforehand."""
+        raise NotImplementedError(f"{self.name} does not say what it costs")
+
+    @property
+    def amount(self) -> float:
+        """How much is recomputed, by the field that `knob` names."""
+        return float(getattr(self, self.knob))
+
+    def with_amount(self, amount: float) -> Self:
+        """The same mode, recomputing so much."""
+        return cast(Self, replace(cast(Any, self), **{self.knob: amount}))
 
     @property
     def pooling(self) -> Pooling:
-        """Of the question's attention, where it is asked for."""
+        """How the rows of the question's attention become one, where it is asked for."""
         return "rows"
 
     def asked(self, plan: Plan, layers: int) -> range:
@@ -38,6 +64,15 @@ class Selector(ABC):
         `attention` : float32 `[plan.length]`, how much the question looks at each position; None: it was not asked.
         """
         return torch.zeros(plan.length, dtype=torch.bool)
+
+    def reads(self, plan: Plan, layers: int) -> list[Segment]:
+        """Segments whose records are read: of which a row is reused, or looked at before it is computed anew."""
+        if not self.uses_cache:
+            return []
+        if self.asked(plan, layers) or self.narrowing(plan, layers):
+            return plan.cached
+        rows = self.rows(plan)
+        return [segment for segment in plan.cached if not rows[segment.start : segment.stop].all()]
 
     def reasons(self, plan: Plan, recomputed: torch.Tensor) -> dict[str, torch.Tensor]:
         """Why each of the recomputed rows (bool `[plan.length]`) was chosen; every row has one reason."""

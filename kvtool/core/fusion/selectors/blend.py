@@ -7,8 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvtool.core.codec.base import LayerKV
+from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import LayerKV, Selector
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.ranking import context_tokens, hit_rows, share_of, squared_error
 
 Metric = Literal["v_sse", "k_sse", "kv_sse", "k_l1"]
@@ -30,6 +32,7 @@ class Blend(Selector):
     """
 
     name: ClassVar[str] = "blend"
+    knob: ClassVar[str] = "ratio"
     reason: ClassVar[str] = "deviation"
     ratio: float = 0.15
     check_layer: int = 1
@@ -40,8 +43,18 @@ class Blend(Selector):
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         return hit_rows(plan) if self.ratio > 0 else plan.mask()
 
+    def cost(self, prompt: PromptRows) -> Cost:
+        narrowed = self._narrowed(prompt.context, prompt.layers)
+        entering, total = prompt.hits if narrowed else 0, 0
+        for layer in range(prompt.layers):
+            total += entering
+            entering = min(narrowed.get(layer, entering), prompt.hits)
+        return Cost(beside=total / prompt.layers)
+
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
-        context = context_tokens(plan)
+        return self._narrowed(context_tokens(plan), layers)
+
+    def _narrowed(self, context: int, layers: int) -> dict[int, int]:
         if self.ratio == 0 or not context:
             return {}
         check = min(self.check_layer, layers - 1)

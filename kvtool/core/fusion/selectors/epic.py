@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 
@@ -22,9 +23,13 @@ class Epic(Selector):
     """
 
     name: ClassVar[str] = "epic"
+    knob: ClassVar[str] = "link_tokens"
     reason: ClassVar[str] = "link token"
     link_tokens: int = 16
     link: Link = "initial"
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return Cost(beside=sum(min(self.link_tokens, tokens) for tokens in prompt.hit_chunks))
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.zeros(plan.length, dtype=torch.bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtool.core.fusion.cost import CACHED, Cost, PromptRows
 from kvtool.core.fusion.selectors.base import Selector
 
 
@@ -15,3 +16,7 @@ class Full(Selector):
     name: ClassVar[str] = "full"
     reason: ClassVar[str] = "full recompute"
     uses_cache: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return Cost(reads=(), computes=CACHED)

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import torch
 
+from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling, Selector
-from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
+from kvtool.core.fusion.selectors.ranking import asking_cost, context_tokens, highest, hit_rows, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,14 @@ class Infoflow(Selector):
     """
 
     name: ClassVar[str] = "infoflow"
+    knob: ClassVar[str] = "ratio"
     reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
     from_depth: float = 0.5
     pooling: Pooling = "rows"
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return asking_cost(prompt, self.ratio)
 
     def asked(self, plan: Plan, layers: int) -> range:
         wanted = 0 < self.ratio < 1 and bool(hit_rows(plan).any())

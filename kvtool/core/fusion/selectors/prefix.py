@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 
@@ -16,7 +17,11 @@ class Prefix(Selector):
     """Lossless: equal to full recompute by construction."""
 
     name: ClassVar[str] = "prefix"
+    lossless: ClassVar[bool] = True
     reason: ClassVar[str] = "behind the exact prefix"
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return Cost(reads=("leading",), computes=("exact", "hit"))
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = plan.mask("hit", "exact")

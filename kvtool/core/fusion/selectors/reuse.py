@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.selectors.base import Selector
 
 
@@ -13,3 +14,6 @@ class Reuse(Selector):
     """Recompute nothing but the question."""
 
     name: ClassVar[str] = "reuse"
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return Cost()

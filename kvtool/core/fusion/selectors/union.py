@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import torch
 
+from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling, Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.infoflow import Infoflow
-from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
+from kvtool.core.fusion.selectors.ranking import asking_cost, context_tokens, highest, hit_rows, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,16 @@ class Union(Selector):
     """
 
     name: ClassVar[str] = "union"
+    knob: ClassVar[str] = "ratio"
     reason: ClassVar[str] = "question attention"
     ratio: float = 0.15
     from_depth: float = 0.5
     pooling: Pooling = "both"
     weighting: float = 1.0
     union_links: int = 0
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return asking_cost(prompt, self.ratio)
 
     def asked(self, plan: Plan, layers: int) -> range:
         return Infoflow(self.ratio, self.from_depth).asked(plan, layers)

@@ -1,0 +1,126 @@
+"""What a mode reads and computes for a prompt, and how long that takes at measured speeds. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtool.core.fusion.speeds import Load, Speeds
+
+# A cached segment is exact or a hit (fusion/plan.py); `leading` are the exact ones with nothing else before them.
+Kind = Literal["leading", "exact", "hit"]
+CACHED: tuple[Kind, ...] = ("leading", "exact", "hit")
+_COMPUTED = ("fresh", "hole")  # what every mode computes: the question, and what is not stored
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A segment of the prompt.
+
+    Attributes
+    ----------
+    status : see fusion/plan.py.
+    level : at which it is read; None: it is not stored.
+    held : it is in memory already, so that nothing is to be read.
+    """
+
+    tokens: int
+    status: str
+    level: str | None = None
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a mode reads, and what it computes beside the question and the holes.
+
+    Attributes
+    ----------
+    reads : cached segments of these kinds are loaded.
+    computes : cached segments of these kinds are computed whole, by the pass that runs beside loading.
+    beside : rows of hits that this pass computes of the others, the mean over the layers.
+    behind : rows of hits that a pass of their own computes, behind the question's, which has to see all that is loaded.
+    """
+
+    reads: tuple[Kind, ...] = CACHED
+    computes: tuple[Kind, ...] = ()
+    beside: float = 0.0
+    behind: int = 0
+
+
+class PromptRows:
+    """The rows of a laid-out prompt, counted by what is known of them.
+
+    Parameters
+    ----------
+    spans : in prompt order, the prompt's beginning first, the question last.
+    speeds : what was measured. A level that could not be is one whose records cannot be read: these are holes.
+
+    Attributes
+    ----------
+    length : tokens of the prompt.
+    context : cached tokens of chunks, which a ratio is a share of.
+    hit_chunks : tokens of each cached chunk whose rows are not what full prefill gives.
+    holes : a segment that should be stored is not.
+    layers : of the model.
+    """
+
+    def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._rows: dict[str, int] = {}
+        self._keys: dict[str, int] = {}
+        self._stored: dict[str, dict[str, int]] = {}  # tokens by kind, by level
+        self.layers = speeds.layers
+        self.context = 0
+        self.hit_chunks: list[int] = []
+        self.holes = any(span.status == "miss" and span.tokens for span in spans)
+        start, leading = 0, True
+        for number, span in enumerate(spans):
+            cached = span.status in ("hit", "exact") and span.level in speeds.loads
+            status = span.status if cached or span.status == "fresh" else "hole"
+            leading = leading and status == "exact"
+            kind = "leading" if leading else status
+            self._rows[kind] = self._rows.get(kind, 0) + span.tokens
+            self._keys[kind] = self._keys.get(kind, 0) + _keys_seen(start, span.tokens)
+            if cached and span.level is not None:
+                levels = self._stored.setdefault(kind, {})
+                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else span.tokens)
+                self.context += span.tokens if number else 0
+            if number and status == "hit":
+                self.hit_chunks.append(span.tokens)
+            start += span.tokens
+        self.length = start
+
+    @property
+    def hits(self) -> int:
+        """Cached tokens that are not what full prefill gives: those worth recomputing."""
+        return self._rows.get("hit", 0)
+
+    def load(self, *kinds: str) -> Load:
+        """What reading the cached segments of these kinds takes."""
+        tokens: dict[str, int] = {}
+        for kind in kinds:
+            for level, count in self._stored.get(kind, {}).items():
+                tokens[level] = tokens.get(level, 0) + count
+        return self._speeds.load(tokens)
+
+    def seconds(self, cost: Cost) -> float:
+        """Expected seconds from the laid-out prompt to the first token.
+
+        The question's pass skips the LM head and sums its attention up instead: it is taken as dear as any other.
+        """
+        first = self._pass((*_COMPUTED, *cost.computes), min(cost.beside, self.hits))
+        seconds = self._speeds.beside(self.load(*cost.reads), first)
+        return seconds + self._pass(("fresh",), min(cost.behind, self.hits)) if cost.behind else seconds
+
+    def _pass(self, kinds: Sequence[str], hits: float = 0.0) -> float:
+        """Seconds of a pass over all rows of these kinds, and so many of the hits."""
+        rows, keys = (sum(counts.get(kind, 0) for kind in kinds) for counts in (self._rows, self._keys))
+        share = hits / self.hits if hits else 0.0
+        return self._speeds.passes.seconds(rows + hits, keys + share * self._keys.get("hit", 0))
+
+
+def _keys_seen(start: int, tokens: int) -> int:
+    """Keys that the rows start … start + tokens - 1 see."""
+    return tokens * start + tokens * (tokens + 1) // 2
