@@ -100,10 +100,10 @@ def test_measured_for_real(path: Path) -> None:
     row = ask(path).json
     controller = row["controller"]
     assert row["fusion"] == controller["fusion"] in ("full", "prefix", "union")
-    assert set(controller) == {"fusion", "ratio", "level", "expected_ms", "level_ms", "reasons"}
+    assert set(controller) == {"fusion", "ratio", "level", "expected_ms", "level_ms", "notes"}
     assert set(controller["expected_ms"]) == {"full", "prefix", "union"}
     assert all(ms > 0 for ms in controller["expected_ms"].values())
-    assert controller["reasons"]
+    assert controller["notes"]
     assert row["timing_ms"]["profile"] > 0
     assert row["timing_ms"]["ttft"] >= row["timing_ms"]["decide"] > 0
     (machine,) = json.loads(kept(path).read_text())["machines"].values()
@@ -136,7 +136,7 @@ def test_full_where_computing_is_fast(path: Path, watch: Stopwatch) -> None:
 
 def test_reasons_are_for_those_who_ask(path: Path, watch: Stopwatch) -> None:
     quiet, loud = ask(path), ask(path, "-v")
-    reason = loud.json["controller"]["reasons"][-1]
+    reason = loud.json["controller"]["notes"][-1]
     assert reason in loud.err
     assert reason not in quiet.err
     assert kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, "-q").fine().err == ""

@@ -115,7 +115,7 @@ def test_words_say_what_was_loaded(store: Path) -> None:
     assert "chunk(s) were not loaded" in done.err
 
 
-@pytest.mark.parametrize("more", [("--fusion", "auto"), ("--compare", "reuse")])
+@pytest.mark.parametrize("more", [("--fusion", "auto"), ("--compare", "reuse"), ("--slo-ms", "500")])
 def test_what_needs_the_whole_prompt_is_refused(store: Path, more: tuple[str, str]) -> None:
     done = kvtool("query", QUESTION, "--store", store, "--defer", *more)
     done.failed(2, "--defer", more[1] if more[0] == "--fusion" else more[0])
