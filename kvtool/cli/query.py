@@ -27,7 +27,7 @@ from kvtool.core.query.options import ANSWER, CHUNKS, QueryOptions
 from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.common.timeline import Trace
+    from kvtool.core.common.timeline import Timeline
     from kvtool.core.query.reply import Reply, ReplyChunk, Request
     from kvtool.core.session.session import Session
 
@@ -91,8 +91,8 @@ def query(
     if flags.timeline is not None:
         _check_writable(flags.timeline)
     _check_defer(options, flags.compare)
-    with open_any_store(run) as store, _traced(flags.timeline) as trace:
-        session = _session(run, store, trace)
+    with open_any_store(run) as store, _timed(flags.timeline) as timeline:
+        session = _session(run, store, timeline)
         if flags.batch is not None:
             if modes is None:  # modes that are compared each load for themselves
                 session.keep_hot(flags.hot_memory)
@@ -121,21 +121,21 @@ def _check_writable(profile: Path) -> None:
 
 
 @contextmanager
-def _traced(profile: Path | None) -> Iterator[Trace | None]:
+def _timed(profile: Path | None) -> Iterator[Timeline | None]:
     """What runs inside is timed into a file, also where it fails."""
     if profile is None:
         yield None
         return
-    from kvtool.core.common.timeline import Trace, add_span, process_started
+    from kvtool.core.common.timeline import Timeline, add_span, process_started
 
-    trace = Trace()
+    timeline = Timeline()
     if (began := process_started()) is not None:
-        add_span(trace, "start of the process", began)
+        add_span(timeline, "start of the process", began)
     try:
-        yield trace
+        yield timeline
     finally:
         try:
-            trace.write(profile)
+            timeline.write(profile)
         except OSError as error:
             raise KvtoolError(f"the timeline {str(profile)!r} cannot be written: {error.strerror}") from error
 
@@ -183,17 +183,17 @@ def _from_stdin() -> str:
         raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
 
 
-def _session(run: Run, store: Any, trace: Trace | None) -> Session:
+def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
     from kvtool.core.common.timeline import add_span
 
     started = time.perf_counter()
     importlib.import_module("kvtool.core.session.session")  # torch and transformers come with it
-    add_span(trace, "import", started)
+    add_span(timeline, "import", started)
     started = time.perf_counter()
     session = open_session(run, store)
     session.speeds.say = run.out.status
-    add_span(trace, "load model", started)
-    session.trace = trace
+    add_span(timeline, "load model", started)
+    session.timeline = timeline
     loaded = session.decoder.loaded
     run.out.detail(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}, loaded in {loaded.load_ms:.0f} ms")
     return session

@@ -14,8 +14,8 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Trace:
-    """Spans as they end, from any thread. Opened by chrome://tracing or ui.perfetto.dev.
+class Timeline:
+    """Collects spans as they end, from any thread; chrome://tracing and ui.perfetto.dev show them.
 
     On a GPU a span is the time in which work was handed over, not the time in which the GPU did it.
     """
@@ -24,7 +24,7 @@ class Trace:
     _threads: dict[int, str] = field(default_factory=dict)
 
     def add(self, name: str, started: float, ended: float, **facts: Any) -> None:
-        """A span of this thread; times are `time.perf_counter()` seconds."""
+        """Add a span of this thread; times are `time.perf_counter()` seconds."""
         thread = threading.get_ident()
         self._threads.setdefault(thread, threading.current_thread().name)
         span = {"name": name, "ph": "X", "ts": started * 1e6, "dur": (ended - started) * 1e6, "tid": thread}
@@ -32,7 +32,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, **facts: Any) -> Iterator[None]:
-        """What runs inside, as one span."""
+        """Add what runs inside as one span."""
         started = time.perf_counter()
         try:
             yield
@@ -60,9 +60,9 @@ def process_started() -> float | None:
         return None
 
 
-def add_span(trace: Trace | None, name: str, started: float, **facts: Any) -> float:
-    """Add a span that ends now, where a trace is wanted; returns the seconds it took."""
+def add_span(timeline: Timeline | None, name: str, started: float, **facts: Any) -> float:
+    """Add a span that ends now, where a timeline is wanted; returns the seconds it took."""
     ended = time.perf_counter()
-    if trace is not None:
-        trace.add(name, started, ended, **facts)
+    if timeline is not None:
+        timeline.add(name, started, ended, **facts)
     return ended - started

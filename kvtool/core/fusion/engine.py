@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.narrowing import Narrowing
 from kvtool.core.fusion.plan import Plan
@@ -77,7 +77,7 @@ def fuse(
     selector: Selector,
     source: KVSource,
     reserve: int = 0,
-    trace: Trace | None = None,
+    timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
     """Fuse the cached segments of a plan and compute the rest.
@@ -88,13 +88,13 @@ def fuse(
     Parameters
     ----------
     reserve : room for tokens that will be generated.
-    trace : where the pass's timeline goes.
+    timeline : collects what ran when.
     patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
     """
     while True:
         cache = decoder.new_cache(plan.length + reserve)
         try:
-            return fuse_into(cache, decoder, plan, selector, source, trace, patience)
+            return fuse_into(cache, decoder, plan, selector, source, timeline, patience)
         except RecordMissing as missing:
             plan = plan.without_all(missing.unusable, missing.stored)
 
@@ -105,7 +105,7 @@ def fuse_into(
     plan: Plan,
     selector: Selector,
     source: KVSource,
-    trace: Trace | None = None,
+    timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
     """One pass of `fuse` over a given cache, in which the rows of standing segments are in place.
@@ -123,15 +123,15 @@ def fuse_into(
     ids = plan.ids
     with ExitStack() as stack:
         needed = selector.reads(plan, len(decoder.layers))
-        loader = stack.enter_context(Loader(decoder, needed, cache, source, trace, patience=patience))
+        loader = stack.enter_context(Loader(decoder, needed, cache, source, timeline, patience=patience))
         if asked:
             attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
             wanted = selector.rows(plan, attention) & cached
-            asking = add_span(trace, "question attention", started) - loader.waited_s
+            asking = add_span(timeline, "question attention", started) - loader.waited_s
         # The question's own pass has computed the holes already, over the cache as it is reused.
         done = plan.mask("miss") if asked else plan.mask()
         rows = Rows.of(((wanted | plan.mask("miss", "fresh")) & ~done).nonzero()[:, 0], decoder.device)
-        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, trace)
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, timeline)
         cache.before_update = narrowing.on_update
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())

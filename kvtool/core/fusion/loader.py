@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.placing import CudaPlacing, HostPlacing, Placing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
@@ -41,14 +41,14 @@ class Loader:
         segments: Sequence[Segment],
         cache: PromptCache,
         source: KVSource,
-        trace: Trace | None = None,
+        timeline: Timeline | None = None,
         workers: int | None = None,
         patience: float | None = None,
     ) -> None:
         self.waited_s = 0.0
         self._decoder, self._cache, self._source = decoder, cache, source
         self._segments = sorted(segments, key=lambda segment: -segment.source.relevance)
-        self._trace, self._patience = trace, patience
+        self._timeline, self._patience = timeline, patience
         self._ready = [threading.Event() for _ in decoder.layers]
         self._placed: dict[int, tuple[Placing, int]] = {}
         self._error: BaseException | None = None
@@ -100,7 +100,7 @@ class Loader:
             started = time.perf_counter()
             while not self._ready[layer].wait(self._patience):
                 self._give_up_slow()
-            self.waited_s += add_span(self._trace, "wait", started, layer=layer)
+            self.waited_s += add_span(self._timeline, "wait", started, layer=layer)
         if self._error is not None:
             raise self._error
         if layer in self._placed:
@@ -141,7 +141,7 @@ class Loader:
         started = time.perf_counter()
         with worker.placing.at_work():
             layers = self._source.read(self._segments, layer, worker.stats)
-        add_span(self._trace, "read and decode", started, layer=layer)
+        add_span(self._timeline, "read and decode", started, layer=layer)
         if self._stop:
             return
         started = time.perf_counter()
@@ -151,7 +151,7 @@ class Loader:
 
         buffer = self._cache.buffers[layer]
         self._placed[layer] = worker.placing, worker.placing.place(self._segments, layers, buffer, rotate)
-        add_span(self._trace, "upload and rotate", started, layer=layer)
+        add_span(self._timeline, "upload and rotate", started, layer=layer)
 
 
 class _Worker:

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
@@ -62,7 +62,7 @@ class Narrowing:
         loader: Loader,
         rows: Rows,
         cached: torch.Tensor,
-        trace: Trace | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.targets = selector.narrowing(plan, len(decoder.layers))
         self.rows = rows
@@ -70,7 +70,7 @@ class Narrowing:
         self.select_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
         self._cached = cached.to(decoder.device)
-        self._trace = trace
+        self._timeline = timeline
         self._since = time.perf_counter()
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
@@ -86,7 +86,7 @@ class Narrowing:
         self._note_span("compute to logits", self.computed[-1])
 
     def _note_span(self, name: str, rows: int) -> None:
-        add_span(self._trace, name, self._since, rows=rows)
+        add_span(self._timeline, name, self._since, rows=rows)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Narrowing:
         self._kept = indices if self._kept is None else self._kept[indices]
         self.rows = Rows.of(self.rows.positions[indices].cpu(), self._decoder.device)
         self._cache.rows = self.rows
-        self.select_s += add_span(self._trace, "select", started, layer=layer)
+        self.select_s += add_span(self._timeline, "select", started, layer=layer)
         return indices
 
     def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtool.core.common.timeline import Trace
+from kvtool.core.common.timeline import Timeline
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts, fuse_into
 from kvtool.core.fusion.plan import Candidate, Plan, plan_further
 from kvtool.core.fusion.selectors.base import Selector
@@ -21,7 +21,7 @@ def fuse_further(
     chunks: Sequence[Candidate],
     selector: Selector,
     source: KVSource,
-    trace: Trace | None = None,
+    timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
     """Fuse `chunks` into the prompt cache of `before`, behind its own, and compute the question anew behind them.
@@ -42,7 +42,7 @@ def fuse_further(
     plan, cache = plan_further(before.plan, chunks), before.cache
     while True:
         try:
-            return fuse_into(cache, decoder, plan, selector, source, trace, patience)
+            return fuse_into(cache, decoder, plan, selector, source, timeline, patience)
         except RecordMissing as missing:
             plan = plan.without_all(missing.unusable, missing.stored)
             if missing.stored:  # the thread that reads it still may write into these buffers

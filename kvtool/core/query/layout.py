@@ -12,7 +12,7 @@ from typing import Any
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
-from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.common.types import Ids, Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
@@ -69,14 +69,14 @@ class Layout:
         """The store's own beginning and answer header."""
         return PromptParts(self._identity.prefix, self._identity.answer_header)
 
-    def lay_out(self, request: Request, options: QueryOptions, trace: Trace | None = None) -> Asked:
+    def lay_out(self, request: Request, options: QueryOptions, timeline: Timeline | None = None) -> Asked:
         """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet."""
         started = time.perf_counter()
         with self._store.view():
             self._losses = MeasuredLosses(self._store)
             hits, plan = self._laid_out(request, options)
             revision = self._store.revision()
-        return Asked(request, hits, plan, add_span(trace, "retrieve", started) * 1e3, revision)
+        return Asked(request, hits, plan, add_span(timeline, "retrieve", started) * 1e3, revision)
 
     def _laid_out(self, request: Request, options: QueryOptions) -> tuple[list[Hit], Plan]:
         how = How(options.retriever, options.embedder, options.only, options.offline)

@@ -16,7 +16,7 @@ from kvtool.core.model.generate import Beginning, begin
 from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Threshold, Verdict, confidence, judge, spans
 
 if TYPE_CHECKING:
-    from kvtool.core.common.timeline import Trace
+    from kvtool.core.common.timeline import Timeline
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
@@ -59,7 +59,7 @@ def steps(
     selector: Selector,
     source: KVSource,
     options: QueryOptions,
-    trace: Trace | None = None,
+    timeline: Timeline | None = None,
 ) -> Iterator[Step]:
     """Fuse a prompt round by round; each is fused when it is asked for.
 
@@ -75,11 +75,11 @@ def steps(
         if fused is None:
             first = build_plan(prefix.source, wanted, question.ids)
             room = plan.length - first.length + options.max_tokens
-            now = fused = fuse(decoder, first, selector, source, room, trace, options.load_timeout)
+            now = fused = fuse(decoder, first, selector, source, room, timeline, options.load_timeout)
         else:
-            now = fuse_further(decoder, fused, wanted, selector, source, trace, options.load_timeout)
+            now = fuse_further(decoder, fused, wanted, selector, source, timeline, options.load_timeout)
             fused = joined(fused, now)
-        took = add_span(trace, f"fuse: {selector.name}, chunks {start + 1} to {stop}", began)
+        took = add_span(timeline, f"fuse: {selector.name}, chunks {start + 1} to {stop}", began)
         yield Step(fused, now, stop == len(chunks), took * 1e3)
 
 
@@ -90,17 +90,17 @@ def answer_in_rounds(
     source: KVSource,
     options: QueryOptions,
     threshold: Threshold,
-    trace: Trace | None = None,
+    timeline: Timeline | None = None,
 ) -> Outcome:
     """Load until the answer's greedy beginning is sure, or nothing is left to load."""
     rounds: list[Round] = []
-    for step in steps(decoder, plan, selector, source, options, trace):
+    for step in steps(decoder, plan, selector, source, options, timeline):
         began, begun, sure, verdict = time.perf_counter(), None, None, ALL_LOADED
         if not step.last:
             begun = probe(decoder, step.fused, options.max_tokens)
             sure = confidence(begun.log_p)
             verdict = judge(sure, text_of(decoder, begun), threshold)
-        took = step.milliseconds + add_span(trace, "is it sure?", began) * 1e3
+        took = step.milliseconds + add_span(timeline, "is it sure?", began) * 1e3
         rounds.append(_round(step, verdict, sure, took))
         if verdict.enough:
             return Outcome(step.fused, begun, rounds)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.timeline import Trace, add_span
+from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError, StoreNotFoundError
 from kvtool.core.evaluate.scoring import score
@@ -71,7 +71,7 @@ class Session:
 
     Attributes
     ----------
-    trace : where the timeline of what it does goes; None: nowhere.
+    timeline : collects what ran when; None: nobody wants to know.
     speeds : how fast this machine computes and loads; its `say` is told before that is measured.
     lock : held by the thread whose question is answered; take it around other uses of the model.
     """
@@ -79,7 +79,7 @@ class Session:
     def __init__(
         self, store: Store, decoder: Decoder, identity: StoreIdentity, warn: Warn, lock_wait: float = 0
     ) -> None:
-        self.trace: Trace | None = None
+        self.timeline: Timeline | None = None
         self.lock = threading.RLock()
         self.store, self.decoder, self.identity = store, decoder, identity
         self._warn = warn
@@ -162,7 +162,7 @@ class Session:
             check_defer(options)
         with self.lock, self.store.view():
             self._follow()
-            asked = self._layout.lay_out(request, options, self.trace)
+            asked = self._layout.lay_out(request, options, self.timeline)
         self.decoder.check_length(
             asked.plan.length + options.max_tokens, "lower --top-k or --max-tokens, or name fewer --documents"
         )
@@ -212,12 +212,12 @@ class Session:
         outcome = self._fuse(streamed, selector, options)
         fused = outcome.fused
         first, *more = _shown(outcome, sampling)
-        ttft = asked.retrieve_ms + streamed.ms + add_span(self.trace, f"fuse: {mode}", started) * 1e3
+        ttft = asked.retrieve_ms + streamed.ms + add_span(self.timeline, f"fuse: {mode}", started) * 1e3
         chunks = self._chunks(asked.hits[: len(fused.plan.chunks)], fused.plan)
         self.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         started = time.perf_counter()
         said = generate(self.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
-        add_span(self.trace, "generate", started, tokens=len(said.ids))
+        add_span(self.timeline, "generate", started, tokens=len(said.ids))
         if selector.uses_cache:
             self._after(fused, streamed.holes)
         reply = Reply(
@@ -270,7 +270,7 @@ class Session:
             since,
             self._meanwhile,
         )
-        streamed.ms = add_span(self.trace, "stream", started) * 1e3
+        streamed.ms = add_span(self.timeline, "stream", started) * 1e3
         return streamed
 
     def _fuse(self, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
@@ -278,8 +278,8 @@ class Session:
         decoder, plan, source = self.decoder, streamed.plan, streamed.source
         if options.defer:
             threshold = threshold_for(self.store, self.identity.fingerprint, selector.name, options.defer_threshold)
-            return answer_in_rounds(decoder, plan, selector, source, options, threshold, self.trace)
-        fused = fuse(decoder, plan, selector, source, options.max_tokens, self.trace, options.load_timeout)
+            return answer_in_rounds(decoder, plan, selector, source, options, threshold, self.timeline)
+        fused = fuse(decoder, plan, selector, source, options.max_tokens, self.timeline, options.load_timeout)
         return Outcome(fused, None, [])
 
     def check_gate(self) -> None:
