@@ -40,6 +40,6 @@ class Watch:
             self._progress.__exit__(*(error or (None, None, None)))
             self._progress = None
 
-    def _advance(self, count: int) -> None:
+    def _advance(self, count: float) -> None:
         if self._progress is not None:
             self._bar.advance(count)

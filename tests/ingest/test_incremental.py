@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.ingest import job
+from kvtool.core.ingest import stream
 from tests.cli.working import (
     CHUNKS,
     PREFIX,
@@ -217,14 +217,14 @@ def test_a_file_that_fails_stops_no_other(fresh: Any, tmp_path: Path, monkeypatc
     from kvtool.core.errors import KvtoolError
 
     folder = write_corpus(tmp_path / "in", 3)
-    real = job.prepare
+    real = stream.prepare
 
     def refuse(file: Any, *rest: Any) -> Any:
         if file.found.path.name == "mill1.md":
             raise KvtoolError("too odd to cut", "simplify it")
         return real(file, *rest)
 
-    monkeypatch.setattr(job, "prepare", refuse)
+    monkeypatch.setattr(stream, "prepare", refuse)
     fresh(folder, "--fail-fast").failed(1, "mill1.md: too odd")
     done = fresh(folder).fine(3).json
     assert done["documents"]["added"] == 2

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvtool as package
-from kvtool.core.ingest import job
+from kvtool.core.ingest import stream
 from tests.cli.working import kvtool, write_corpus
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_breaks_off_says_so_last(
     def breaking(*args: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(job, "survey", breaking)
+    monkeypatch.setattr(stream, "survey", breaking)
     done = fresh(folder, "--log", log)
     last = events(log)[-1]
     assert (last["type"], last["error"]["exit_code"]) == ("error", done.code)

@@ -20,14 +20,14 @@ class Events:
     Attributes
     ----------
     step : (label, total, unit): a part of the job begins, of so many units; the part before it is over.
-    advance : (count): so many more units of this part are done.
+    advance : (count): so many more units of this part are done, whole or not.
     status : (text): what is done now, for who asked to see more.
     warn : (text, hint): something that the user should know.
     failed, skipped : (path, reason): a file that could not be read, or was passed over.
     """
 
     step: Callable[[str, int, str], None] = _nothing
-    advance: Callable[[int], None] = _nothing
+    advance: Callable[[float], None] = _nothing
     status: Callable[[str], None] = _nothing
     warn: Warn = warn_nobody
     failed: Callable[[str, str], None] = _nothing

@@ -1,24 +1,22 @@
-"""Prefill what is missing in batches, and hand it to the store."""
+"""A stream of prepared files: what they lack is prefilled in batches, and each is committed as soon as it is whole."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.progress import Events
-from kvtool.core.ingest.commit import count_file
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.making import LeadIns, PrefilledChunk, encode, prefill
 from kvtool.core.records.wanted import WantedChunk
-from kvtool.core.session.identity import StoreIdentity
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 QUEUED = 4  # batches and commits that may wait to be written: bounds the memory they hold
@@ -29,50 +27,78 @@ def batch_tokens(device: str) -> int:
     return BATCH_TOKENS.get(device.split(":")[0], BATCH_TOKENS["cpu"])
 
 
+@dataclass(frozen=True, slots=True)
+class Kitchen:
+    """What records are made with."""
+
+    decoder: Decoder
+    lead_ins: LeadIns
+    level: str
+    profile: Profile | None = None
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse a chunk that the model cannot hold behind the lead-in."""
+        check_length(self.decoder, len(self.lead_ins.own), tokens)
+
+
+def check_length(decoder: Decoder, lead_in: int, tokens: int) -> None:
+    """Refuse a chunk that the model cannot hold behind a lead-in of so many tokens. Raises UsageError."""
+    decoder.check_length(lead_in + tokens, "use a shorter --lead-in or fewer --chunk-tokens")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A file, by its place in the order of files, and how many chunks it still waits for."""
+
+    number: int
+    file: PreparedFile
+    chunks: int
+
+
 class ChunkStorer:
-    """Computes chunks and writes them, in order.
+    """Takes files one by one; holds those whose chunks wait for a batch to be full.
 
     Beside a GPU's compute one thread writes. On the CPU writes take turns with the compute: a thread that holds one of
     the cores lets all others wait for their share of every matrix product, four times its own work (measured, 2 cores).
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        identity: StoreIdentity,
-        writer: Writer,
-        level: str,
-        report: IngestReport,
-        events: Events,
-        lead_ins: LeadIns,
-        profile: Profile | None = None,
-    ) -> None:
-        self._decoder, self._identity, self._writer = decoder, identity, writer
-        self._level = level
-        self._profile = profile
-        self._report, self._events = report, events
-        self._lead_ins = lead_ins
-        self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
+    def __init__(self, writer: Writer, account: Account, kitchen: Kitchen) -> None:
+        self._writer, self._account, self.kitchen = writer, account, kitchen
+        self._batch: list[WantedChunk] = []
+        self._batch_tokens = 0
+        self._batch_bytes = 0.0  # of the files that the batch is cut from
+        self._most_tokens = batch_tokens(kitchen.decoder.device)
+        self._waiting: dict[bytes, list[_Waiting]] = {}
+        self._taken = 0
+        self._pool = None if kitchen.decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
-        self._batch_tokens = batch_tokens(decoder.device)
 
-    def store_prefix(self) -> None:
+    def store_prefix(self, prefix: WantedChunk) -> None:
         """Compute and keep the prompt's own beginning, which is exact in every prompt."""
-        made = prefill(self._decoder, LeadIns.nothing(self._decoder), [self._identity.wanted_prefix])
-        self._write(made, level_of(self._level).of_prefix)
-        self.finish()
+        decoder = self.kitchen.decoder
+        made = prefill(decoder, LeadIns.nothing(decoder), [prefix])
+        self._write(made, level_of(self.kitchen.level).of_prefix)
+        self._settle(0)
 
-    def store(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
-        """Compute the missing chunks and commit each file as soon as all of its chunks are there."""
-        waiting = _Waiting(files, missing)
-        self._commit(waiting.complete)
-        for batch in _batches(files, missing, self._batch_tokens):
-            self._write(self._prefill(batch), self._level)
-            self._commit(waiting.stored(batch))
-        self.finish()
+    def take(self, file: PreparedFile, missing: Sequence[WantedChunk]) -> None:
+        """Take in a file with those of its chunks that are new; they are computed as soon as they fill a batch."""
+        self._taken += 1
+        self._waiting.update((chunk.chunk_id, []) for chunk in missing)
+        lists = [self._waiting[key] for key in {chunk.chunk_id for chunk in file.chunks} & self._waiting.keys()]
+        waiting = _Waiting(self._taken, file, len(lists))
+        for files in lists:
+            files.append(waiting)
+        if not lists:
+            self._commit([waiting])
+        share = file.entry.size / max(1, sum(len(chunk.ids) for chunk in missing))
+        for chunk in missing:
+            self._queue(chunk, share * len(chunk.ids))
+        if not missing:
+            self._account.advance(file.entry.size)
 
     def finish(self) -> None:
-        """Wait until everything handed over is written; raise what went wrong there."""
+        """Compute what is left of a batch and wait until all is written; raise what went wrong there."""
+        self._compute()
         self._settle(0)
 
     def close(self) -> None:
@@ -80,29 +106,51 @@ class ChunkStorer:
         if self._pool is not None:
             self._pool.shutdown(wait=True)
 
+    def _queue(self, chunk: WantedChunk, size: float) -> None:
+        """A batch holds at most so many tokens, or one longer chunk."""
+        length = len(chunk.before) + len(chunk.ids)
+        self.kitchen.check_length(length)
+        if self._batch_tokens + length > self._most_tokens:
+            self._compute()
+        self._batch.append(chunk)
+        self._batch_tokens += length
+        self._batch_bytes += size
+
+    def _compute(self) -> None:
+        if not self._batch:
+            return
+        batch, size = self._batch, self._batch_bytes
+        self._batch, self._batch_tokens, self._batch_bytes = [], 0, 0.0
+        self._write(self._prefill(batch), self.kitchen.level)
+        self._account.advance(size)
+        whole = []
+        for waiting in (waiting for chunk in batch for waiting in self._waiting.pop(chunk.chunk_id)):
+            waiting.chunks -= 1
+            if not waiting.chunks:
+                whole.append(waiting)
+        self._commit(sorted(whole, key=lambda waiting: waiting.number))
+
     def _prefill(self, batch: Sequence[WantedChunk]) -> list[PrefilledChunk]:
-        started = time.perf_counter()
-        made = prefill(self._decoder, self._lead_ins, batch)
-        tokens = sum(len(chunk.ids) for chunk in batch)
-        self._report.prefill_seconds += time.perf_counter() - started
-        self._report.tokens += tokens
-        self._report.chunks.computed += len(batch)
-        self._events.advance(tokens)
+        started, report = time.perf_counter(), self._account.report
+        made = prefill(self.kitchen.decoder, self.kitchen.lead_ins, batch)
+        report.prefill_seconds += time.perf_counter() - started
+        report.tokens += sum(len(chunk.ids) for chunk in batch)
+        report.chunks.computed += len(batch)
         return made
 
     def _write(self, batch: Sequence[PrefilledChunk], level: str) -> None:
         def work() -> None:
             for made in batch:
-                records = encode(made, level, self._profile)
-                self._report.kv_bytes += sum(map(len, records.layers))
+                records = encode(made, level, self.kitchen.profile)
+                self._account.report.kv_bytes += sum(map(len, records.layers))
                 self._writer.put_chunk(records.chunk_id, records.info, level, records.layers)
 
         self._submit(work)
 
-    def _commit(self, files: Sequence[PreparedFile]) -> None:
-        for file in files:
+    def _commit(self, whole: Sequence[_Waiting]) -> None:
+        for file in (waiting.file for waiting in whole):
             self._submit(partial(self._writer.commit_file, file.entry, file.documents))
-            count_file(file, self._report)
+            self._account.count_file(file)
 
     def _submit(self, work: Callable[[], None]) -> None:
         if self._pool is None:
@@ -121,55 +169,3 @@ class ChunkStorer:
                     future.cancel()
                 self._pending.clear()
                 raise
-
-
-class _Waiting:
-    """Files by the chunks they still wait for.
-
-    Attributes
-    ----------
-    complete : files that wait for nothing from the start.
-    """
-
-    def __init__(self, files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk]) -> None:
-        self._files: dict[bytes, list[int]] = {}
-        self._left: dict[int, int] = {}
-        self._order = files
-        self.complete: list[PreparedFile] = []
-        for index, file in enumerate(files):
-            needed = {chunk.chunk_id for chunk in file.chunks if chunk.chunk_id in missing}
-            self._left[index] = len(needed)
-            for chunk_id in needed:
-                self._files.setdefault(chunk_id, []).append(index)
-            if not needed:
-                self.complete.append(file)
-
-    def stored(self, batch: Sequence[WantedChunk]) -> list[PreparedFile]:
-        """Files that are complete now that these chunks are stored, in order."""
-        done = []
-        for index in (index for chunk in batch for index in self._files.pop(chunk.chunk_id, [])):
-            self._left[index] -= 1
-            if not self._left[index]:
-                done.append(index)
-        return [self._order[index] for index in sorted(done)]
-
-
-def _batches(
-    files: Sequence[PreparedFile], missing: dict[bytes, WantedChunk], tokens: int
-) -> Iterator[list[WantedChunk]]:
-    """The missing chunks once each, in document order; a batch holds at most `tokens` tokens, or one longer chunk."""
-    batch: list[WantedChunk] = []
-    seen: set[bytes] = set()
-    size = 0
-    for chunk in (chunk for file in files for chunk in file.chunks):
-        if chunk.chunk_id not in missing or chunk.chunk_id in seen:
-            continue
-        seen.add(chunk.chunk_id)
-        length = len(chunk.ids) + len(chunk.before)
-        if batch and size + length > tokens:
-            yield batch
-            batch, size = [], 0
-        batch.append(chunk)
-        size += length
-    if batch:
-        yield batch

@@ -14,9 +14,12 @@ import torch
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import RAW
 from kvtool.core.common.progress import Events
-from kvtool.core.ingest.compute import ChunkStorer, batch_tokens
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.account import Account
+from kvtool.core.ingest.compute import ChunkStorer, Kitchen, batch_tokens
+from kvtool.core.ingest.novelties import Novelties
+from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.wanted import WantedChunk
@@ -71,7 +74,7 @@ def bench_ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[Prep
     wanted = list({chunk.chunk_id: chunk for file in files for chunk in file.chunks}.values())
     tokens = sum(len(chunk.ids) for chunk in wanted)
     rounds = [
-        (_seconds(lambda: _plain(decoder, wanted)), _seconds(lambda: _ingest(decoder, identity, files, wanted)))
+        (_seconds(lambda: _plain(decoder, wanted)), _seconds(lambda: _ingest(decoder, identity, files)))
         for _ in range(repeat + 1)
     ][1:]
     return IngestBench(
@@ -119,17 +122,17 @@ def _of_similar_length(wanted: Sequence[WantedChunk], tokens: int) -> Iterator[l
         yield batch
 
 
-def _ingest(
-    decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedFile], wanted: Sequence[WantedChunk]
-) -> None:
+def _ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedFile]) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="kvtool-bench-") as folder,
         Store.create_or_open(Path(folder) / "store") as store,
         store.writer() as writer,
     ):
-        lead_ins = open_lead_ins(store, decoder, identity)
-        storer = ChunkStorer(decoder, identity, writer, "raw", IngestReport(), Events(), lead_ins)
+        kitchen = Kitchen(decoder, open_lead_ins(store, decoder, identity), RAW)
+        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), kitchen), Novelties(store)
         try:
-            storer.store(files, {chunk.chunk_id: chunk for chunk in wanted})
+            for file in files:
+                storer.take(file, novelties.of(file))
+            storer.finish()
         finally:
             storer.close()

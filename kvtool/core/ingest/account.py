@@ -1,0 +1,69 @@
+"""What an ingest counts, and tells whoever watches."""
+
+from __future__ import annotations
+
+from kvtool.core.cache.entries import FileEntry
+from kvtool.core.common.progress import Events
+from kvtool.core.corpus.walk import Failure, Skipped, places
+from kvtool.core.errors import KvtoolError
+from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.prepare import PreparedFile
+
+
+class Account:
+    """The report of a run as it grows, and the events that go with it."""
+
+    def __init__(self, options: IngestOptions, events: Events) -> None:
+        self.report = IngestReport(dry_run=options.dry_run)
+        self.events = events
+        self._fail_fast = not options.continue_on_error
+        self._named = {str(place) for path in options.paths for place in places(path)}
+
+    def warn(self, text: str, hint: str = "") -> None:
+        """Tell of something that the user should know."""
+        self.report.warnings.append(text)
+        self.events.warn(text, hint)
+
+    def skip(self, skipped: Skipped) -> None:
+        """Count a file that is passed over; one that was asked for by name is worth a warning."""
+        self.report.skipped[skipped.kind.value] += 1
+        if skipped.path in self._named:
+            self.warn(f"skipped {skipped.path}: {skipped.reason}")
+        else:
+            self.events.skipped(skipped.path, skipped.reason)
+
+    def fail(self, failure: Failure) -> None:
+        """Count a file that failed, and go on with the others.
+
+        Raises
+        ------
+        KvtoolError : the first failure is to end the run.
+        """
+        if self._fail_fast:
+            raise KvtoolError(
+                f"{failure.path}: {failure.error}", "without --fail-fast the other files are ingested all the same"
+            )
+        self.report.documents.failed += 1
+        self.report.failures.append({"path": failure.path, "error": failure.error})
+        self.events.failed(failure.path, failure.error)
+
+    def begin(self, size: int) -> None:
+        """The files that are looked at have so many bytes."""
+        self.events.step("ingest", max(1, size // 1000), "kB")
+
+    def advance(self, size: float) -> None:
+        """So many bytes of the files are done."""
+        self.events.advance(size / 1000)
+
+    def unchanged(self, entry: FileEntry) -> None:
+        """Count a file that the store has just so."""
+        self.report.documents.unchanged += len(entry.documents)
+        self.advance(entry.size)
+
+    def count_file(self, file: PreparedFile) -> None:
+        """Count a file's documents as added or changed."""
+        if file.is_new:
+            self.report.documents.added += len(file.documents)
+        else:
+            self.report.documents.changed += len(file.documents)

@@ -1,0 +1,100 @@
+"""What a store is made with: as it was made, with what the options of this run change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache.store import Store
+from kvtool.core.corpus.split import SplitSettings
+from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
+from kvtool.core.model.files import ModelFiles, resolve
+from kvtool.core.model.fingerprint import model_fingerprint
+from kvtool.core.model.options import DEFAULT_MODEL
+from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model
+from kvtool.core.session.lead_in import LEARNED, learned_lead_in
+
+
+class Choices:
+    """The model, the prompt's fixed parts, the lead-in and the way documents are cut.
+
+    Attributes
+    ----------
+    known : the store's identity before this run; None where there is no store yet.
+    """
+
+    def __init__(self, store: Store | None, options: IngestOptions) -> None:
+        self._store, self._options = store, options
+        self.known = StoreIdentity.from_manifest(store.manifest()) if store is not None else None
+
+    @cached_property
+    def files(self) -> ModelFiles:
+        """The model's files."""
+        ref = self._options.model or (self.known.model if self.known else DEFAULT_MODEL)
+        return resolve(ref, offline=self._options.offline)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer; loaded only where something has to be cut."""
+        from kvtool.core.model.load import load_tokenizer
+
+        return load_tokenizer(self.files)
+
+    @cached_property
+    def identity(self) -> StoreIdentity:
+        """The store's own identity with what the options change; made anew for a new store.
+
+        Raises
+        ------
+        ModelError : the store was built with another model.
+        """
+        split = self._options.splitting or (self.known.split if self.known else SplitSettings())
+        if self.known is None:
+            return self._new_identity(split)
+        check_same_model(self.files, self.known, self._options.dtype)
+        if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not self._reads_lead_in():
+            return replace(self.known, split=split)
+        return self._new_identity(split)
+
+    def _reads_lead_in(self) -> bool:
+        """Whether the lead-in was asked for as a file, which may hold another text by now, or as what was learned."""
+        asked = self._options.lead_in
+        return asked is not None and (asked == LEARNED or is_lead_in_file(asked))
+
+    def _lead_in(self) -> tuple[str, str]:
+        """The lead-in's mode, and the instruction."""
+        known = self.known
+        mode = self._options.lead_in or (known.lead_in.mode if known else "warm")
+        if is_lead_in_file(mode):
+            mode = str(Path(mode).expanduser().absolute())
+        system = self._options.system if self._options.system is not None else (known.system if known else "")
+        return mode, system
+
+    def _new_identity(self, split: SplitSettings) -> StoreIdentity:
+        from kvtool.core.model.lead_in import lead_in_ids
+        from kvtool.core.model.load import resolve_device, resolve_dtype, supported_config
+        from kvtool.core.model.prompt import DEFAULT_SYSTEM, PromptParts, prompt_parts
+
+        if self.known is None:  # refused before a store is made for it
+            supported_config(self.files)
+        mode, system = self._lead_in()
+        dtype = self.known.dtype if self.known else ""
+        dtype = dtype or resolve_dtype(self._options.dtype, resolve_device(self._options.device), self.files)
+        if self.known and system == self.known.system:  # a template that tells the date says another one today
+            parts = PromptParts(self.known.prefix, self.known.answer_header)
+        else:
+            parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
+        fingerprint, ids = model_fingerprint(self.files, dtype), lead_in_ids(mode, self.tokenizer, parts)
+        learned = mode == LEARNED
+        return StoreIdentity(
+            model=self.files.ref,
+            fingerprint=fingerprint,
+            dtype=dtype,
+            prefix=parts.prefix,
+            answer_header=parts.answer_header,
+            lead_in=learned_lead_in(self._store, fingerprint, ids) if learned else LeadInIds(mode, ids),
+            split=split,
+            system=system,
+        )

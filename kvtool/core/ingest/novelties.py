@@ -1,0 +1,29 @@
+"""Which chunks of a run are new; needs no torch."""
+
+from __future__ import annotations
+
+from kvtool.core.cache.store import Store
+from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.records.wanted import WantedChunk
+
+
+class Novelties:
+    """Tells which chunks neither the store nor an earlier file of this run has.
+
+    Attributes
+    ----------
+    reused : how many different chunks were stored already.
+    """
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._seen: set[bytes] = set()
+        self.reused = 0
+
+    def of(self, file: PreparedFile) -> list[WantedChunk]:
+        """The chunks of a file that are new, once each, in order."""
+        first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}
+        self._seen.update(first)
+        new = [chunk for key, chunk in first.items() if self._store is None or not self._store.has_chunk(key)]
+        self.reused += len(first) - len(new)
+        return new

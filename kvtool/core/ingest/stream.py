@@ -1,0 +1,148 @@
+"""The files of an ingest, one after another: looked at, and cut where they changed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.corpus.walk import Failure, Skipped, Walked, find_files, places
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest.account import Account
+from kvtool.core.ingest.choices import Choices
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.prepare import PreparedFile, prepare
+from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey
+
+
+class Stream:
+    """Reads and cuts files as they are asked for, and keeps none of them.
+
+    Attributes
+    ----------
+    store : where files are compared; a store that is made only now may be set before the first file is asked for.
+    """
+
+    def __init__(self, store: Store | None, options: IngestOptions, choices: Choices, account: Account) -> None:
+        self.store = store
+        self._options, self._choices, self._account = options, choices, account
+        self._outcomes = self._surveyed()
+
+    @cached_property
+    def walked(self) -> Walked:
+        """What lies below the paths. They are looked at first: a model may have to be downloaded for the rest."""
+        options = self._options
+        leave_out = [options.log] if options.log is not None else []
+        return find_files(
+            options.paths,
+            options.include,
+            options.exclude,
+            self._remembers,
+            leave_out,
+        )
+
+    def _remembers(self, path: Path) -> bool:
+        """Whether a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`
+        other paths are there to go on with.
+
+        Raises
+        ------
+        UsageError : it has, and nobody said that they are to be forgotten.
+        """
+        roots, sync = set(places(path)), self._options.sync
+        count = sum(len(entry.documents) for entry in self.store.files() if is_below(entry, roots)) if self.store else 0
+        if count and not sync:
+            raise UsageError(
+                f"{path} is not there any more; the store holds {count} document(s) of it",
+                f"--sync forgets them, and so does `kvtool store forget {shlex.quote(str(path))}`",
+            )
+        return count > 0 or (sync and any(other.exists() for other in self._options.paths))
+
+    @cached_property
+    def gone(self) -> list[FileEntry]:
+        """Files of the store that `--sync` forgets."""
+        if not self._options.sync or self.store is None:
+            return []
+        return list(gone(self._options.paths, self.store, {str(file.path) for file in self.walked.files}))
+
+    def begin(self) -> None:
+        """Read up to the first file that can be taken.
+
+        Raises
+        ------
+        UsageError : a path does not exist, or nothing at all can be taken or forgotten.
+        """
+        first = next(self._outcomes, None)
+        self._outcomes = chain([first] if first is not None else [], self._outcomes)
+
+    def __iter__(self) -> Iterator[PreparedFile]:
+        """The changed files, cut. All others are counted and told."""
+        self._tell_paths()
+        if not self._options.dry_run:
+            self._account.begin(sum(file.size for file in self.walked.files))
+        for outcome in self._outcomes:
+            if isinstance(outcome, Failure):
+                self._account.fail(outcome)
+            elif isinstance(outcome, Skipped):
+                self._account.skip(outcome)
+            elif isinstance(outcome, UnchangedFile):
+                self._account.unchanged(outcome.known)
+            elif (file := self._prepared(outcome)) is not None:
+                yield file
+
+    def _surveyed(self) -> Iterator[Outcome]:
+        """What came of each file. Nothing is told of those that cannot be taken until one can."""
+        walked, settings = self.walked, self._choices.identity.settings_digest()
+        bad: list[Outcome] = [*walked.skipped, *walked.failures]
+        nothing = not self.gone
+        for file in walked.files:
+            outcome = survey(file, self.store, settings)
+            if nothing and isinstance(outcome, Failure | Skipped):
+                bad.append(outcome)
+                continue
+            nothing = False
+            yield from bad
+            bad = []
+            yield outcome
+        if nothing and not (self._options.sync and self.store is not None):
+            raise _nothing(walked, bad)
+        yield from bad
+
+    def _prepared(self, changed: ChangedFile) -> PreparedFile | None:
+        """A changed file cut into chunks. Whatever one file does, it fails alone."""
+        identity, tokenizer = (
+            self._choices.identity,
+            self._choices.tokenizer,
+        )  # if these are wrong, it is no file's fault
+        path, file = str(changed.found.path), None
+        try:
+            file = prepare(changed, identity, tokenizer)
+        except Exception as error:
+            self._account.fail(Failure(path, reason_of(error)))
+        for note in changed.notes:
+            self._account.warn(f"{path}: {note}")
+        return file
+
+    def _tell_paths(self) -> None:
+        """Tell of given paths that are gone, and of folders that are bare."""
+        would = "would be" if self._options.dry_run else "is"
+        for path in self.walked.missing:
+            self._account.warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
+        for path in self.walked.bare:
+            self._account.warn(f"{path}: no readable file in this folder")
+
+
+def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
+    """What is said where nothing could be taken at all."""
+    reasons = [f"{failure.path}: {failure.error}" for failure in bad if isinstance(failure, Failure)]
+    reasons += [f"{skipped.path}: {skipped.reason}" for skipped in bad if isinstance(skipped, Skipped)]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    reasons += [f"{path}: no readable file in this folder" for path in walked.bare]
+    return UsageError(
+        f"nothing to ingest: {reasons[0]}{more}",
+        "name a folder with text, Markdown, HTML, code or JSON-lines files, or name the files themselves",
+    )
