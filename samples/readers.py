@@ -243,19 +243,21 @@ def compare(rows: list[dict[str, Any]], copies: Path) -> Iterator[str]:
 
 def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) -> Iterator[str]:
     """The same for one idle copy; the model of the first session serves all."""
+    from kvtool.core.query.answer import answer
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
-    from kvtool.core.session.session import Session, store_identity
+    from kvtool.core.session.identity import store_identity
+    from kvtool.core.session.session import Session
 
     expected: dict[tuple[str, str], dict[str, Any]] = {}
     with Store.open(copy) as store:
         if not sessions:
             sessions.append(Session.open(store, offline=True))
-        session = Session(store, sessions[0].decoder, store_identity(store), lambda text, hint: None)
+        session = Session(store, store_identity(store), decoder=sessions[0].decoder)
         for row in rows:
             question, mode = asked = tuple(row["asked"])
             if asked not in expected:
-                expected[asked] = facts(session.ask(Request(question), QueryOptions(fusion=mode, **ASKED)))
+                expected[asked] = facts(answer(session, Request(question), QueryOptions(fusion=mode, **ASKED)))
             found = {name: row[name] for name in expected[asked]}
             if found != expected[asked] or row["told"]:
                 yield f"{copy.name}, {asked}: {found} {row['told']}, idle: {expected[asked]}"

@@ -127,7 +127,7 @@ def _subject(run: Run, shape: str | None, context: int, chunk_tokens: int, speed
 def _measured(run: Run, store: Any) -> PassSpeed | None:
     """How fast this machine computes the store's model, if that was measured once."""
     from kvtool.core.model.load import resolve_device
-    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.identity import store_identity
     from kvtool.core.session.speeds import recalled
 
     identity = store_identity(store)

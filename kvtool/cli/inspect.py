@@ -122,9 +122,9 @@ def _report(what: str) -> Report:
 
 
 def _glance(run: Run, store: Any, about: Subject) -> None:
+    from kvtool.core.session.gate import stored_verdict
+    from kvtool.core.session.identity import store_identity
     from kvtool.core.session.levels import MeasuredLosses
-    from kvtool.core.session.session import store_identity
-    from kvtool.core.session.verdicts import stored_verdict
     from kvtool.lab.measure.beginning import beginning_of
 
     identity = store_identity(store)
@@ -192,8 +192,8 @@ def _glance_page(run: Run, about: Subject, value: dict[str, Any]) -> None:
 
 
 def _gate(run: Run, store: Any, about: Subject) -> int | None:
-    from kvtool.core.session.session import store_identity
-    from kvtool.core.session.verdicts import stored_verdict
+    from kvtool.core.session.gate import stored_verdict
+    from kvtool.core.session.identity import store_identity
 
     identity = store_identity(store)
     verdict = stored_verdict(store, identity.fingerprint)

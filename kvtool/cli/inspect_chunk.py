@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvtool.cli.inspect_subject import Subject, tokenizer_of
+from kvtool.cli.inspect_subject import Subject
 from kvtool.cli.options import Run
+from kvtool.cli.sessions import unloaded_session
 from kvtool.core.errors import UsageError
 
 
@@ -27,7 +28,7 @@ def _page(run: Run, store: Any, about: Subject, value: dict[str, Any]) -> None:
     from kvtool.lab.charts.page import Section, Shaded, Table
     from kvtool.lab.measure.chunk import pieces
 
-    info, (tokenizer, _) = store.chunk_info(bytes.fromhex(value["id"])), tokenizer_of(run, store)
+    info, tokenizer = store.chunk_info(bytes.fromhex(value["id"])), unloaded_session(run, store).tokenizer
     weights = value["sensitivity"] or [0.0] * value["tokens"]
     scale = sorted(weights)[int(0.98 * (len(weights) - 1))] or 1.0
     shaded = [(text, weight / scale) for text, weight in pieces(info.token_ids, weights, tokenizer)]

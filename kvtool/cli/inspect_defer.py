@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def calibrate(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
-    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.identity import store_identity
     from kvtool.lab.charts.defer import defer_sections
     from kvtool.lab.measure.defer import defer_facts, defer_overview, evaluate_rounds
     from kvtool.lab.measure.journal import Journal

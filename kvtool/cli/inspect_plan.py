@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvtool.cli.inspect_subject import Subject, options_of, tokenizer_of
+from kvtool.cli.inspect_subject import Subject, options_of
 from kvtool.cli.options import Run
+from kvtool.cli.sessions import unloaded_session
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -17,22 +18,19 @@ def plan(run: Run, store: Any, about: Subject) -> None:
     if about.batch is not None:
         raise UsageError("inspect plan takes one question", 'kvtool inspect plan "Who founded the observatory?"')
     (request,) = about.requests("plan")
-    from kvtool.core.model.load import resolve_device, supported_config
-    from kvtool.core.query.layout import Layout
-    from kvtool.core.session.session import store_identity
+    from kvtool.core.model.load import resolve_device
+    from kvtool.core.query.layout import lay_out
     from kvtool.core.session.speeds import recalled
     from kvtool.lab.measure.plan import plan_report
 
-    identity = store_identity(store)
     options = replace(options_of(run), defer=about.defer or run.get(QueryOptions).defer)
-    tokenizer, files = tokenizer_of(run, store)
-    layers = supported_config(files).num_hidden_layers
-    layout = Layout(store, identity, tokenizer, layers, run.out.warning)
-    asked = layout.lay_out(request, options)
+    session = unloaded_session(run, store)
+    identity, layers = session.identity, session.layers
+    asked = lay_out(session, request, options)
     device = resolve_device(run.get(ModelOptions).device)
     speeds = recalled(store, identity.fingerprint, device, identity.dtype, layers)
     value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
-    value |= plan_report(store, layout, asked, options, len(identity.lead_in.ids), speeds)
+    value |= plan_report(session, asked, options, speeds)
     if about.wanted:
         _page(run, about, value)
     run.out.result(value, human=lambda: _show(run, value))

@@ -35,7 +35,7 @@ class Wanted:
 
 def quality(run: Run, store: Store, wanted: Wanted) -> int | None:
     """Measure what is not in the `--resume` file yet; then sum up all that is."""
-    from kvtool.core.session.session import store_identity
+    from kvtool.core.session.identity import store_identity
     from kvtool.lab.charts.quality import quality_sections
     from kvtool.lab.measure.journal import Journal
     from kvtool.lab.measure.quality import evaluate, evaluation_facts, overview

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.sessions import open_session
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.cache.store import Store
     from kvtool.core.fusion.source import KVSource
-    from kvtool.core.model.files import ModelFiles
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
@@ -123,19 +121,6 @@ def options_of(run: Run) -> QueryOptions:
     return QueryOptions(**retrieval_of(run), **{name: getattr(given, name) for name in names})
 
 
-def tokenizer_of(run: Run, store: Store) -> tuple[Any, ModelFiles]:
-    """The tokenizer and the files of the store's model, without loading it. Raises ModelError for another model's."""
-    from kvtool.core.model.files import resolve
-    from kvtool.core.model.load import load_tokenizer
-    from kvtool.core.session.identity import check_same_model
-    from kvtool.core.session.session import store_identity
-
-    wanted, identity = run.get(ModelOptions), store_identity(store)
-    files = resolve(wanted.model or identity.model, offline=wanted.offline)
-    check_same_model(files, identity, wanted.dtype)
-    return load_tokenizer(files), files
-
-
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """The model loaded, and the questions' prompts.
@@ -167,6 +152,7 @@ class Prompts:
 def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
     """The questions' prompts, for a report on fusion: chunks are read exactly, so that no codec's loss is counted as
     reuse's; or at the level that is asked for."""
+    from kvtool.core.query.layout import lay_out
     from kvtool.lab.measure.exact import exactly
 
     options = replace(options_of(run), max_tokens=1)  # a report generates nothing: the prompt may fill the context
@@ -174,7 +160,7 @@ def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
     if level == EXACTLY:
         options = replace(options, max_loss=0.0)  # nothing lossy where anything exact is stored
     session = open_session(run, store)
-    prompts, source = [session.lay_out(request, options) for request in requests], session.source
+    prompts, source = [lay_out(session, request, options) for request in requests], session.source
     if level == EXACTLY:
         prompts, source = exactly(session, prompts)
     identity = session.identity

@@ -187,11 +187,11 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
     from kvtool.core.common.timeline import add_span
 
     started = time.perf_counter()
-    importlib.import_module("kvtool.core.session.session")  # torch and transformers come with it
+    importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
     add_span(timeline, "import", started)
     started = time.perf_counter()
     session = open_session(run, store)
-    session.speeds.say = run.out.status
+    session.say = run.out.status
     add_span(timeline, "load model", started)
     session.timeline = timeline
     loaded = session.decoder.loaded
@@ -203,7 +203,9 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
 
 
 def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
-    reply = session.ask(request, options, on_text=lambda piece: run.out.print(piece, end=""))
+    from kvtool.core.query.answer import answer
+
+    reply = answer(session, request, options, on_text=lambda piece: run.out.print(piece, end=""))
     run.out.result(reply.to_json(), human=run.out.end_line if reply.answer else run.out.print)
     _show_decision(run, reply)
     _show_rounds(run, reply)

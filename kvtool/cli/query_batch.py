@@ -65,7 +65,9 @@ class Batch:
 
     def _ask(self, request: Request) -> list[Reply]:
         if self._modes is None:
-            return [self._session.ask(request, self._options)]
+            from kvtool.core.query.answer import answer
+
+            return [answer(self._session, request, self._options)]
         from kvtool.core.query.compare import compare
 
         return compare(self._session, request, self._options, self._modes)

@@ -23,15 +23,20 @@ def open_any_store(run: Run) -> Store:
 
 
 def open_session(run: Run, store: Store) -> Session:
-    """Load the model; what the session warns of is told to the user. Raises ModelError."""
+    """A session of the store with its model loaded. Raises ModelError."""
+    session = unloaded_session(run, store)
+    _ = session.decoder
+    return session
+
+
+def unloaded_session(run: Run, store: Store) -> Session:
+    """A session that loads the model when it is needed, if it is; what it warns of is told to the user."""
+    from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
 
-    wanted = run.get(ModelOptions)
-    return Session.open(
+    return Session(
         store,
-        model=wanted.model,
-        device=wanted.device,
-        dtype=wanted.dtype,
-        offline=wanted.offline,
+        store_identity(store),
+        run.get(ModelOptions),
         warn=run.out.warning,
     )

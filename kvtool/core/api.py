@@ -24,6 +24,7 @@ from kvtool.core.errors import KvtoolWarning, UsageError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.remote.pull import pull
@@ -128,8 +129,10 @@ class Cache:
         **options: Any,
     ) -> Reply:
         """Answer a question; `options` are the fields of `QueryOptions`. The model stays loaded until `close`."""
+        from kvtool.core.query.answer import answer
+
         request = Request(question, tuple(chunks), tuple(documents))
-        return self._opened().ask(request, replace(QueryOptions(), **options))
+        return answer(self._opened(), request, replace(QueryOptions(), **options))
 
     @_alone
     def push(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
@@ -220,7 +223,7 @@ class Cache:
         if self._session is None:
             store = open_store(self.path, warn=self._warn)
             try:
-                self._session = Session.open(store, **self._model, warn=self._warn)
+                self._session = Session.open(store, ModelOptions(**self._model), warn=self._warn)
             except BaseException:
                 store.close()
                 raise

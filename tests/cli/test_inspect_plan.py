@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
-from kvtool.core.session import session, speeds
+from kvtool.core.model import load
+from kvtool.core.session import speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads
 from tests.families import save_tiny
 
@@ -40,7 +41,7 @@ def no_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*args: object, **more: object) -> Any:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(session, "load_model", refuse)
+    monkeypatch.setattr(load, "load_model", refuse)
 
 
 def test_what_a_query_would_find(store: Path) -> None:

@@ -21,8 +21,8 @@ from kvtool.core.compress.compress_report import CompressOptions, CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.reading import read_chunk
+from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
-from kvtool.core.session.session import store_identity
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
 
 __all__ = ["LAYERS", "damages"]

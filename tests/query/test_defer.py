@@ -15,13 +15,16 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query import calibration
+from kvtool.core.query.answer import answer
 from kvtool.core.query.calibration import keep_threshold, threshold_for
 from kvtool.core.query.compare import compare
 from kvtool.core.query.defer import DEFAULT_THRESHOLD, Threshold, confidence, judge, spans
+from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
-from kvtool.core.session.session import Session, store_identity
+from kvtool.core.session.identity import store_identity
+from kvtool.core.session.session import Session
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
 
 NEVER, AT_ONCE = ("--defer-threshold", "2"), ("--defer-threshold", "0")
@@ -147,21 +150,21 @@ def test_only_the_answer_is_streamed(session: Session, temperature: float) -> No
     options = QueryOptions(fusion="reuse", max_tokens=12, temperature=temperature, seed=5)
     pieces: list[str] = []
 
-    def answer(**more: Any) -> Reply:
-        return session.ask(REQUEST, replace(options, **more), pieces.append)
+    def said(**more: Any) -> Reply:
+        return answer(session, REQUEST, replace(options, **more), pieces.append)
 
-    plain = answer()
+    plain = said()
     pieces.clear()
-    reply = answer(defer=True, defer_threshold=2.0)
+    reply = said(defer=True, defer_threshold=2.0)
     assert "".join(pieces) == reply.generated.text == plain.generated.text
     pieces.clear()
-    early = answer(defer=True, defer_threshold=0.0)
+    early = said(defer=True, defer_threshold=0.0)
     assert "".join(pieces) == early.generated.text
     assert len(early.rounds) == 1
 
 
 def test_the_time_to_the_first_token_holds_all_rounds(session: Session) -> None:
-    reply = session.ask(REQUEST, QueryOptions(defer=True, defer_threshold=2.0, max_tokens=3))
+    reply = answer(session, REQUEST, QueryOptions(defer=True, defer_threshold=2.0, max_tokens=3))
     assert reply.timing_ms["ttft"] >= sum(one.milliseconds for one in reply.rounds)
 
 
@@ -169,7 +172,7 @@ def test_comparing_is_refused_in_python_too(session: Session) -> None:
     with pytest.raises(UsageError):
         compare(session, REQUEST, QueryOptions(defer=True), ["reuse"])
     with pytest.raises(UsageError):
-        session.ask(REQUEST, QueryOptions(defer=True, defer_first=0))
+        answer(session, REQUEST, QueryOptions(defer=True, defer_first=0))
 
 
 # ---- how sure is sure enough ----
@@ -262,14 +265,14 @@ def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
 
 def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
     def hits(top_k: int) -> Sequence[Hit]:
-        return session.lay_out(Request("mill"), QueryOptions(top_k=top_k, order="relevance")).hits
+        return lay_out(session, Request("mill"), QueryOptions(top_k=top_k, order="relevance")).hits
 
     everything = hits(30)
     scores = [hit.score for hit in everything]
     tied = next(number for number in range(1, len(scores)) if scores[number] == scores[number - 1])
     better, worse = everything[tied - 1].passage.chunk_id, everything[tied].passage.chunk_id
     session.keep_hot(10**9)
-    session.ask(Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
+    answer(session, Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
     found = hits(tied)
     assert found[-1].passage.chunk_id == worse  # it stands where the other did, beyond which none was wanted
     assert [hit.score for hit in found] == scores[:tied]

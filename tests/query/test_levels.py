@@ -87,7 +87,7 @@ def test_a_level_that_is_not_stored_is_computed_and_said(
     asked: str, stored: str, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is stored stays as it is; nothing is prefilled for the store."""
-    monkeypatch.setattr(fill, "prefill_chunks", None)
+    monkeypatch.setattr(fill, "make", None)
     path = both[stored == "lossless"]
     before = files_below(path)
     done = kvtool("query", QUESTION, "--store", path, "--level", asked, *SHORT, "--json").fine()
@@ -251,7 +251,7 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
 
 def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed in place, and said; nothing is stored, and nothing that is stored goes."""
-    monkeypatch.setattr(fill, "prefill_chunks", None)
+    monkeypatch.setattr(fill, "make", None)
     one, *others = chunks_of(fitted, "mill0.md")
     for level in "123":
         drop(fitted, level, one)

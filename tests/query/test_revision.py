@@ -17,6 +17,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import compress
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
+from kvtool.core.query import answer as answering
+from kvtool.core.query.answer import answer
+from kvtool.core.query.layout import _candidate, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
@@ -115,10 +118,10 @@ def test_a_store_that_changes_in_the_middle_of_a_question(
 ) -> None:
     """After the prompt was laid out and before anything is read."""
     told: list[str] = []
-    session._warn = lambda text, hint: told.append(text)
+    session.warn = lambda text, hint: told.append(text)
     options = replace(OPTIONS, fusion=mode)
-    expected = session.ask(Request("Who built the third mill?"), options)
-    lay_out = session._layout.lay_out
+    expected = answer(session, Request("Who built the third mill?"), options)
+    lay_out = answering.lay_out
 
     def laid_out(*args: Any) -> Any:
         asked = lay_out(*args)
@@ -128,8 +131,8 @@ def test_a_store_that_changes_in_the_middle_of_a_question(
         assert not thread.is_alive(), "a writer waits for a reader"
         return asked
 
-    monkeypatch.setattr(session._layout, "lay_out", laid_out)
-    reply = session.ask(Request("Who built the third mill?"), options)
+    monkeypatch.setattr(answering, "lay_out", laid_out)
+    reply = answer(session, Request("Who built the third mill?"), options)
     assert facts(reply) == facts(expected)
     assert reply.revision == expected.revision
     assert told == []
@@ -145,25 +148,25 @@ def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> 
     with Store.open(store) as opened, Store.open(store) as other:
         session = Session.open(opened)
         session.keep_hot(2**30)
-        before = session.ask(Request("third mill"), options)
+        before = answer(session, Request("third mill"), options)
         with other.writer() as writer:
             writer.drop_level(other.chunk_ids(), "4")
         compressed(store, "anchor")
-        after = session.ask(Request("third mill"), options)
+        after = answer(session, Request("third mill"), options)
         assert after.revision > before.revision
-        assert facts(after) == facts(Session.open(other).ask(Request("third mill"), options))
+        assert facts(after) == facts(answer(Session.open(other), Request("third mill"), options))
         assert after.fused.logits.tolist() != before.fused.logits.tolist()
 
 
 def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> None:
     told: list[str] = []
-    asked = session.lay_out(Request("first", documents=("mill0.md",)), OPTIONS)
+    asked = lay_out(session, Request("first", documents=("mill0.md",)), OPTIONS)
     drop_records(store, *chunks_of(store, "mill0.md"))
     with Store.open(store) as other, other.writer() as writer:
         writer.drop_chunks([hit.passage.chunk_id for hit in asked.hits])
-    session._layout._warn = lambda text, hint: told.append(text)
+    session.warn = lambda text, hint: told.append(text)
     hit = asked.hits[0]
-    found = session._layout._candidate(hit, OPTIONS)
+    found = _candidate(session, hit, OPTIONS)
     assert found is not None
     assert found.ids == asked.plan.chunks[0].ids
     for wrong in (
@@ -171,7 +174,7 @@ def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> N
         replace(hit.passage, index=99),
         replace(hit.passage, source="gone"),
     ):
-        assert session._layout._candidate(Hit(wrong, 1.0), OPTIONS) is None
+        assert _candidate(session, Hit(wrong, 1.0), OPTIONS) is None
     assert len(told) == 3
 
 
@@ -180,16 +183,16 @@ def test_a_store_of_another_model_is_refused(session: Session, store: Path) -> N
         manifest = other.manifest()
         writer.set_manifest(manifest | {"identity": manifest["identity"] | {"fingerprint": "another"}})
     with pytest.raises(ModelError, match="another model's now"):
-        session.ask(Request("mill"), OPTIONS)
+        answer(session, Request("mill"), OPTIONS)
 
 
 def test_a_store_with_another_instruction_is_followed(session: Session, store: Path) -> None:
-    session.ask(Request("mill"), OPTIONS)
+    answer(session, Request("mill"), OPTIONS)
     with Store.open(store) as other, other.writer() as writer:
         manifest = other.manifest()
         header = [*manifest["identity"]["answer_header"], 7]
         writer.set_manifest(manifest | {"identity": manifest["identity"] | {"answer_header": header}})
-    reply = session.ask(Request("mill"), OPTIONS)
+    reply = answer(session, Request("mill"), OPTIONS)
     assert reply.fused.plan.ids[-1] == 7
 
 
@@ -197,7 +200,7 @@ def test_another_store_in_its_place_is_noticed(session: Session, store: Path, bu
     shutil.rmtree(store)
     shutil.copytree(built / "store", store)
     with pytest.raises(StoreFormatError, match="another store"):
-        session.ask(Request("mill"), OPTIONS)
+        answer(session, Request("mill"), OPTIONS)
 
 
 def test_nothing_is_written_under_a_view(store: Path) -> None:

@@ -13,7 +13,8 @@ from kvtool.core.codec.raw import Raw
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.rotary import Rotary, Table
-from kvtool.core.session.gate import GateCheck, Verdict, _Bench, run_gate
+from kvtool.core.session.gate import GateCheck, GateVerdict
+from kvtool.core.session.laws import _Bench, check_laws
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens
 from tests.laws import mutants
 
@@ -61,7 +62,7 @@ EVERY_BROKEN += [(mutants.rows_see_the_future, {3}, "float32")]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_passes(name: str, dtype: str) -> None:
-    verdict = run_gate(case(name, dtype).decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_laws(case(name, dtype).decoder, "f", PREFIX, LONG, QUESTION)
     assert [check.law for check in verdict.checks] == [1, 1, 3, 4, 7]
     assert verdict.passed
     verdict.enforce()
@@ -79,7 +80,7 @@ def test_a_broken_engine_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, broken: Mutant, laws: set[int]
 ) -> None:
     broken(monkeypatch)
-    verdict = run_gate(new_case(name, dtype).decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_laws(new_case(name, dtype).decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert laws <= {check.law for check in verdict.checks if not check.passed}
     with pytest.raises(GateError) as caught:
@@ -98,9 +99,9 @@ def test_one_unlucky_prompt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
         return distance(self, selector, count, turn) if turn else 0.3
 
     monkeypatch.setattr(_Bench, "distance", unlucky)
-    assert run_gate(case("mixtral", "bfloat16").decoder, "f", PREFIX, LONG, QUESTION).passed
+    assert check_laws(case("mixtral", "bfloat16").decoder, "f", PREFIX, LONG, QUESTION).passed
     assert seen == [0, 1] * 3
-    assert not run_gate(case("mixtral").decoder, "f", PREFIX, LONG, QUESTION).passed
+    assert not check_laws(case("mixtral").decoder, "f", PREFIX, LONG, QUESTION).passed
 
 
 def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,22 +111,22 @@ def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch
         return rotate(self, keys, table, layer) * float("nan")
 
     monkeypatch.setattr(Rotary, "rotate", broken)
-    verdict = run_gate(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_laws(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert any(check.difference == float("inf") for check in verdict.checks)
-    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    assert GateVerdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
 @pytest.mark.parametrize("chunks", [LONG[:1], [tokens(1, 3)], [tokens(5, 3)] * 4], ids=["one", "one token", "equal"])
 @pytest.mark.parametrize("prefix", [PREFIX, ()], ids=["prefix", "no prefix"])
 def test_few_short_or_equal_chunks(prefix: tuple[int, ...], chunks: list[tuple[int, ...]]) -> None:
-    assert run_gate(case("llama").decoder, "f", prefix, chunks, QUESTION).passed
+    assert check_laws(case("llama").decoder, "f", prefix, chunks, QUESTION).passed
 
 
 def test_a_verdict_survives_json() -> None:
     checks = (GateCheck(1, "blend 100 %", 1e-6, 1e-3), GateCheck(4, "keys moved by 137", 0.7, 1e-3))
-    verdict = Verdict("fingerprint", checks)
+    verdict = GateVerdict("fingerprint", checks)
     row = json.loads(json.dumps(verdict.to_json()))
     assert row["passed"] is False
     assert [check["passed"] for check in row["checks"]] == [True, False]
-    assert Verdict.from_json(row) == verdict
+    assert GateVerdict.from_json(row) == verdict

@@ -75,7 +75,7 @@ class _Job:
     events: Events
 
     def __post_init__(self) -> None:
-        from kvtool.core.session.session import store_identity
+        from kvtool.core.session.identity import store_identity
 
         self.report = CompressReport()
         self.identity: StoreIdentity = store_identity(self.store)
@@ -127,18 +127,13 @@ class _Job:
     @cached_property
     def session(self) -> Session:
         """The store with its model loaded."""
+        from kvtool.core.model.options import ModelOptions
         from kvtool.core.session.session import Session
 
         self.events.status(f"loading {self.options.model or self.identity.model}")
         options = self.options
-        return Session.open(
-            self.store,
-            model=options.model,
-            device=options.device,
-            dtype=options.dtype,
-            offline=options.offline,
-            gradients=True,
-        )
+        wanted = ModelOptions(model=options.model, device=options.device, dtype=options.dtype, offline=options.offline)
+        return Session.open(self.store, wanted, gradients=True)
 
     # ---- the profile ----
 
@@ -175,7 +170,7 @@ class _Job:
 
     def _taken(self, path: Path) -> Profile:
         """Another store's profile."""
-        from kvtool.core.session.session import store_identity
+        from kvtool.core.session.identity import store_identity
 
         with Store.open(path) as other:
             if store_identity(other).fingerprint != self.identity.fingerprint:

@@ -69,7 +69,7 @@ class _Job:
     events: Events
 
     def __post_init__(self) -> None:
-        from kvtool.core.session.session import store_identity
+        from kvtool.core.session.identity import store_identity
 
         self.report = FitReport()
         self.identity: StoreIdentity = store_identity(self.store)
@@ -82,7 +82,7 @@ class _Job:
         ModelError : it is another model's.
         UsageError : there is nothing, or it was learned behind another instruction.
         """
-        from kvtool.core.session.session import store_identity
+        from kvtool.core.session.identity import store_identity
 
         with Store.open(path) as other:
             if store_identity(other).fingerprint != self.identity.fingerprint:
@@ -154,18 +154,13 @@ class _Job:
     @cached_property
     def session(self) -> Session:
         """The store with its model loaded."""
+        from kvtool.core.model.options import ModelOptions
         from kvtool.core.session.session import Session
 
         self.events.status(f"loading {self.options.model or self.identity.model}")
         options = self.options
-        return Session.open(
-            self.store,
-            model=options.model,
-            device=options.device,
-            dtype=options.dtype,
-            offline=options.offline,
-            gradients=True,
-        )
+        wanted = ModelOptions(model=options.model, device=options.device, dtype=options.dtype, offline=options.offline)
+        return Session.open(self.store, wanted, gradients=True)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

@@ -220,7 +220,7 @@ class _Job:
         return Decoder(loaded)
 
     def _gate(self, store: Store, decoder: Decoder) -> None:
-        from kvtool.core.session.verdicts import gate_store
+        from kvtool.core.session.gate import gate_store
 
         verdict = gate_store(store, decoder, self.choices.identity, self._gated)
         if verdict is not None:

@@ -1,9 +1,8 @@
-"""`--fusion auto`: lays a prompt out, lets the controller choose, and answers in the mode that it chose."""
+"""`--fusion auto`: the controller chooses a mode, a ratio and a level for a prompt that is laid out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,49 +11,37 @@ from kvtool.core.fusion.controller import Decision, decide
 from kvtool.core.fusion.cost import Span
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
-from kvtool.core.session.levels import MeasuredLosses, allowed_levels
+from kvtool.core.query.layout import Asked, lay_out_at
+from kvtool.core.session.levels import allowed_levels
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.options import QueryOptions
-    from kvtool.core.query.reply import Reply
     from kvtool.core.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """A decision, the prompt laid out for it, and the milliseconds that measuring and deciding took."""
+class Choice:
+    """What the controller chose: a prompt with its options, and the milliseconds that measuring and deciding took."""
 
-    decision: Decision
     asked: Asked
+    options: QueryOptions
+    decision: Decision
     profile_ms: float
     decide_ms: float
 
 
-def answer_auto(
-    session: Session, asked: Asked, options: QueryOptions, on_text: Callable[[str], None] | None = None
-) -> Reply:
-    """Answer in the mode, at the ratio and from the level that the controller chooses.
+def choose(session: Session, asked: Asked, options: QueryOptions) -> Choice:
+    """The mode, the ratio and the level that a prompt is answered in soonest.
 
     Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
 
     Raises
     ------
-    GateError : the gate refuses cached modes, whichever would have been chosen.
+    GateError : the gate refuses cached modes, whichever would be chosen.
     """
     if not options.force:
         session.check_gate()
-    chosen = _choose(session, asked, options)
-    decision = chosen.decision
-    ratio = options.ratio if decision.ratio is None else decision.ratio
-    reply = session.answer(chosen.asked, replace(options, ratio=ratio), decision.fusion, on_text)
-    reply.controller = decision.to_json()
-    reply.timing_ms["ttft"] += chosen.decide_ms
-    reply.timing_ms |= {"decide": chosen.decide_ms, "profile": chosen.profile_ms}
-    return reply
-
-
-def _choose(session: Session, asked: Asked, options: QueryOptions) -> _Chosen:
     started = time.perf_counter()
     laid_out = _at_levels(session, asked, options)
     spans = {level: _spans(session, one.plan) for level, one in laid_out.items()}
@@ -68,7 +55,9 @@ def _choose(session: Session, asked: Asked, options: QueryOptions) -> _Chosen:
     decision = decide(spans, speeds, selector_for(options, WEIGHED), lossless, before_s)
     decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
     asked = laid_out[decision.level] if decision.level is not None else asked
-    return _Chosen(decision, asked, (measured - laid_out_at) * 1e3, decide_ms)
+    ratio = options.ratio if decision.ratio is None else decision.ratio
+    chosen = replace(options, fusion=decision.fusion, ratio=ratio)
+    return Choice(asked, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
 
 
 def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[str, Asked]:
@@ -78,13 +67,12 @@ def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[st
     own = used.pop() if len(used) == 1 else "auto"
     if options.level != "auto" or not cached:
         return {own or "auto": asked}
-    measured = MeasuredLosses(session.store)
-    stored = {segment.source.chunk_id: session.store.levels(segment.source.chunk_id) for segment in cached}
-    allowed = [
-        allowed_levels(levels, measured.of(chunk_id, levels), options.max_loss) for chunk_id, levels in stored.items()
-    ]
+    allowed = []
+    for chunk_id in {segment.source.chunk_id for segment in cached}:
+        levels = session.store.levels(chunk_id)
+        allowed.append(allowed_levels(levels, session.losses.of(chunk_id, levels), options.max_loss))
     common = [level for level in known(allowed[0]) if all(level in levels for levels in allowed)]
-    found = {level: session.lay_out_at(asked, options, level) for level in common if level != own}
+    found = {level: lay_out_at(session, asked, options, level) for level in common if level != own}
     names = known([*found, own])
     return {name: found.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
 

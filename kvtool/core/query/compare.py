@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtool.core.errors import UsageError
 from kvtool.core.evaluate.reference import SAME, Reference
 from kvtool.core.fusion.selectors import REFERENCE
+from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.session.session import Session
@@ -29,12 +31,12 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
 
 
 def _compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
-    full = session.answer(session.lay_out(request, options), options, REFERENCE)
+    full = answer(session, request, replace(options, fusion=REFERENCE))
     reference = Reference.of(session.decoder, full.fused, full.generated)
     full.comparison = SAME.to_json() | {"answer_equal": True}
     replies = [full]
     for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
-        reply = session.answer(session.lay_out(request, options), options, mode)
+        reply = answer(session, request, replace(options, fusion=mode))
         distance = reference.force(reply.fused).distance
         reply.comparison = distance.to_json() | {"answer_equal": reply.generated.ids == full.generated.ids}
         replies.append(reply)

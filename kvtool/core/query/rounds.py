@@ -13,13 +13,15 @@ from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
-from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Threshold, Verdict, confidence, judge, spans
+from kvtool.core.query.calibration import threshold_for
+from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Verdict, confidence, judge, spans
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +85,12 @@ def steps(
         yield Step(fused, now, stop == len(chunks), took * 1e3)
 
 
-def answer_in_rounds(
-    decoder: Decoder,
-    plan: Plan,
-    selector: Selector,
-    source: KVSource,
-    options: QueryOptions,
-    threshold: Threshold,
-    timeline: Timeline | None = None,
+def fuse_in_rounds(
+    session: Session, plan: Plan, selector: Selector, source: KVSource, options: QueryOptions
 ) -> Outcome:
     """Load until the answer's greedy beginning is sure, or nothing is left to load."""
+    decoder, timeline = session.decoder, session.timeline
+    threshold = threshold_for(session.store, session.identity.fingerprint, selector.name, options.defer_threshold)
     rounds: list[Round] = []
     for step in steps(decoder, plan, selector, source, options, timeline):
         began, begun, sure, verdict = time.perf_counter(), None, None, ALL_LOADED

@@ -7,6 +7,7 @@ CacheGen (arXiv 2310.07240, section 5): what is fetched next, how fine, and what
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
+from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.cost import PromptRows, Span
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
-from kvtool.core.query.ahead import COMPUTED, Ahead, Prefill
-from kvtool.core.query.fetching import Driver
+from kvtool.core.query.ahead import COMPUTED, Ahead
+from kvtool.core.query.fetching import Driver, warm_up
+from kvtool.core.query.meanwhile import Meanwhile
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.book import text_row
 from kvtool.core.streaming.estimate import make_estimator
@@ -31,6 +34,7 @@ from kvtool.core.streaming.policy import Adaptive, Task
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.session.session import Session
 
 # What computing is counted as, of what was measured. That was at best and alone; the pass after streaming is not alone
 # (what is left of decoding, what just came being let go of), and took 1.1 to 1.6 times as long on two cores.
@@ -61,36 +65,36 @@ class Streamed:
     ms: float = 0.0
 
 
-def stream_prompt(
-    store: Store,
-    link: Link,
-    asked: Asked,
-    options: QueryOptions,
-    selector: Selector,
-    speeds: Speeds,
-    source: KVSource,
-    token_bytes: int,
-    since: float,
-    prefill: Prefill,
-) -> Streamed:
+def stream_prompt(session: Session, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time for nothing but computing.
+
+    Measuring this machine and compiling its decoders, once, is not the question's time.
 
     Parameters
     ----------
     selector : of the mode that will answer: only what it reads is fetched.
-    speeds : of this machine, with `MEMORY` among the loads: decoding overlaps with fetching, placing does not.
-    token_bytes : of one token's decoded KV, all layers.
-    since : `perf_counter` of the question's start.
-    prefill : computes a chunk that does not come, while others do.
     """
+    speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
+    warm_up(session.identity.dtype)
+    started = time.perf_counter()
+    streamed = _stream(session, asked, options, selector, speeds, started - asked.retrieve_ms / 1e3)
+    streamed.ms = add_span(session.timeline, "stream", started) * 1e3
+    return streamed
+
+
+def _stream(
+    session: Session, asked: Asked, options: QueryOptions, selector: Selector, speeds: Speeds, since: float
+) -> Streamed:
+    store, link, source = session.store, session.store.link, session.source
+    assert link is not None
     assert options.slo_ms is not None
     ladders = _ladders(store, link, asked.plan, options, selector, speeds.layers)
     if not ladders:
         return Streamed(asked.plan, source)
     segments = asked.plan.segments
     if not isinstance(source, HotSource):
-        source = HotSource(source, asked.plan.length * token_bytes)
-    ahead = Ahead(source, speeds.layers, prefill)
+        source = HotSource(source, session.decoder.kv_bytes(asked.plan.length))
+    ahead = Ahead(source, speeds.layers, Meanwhile(session))
     holes = {number: one for number, one in enumerate(segments[:-1]) if one.status == "miss" and one.ids}
     computing = Computing(asked.plan, speeds, selector)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds)

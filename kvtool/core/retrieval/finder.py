@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -16,7 +16,8 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in
+from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in, warm_first
+from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
 from kvtool.core.retrieval.terms import spellings, terms
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 _DOCUMENTS = 16  # held unpacked
+_TIES = 8  # found beyond those wanted, where a preferred one may stand instead of one as good
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,16 @@ class How:
 
 class Finder:
     """Finds chunks. The index and the vectors are read, or brought up to date, when a question needs them and the
-    store's documents are others than at the question before."""
+    store's documents are others than at the question before.
+
+    Attributes
+    ----------
+    places : of chunks and documents that a question names itself.
+    """
 
     def __init__(self, store: Store, warn: Warn = warn_nobody) -> None:
         self._store, self._warn = store, warn
+        self.places = Places(store)
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
         self._embedders: dict[str, Embedder] = {}
@@ -71,8 +79,12 @@ class Finder:
             self._meanings.clear()
             self._document.cache_clear()
 
-    def find(self, question: str, top_k: int, how: How) -> list[Hit]:
+    def find(self, question: str, top_k: int, how: How, prefer: Container[bytes] | None = None) -> list[Hit]:
         """The best chunks, best first.
+
+        Parameters
+        ----------
+        prefer : ids of chunks that come first among those of the same score.
 
         Raises
         ------
@@ -82,7 +94,9 @@ class Finder:
         """
         with self._store.view():
             self.follow()
-            return self._find(question, top_k, how)
+            if prefer is None:
+                return self._find(question, top_k, how)
+            return warm_first(self._find(question, top_k + _TIES, how), prefer)[:top_k]
 
     def _find(self, question: str, top_k: int, how: How) -> list[Hit]:
         if not len(self.index):

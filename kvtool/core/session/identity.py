@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import ModelError, StoreFormatError
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError
+from kvtool.core.model.files import ModelFiles, resolve
 from kvtool.core.model.fingerprint import model_fingerprint
+from kvtool.core.model.load import resolve_dtype
+from kvtool.core.model.options import ModelOptions
 from kvtool.core.records.wanted import WantedChunk
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
 
 NEIGHBOUR = "neighbour"
 
@@ -114,6 +119,31 @@ class StoreIdentity:
             ) from error
 
 
+def store_identity(store: Store) -> StoreIdentity:
+    """What a store was made with.
+
+    Raises
+    ------
+    StoreNotFoundError : nothing was ever ingested into it.
+    """
+    identity = StoreIdentity.from_manifest(store.manifest())
+    if identity is None:
+        raise StoreNotFoundError(f"the store at {store.path} is empty", "run `kvtool ingest PATH` first")
+    return identity
+
+
+def model_files(identity: StoreIdentity, wanted: ModelOptions) -> ModelFiles:
+    """The files of a store's model, wherever the user has it now: by default where it was.
+
+    Raises
+    ------
+    ModelError : they cannot be found, or are another model's.
+    """
+    files = resolve(wanted.model or identity.model, offline=wanted.offline)
+    check_same_model(files, identity, wanted.dtype)
+    return files
+
+
 def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:
     """Refuse a model other than the one a store was built with.
 
@@ -121,8 +151,6 @@ def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto
     ------
     ModelError : weights, configuration, tokenizer or dtype differ.
     """
-    from kvtool.core.model.load import resolve_dtype
-
     asked = known.dtype if dtype == "auto" else resolve_dtype(dtype, "cpu", files)
     if asked != known.dtype:
         raise ModelError(f"the store holds {known.dtype}, not {asked}", "leave --dtype out, or use another --store")

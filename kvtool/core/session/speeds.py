@@ -36,13 +36,13 @@ class SpeedBook:
     measured again; what is measured while the machine is busy, or for a store that cannot be written, serves this
     process only.
 
-    Attributes
+    Parameters
     ----------
     say : told before something is measured.
     """
 
-    def __init__(self, store: Store, decoder: Decoder, fingerprint: str) -> None:
-        self.say: Say = lambda text: None
+    def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
+        self._say = say
         self._store, self._decoder = store, decoder
         self._file = _SpeedFile(store, fingerprint)
         self._machine = machine_of(decoder.device, str(decoder.dtype).removeprefix("torch."))
@@ -70,7 +70,7 @@ class SpeedBook:
         named = ["from memory" if level == MEMORY else f"level {level}" for level in levels]
         what = "computes and loads" if self._passes is None else "loads " + ", ".join(named)
         busy = is_busy()
-        self.say(
+        self._say(
             f"measuring how fast this machine {what}, " + ("for now: it is busy" if busy else "once for this model")
         )
         stored = [level for level in levels if level != MEMORY]

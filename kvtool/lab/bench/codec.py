@@ -16,8 +16,8 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
+from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.core.session.session import store_identity
 from kvtool.lab.bench.codec_tasks import Task, all_tasks
 from kvtool.lab.bench.first_call import first_call_ms
 from kvtool.lab.bench.sample import Sample

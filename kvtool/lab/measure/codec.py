@@ -14,6 +14,7 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, measure
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.source import StoreSource
+from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
@@ -98,7 +99,7 @@ def codec_report(
 
 def _prompts(session: Session, requests: Sequence[Request], options: QueryOptions) -> Iterator[Question]:
     for request in requests:
-        plan = session.lay_out(request, options).plan
+        plan = lay_out(session, request, options).plan
         inexact = [s for s in plan.segments[:-1] if s.ids and not level_of(s.source.level or "").lossless]
         if inexact:
             raise KvtoolError(

@@ -14,7 +14,7 @@ from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.query.defer import PROBED, Threshold, confidence, judge
-from kvtool.core.query.layout import Asked
+from kvtool.core.query.layout import Asked, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.rounds import probe, steps, text_of
@@ -56,8 +56,8 @@ def evaluate_rounds(
     """
 
     def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:
-        asked = session.lay_out(requests[at], options)
-        at_once = session.lay_out(requests[at], replace(options, defer=False))
+        asked = lay_out(session, requests[at], options)
+        at_once = lay_out(session, requests[at], replace(options, defer=False))
         return {spec.name: _question(session, asked, at_once, spec, options) for spec in missing}
 
     return answer_open(session, requests, work, options, journal, rows_of, warn, advance)

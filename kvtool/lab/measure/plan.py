@@ -10,23 +10,20 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.fusion.speeds import Speeds
 from kvtool.core.query.defer import spans
+from kvtool.core.query.layout import Asked, line_of
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
-    from kvtool.core.query.layout import Asked, Layout
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.session.session import Session
 
 _STATUSES = ("exact", "hit", "miss", "fresh")
 
 
-def plan_report(
-    store: Store, layout: Layout, asked: Asked, options: QueryOptions, lead_in: int, speeds: Speeds | None
-) -> dict[str, Any]:
+def plan_report(session: Session, asked: Asked, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
     """What `inspect plan` tells of one prompt, as JSON values.
 
     Parameters
     ----------
-    lead_in : tokens that chunks are prefilled behind.
     speeds : of this machine; None: no times are told.
 
     Returns
@@ -43,14 +40,14 @@ def plan_report(
             "source": hit.passage.source,
             "start": hit.passage.start,
             "end": hit.passage.end,
-            "line": layout.line_of(hit.passage),
+            "line": line_of(session.store, hit.passage),
             "score": None if hit.score != hit.score else hit.score,
-            "keywords": layout.keywords(hit.passage),
+            "keywords": session.finder.keywords(hit.passage),
             "tokens": len(one.ids),
             "status": one.status,
             "level": one.source.level,
             **({"reason": one.reason} if one.status == "miss" else {}),
-            "bytes": store.level_sizes(one.source.chunk_id).get(one.source.level or "", 0),
+            "bytes": session.store.level_sizes(one.source.chunk_id).get(one.source.level or "", 0),
         }
         for hit, one in zip(asked.hits, plan.chunks, strict=True)
     ]
@@ -63,6 +60,7 @@ def plan_report(
     if speeds is None or missing:
         return value | {"expected_ms": None, "break_even": None}
     expected = expected_ms(plan, speeds, options)
+    lead_in = len(session.identity.lead_in.ids)
     ingest = sum(1e3 * speeds.passes.seconds(len(one.ids), _seen(lead_in, len(one.ids))) for one in plan.chunks)
     saved = expected[REFERENCE] - expected[WEIGHED]
     return value | {

@@ -15,6 +15,7 @@ from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.fusion.source import StoreSource
+from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.index import INDEX_FORMAT
@@ -78,7 +79,7 @@ def evaluate(
     source = StoreSource.of(session.store, session.decoder, ProfileShelf(session.store))
 
     def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:
-        trial = Trial(session.decoder, source, session.lay_out(requests[at], options), options)
+        trial = Trial(session.decoder, source, lay_out(session, requests[at], options), options)
         rows = dict(trial.rows(missing))
         holes = max((row["holes"] for row in rows.values()), key=len)
         if holes:

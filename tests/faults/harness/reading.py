@@ -10,11 +10,14 @@ from typing import Any
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS, NESTED
 from kvtool.core.errors import KvtoolError
+from kvtool.core.query.answer import answer
+from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.records.reading import read_chunk
+from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.core.session.session import Session, store_identity
+from kvtool.core.session.session import Session
 from tests.faults.harness.subject import QUESTIONS
 
 REPORTED = (10, 12, 13)  # no store, misfit, damaged
@@ -131,7 +134,7 @@ def ask_all(store: Store, decoder: Any, facts: Facts) -> None:
     identity = facts.take({}, "identity", lambda: store_identity(store))
     if identity is None:
         return
-    session = Session(store, decoder, identity, lambda text, hint: warned.append(text))
+    session = Session(store, identity, decoder=decoder, warn=lambda text, hint: warned.append(text))
     for number, question in enumerate(QUESTIONS):
         for how in ("bm25", "auto"):
             options = QueryOptions(retriever=how, max_tokens=2, top_k=3, offline=True)
@@ -141,7 +144,7 @@ def ask_all(store: Store, decoder: Any, facts: Facts) -> None:
 
 
 def _found(session: Session, question: str, options: QueryOptions, facts: Facts) -> object:
-    asked = session.lay_out(Request(question), options)
+    asked = lay_out(session, Request(question), options)
     for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True):
         facts.passages[_passage(hit.passage.source, hit.passage.start, hit.passage.end)] = _digest(segment.ids)
     return [(hit.passage.chunk_id, round(hit.score, 9)) for hit in asked.hits]
@@ -153,7 +156,7 @@ def _passage(source: str, start: int, end: int) -> str:
 
 def _answer(session: Session, question: str, options: QueryOptions, facts: Facts) -> object:
     """The ids said. Of another prompt than the sound store's (a miss, another level) it is not to be compared."""
-    reply = session.ask(Request(question), options)
+    reply = answer(session, Request(question), options)
     missed = [f"{chunk.id}: {chunk.reason}" for chunk in reply.chunks if chunk.status == "miss"]
     facts.said += missed
     made_of = [(one.source.chunk_id, one.source.level, one.status) for one in reply.fused.plan.segments]

@@ -15,7 +15,8 @@ import torch
 from kvtool.cli.app import main
 from kvtool.core.cache.store import Store
 from kvtool.core.model.learned import LearnedRows
-from kvtool.core.session.session import Session, store_identity
+from kvtool.core.session.identity import store_identity
+from kvtool.core.session.session import Session
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
 

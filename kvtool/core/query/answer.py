@@ -1,0 +1,236 @@
+"""One question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep.
+
+`answer` reads top to bottom in the order in which things happen; kvtool/docs/trips.md lists the files on the way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.timeline import add_span
+from kvtool.core.evaluate.scoring import score
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate
+from kvtool.core.query.auto import Choice, choose
+from kvtool.core.query.explain import explain
+from kvtool.core.query.fill import fill_holes
+from kvtool.core.query.layout import Asked, lay_out, line_of
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, ReplyChunk, Request
+from kvtool.core.query.rounds import Outcome, fuse_in_rounds
+from kvtool.core.query.streaming import Streamed, stream_prompt
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.plan import Plan, Segment
+    from kvtool.core.fusion.selectors.base import Selector
+    from kvtool.core.session.session import Session
+
+OnText = Callable[[str], None]
+
+
+def answer(
+    session: Session, request: Request, options: QueryOptions | None = None, on_text: OnText | None = None
+) -> Reply:
+    """Answer one request.
+
+    The answer is of one revision of the store, taken now: what is found, what stands there and what is read. One
+    question is answered at a time, whichever thread asks.
+
+    Parameters
+    ----------
+    on_text : told pieces of the answer as they come.
+
+    Raises
+    ------
+    GateError : the gate refuses this model.
+    KvtoolError : nothing was found to answer from; see also `lay_out`.
+    """
+    options = options or QueryOptions()
+    with session.lock, session.store.view():
+        return answer_asked(session, lay_out(session, request, options), options, on_text)
+
+
+def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text: OnText | None = None) -> Reply:
+    """Answer a request whose prompt is laid out."""
+    with session.lock, session.store.view():
+        asked, options, choice = _choose(session, asked, options)
+        selector = selector_for(options, options.fusion)
+        if selector.uses_cache and not options.force:
+            session.check_gate()
+        streamed = _fetch(session, asked, options, selector)
+        started = time.perf_counter()
+        outcome = _fuse(session, streamed, selector, options)
+        sampling = Sampling(options.max_tokens, options.temperature, options.seed)
+        first, *more = _first_tokens(outcome, sampling)
+        fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
+        fused = outcome.fused
+        chunks = _chunks(session, asked, fused.plan)
+        session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
+        started = time.perf_counter()
+        said = generate(session.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
+        add_span(session.timeline, "generate", started, tokens=len(said.ids))
+        if selector.uses_cache:
+            _keep(session, fused, streamed.holes)
+        timing = _timing(session, asked, choice, streamed, fused, fuse_ms, said)
+        return _reply(session, asked, options, choice, streamed, outcome, said, chunks, timing)
+
+
+# ---- before the first token ----
+
+
+def _choose(session: Session, asked: Asked, options: QueryOptions) -> tuple[Asked, QueryOptions, Choice | None]:
+    """What `auto` stands for; a link cannot be weighed beforehand, so streaming takes the mode that loses a little."""
+    if options.fusion != AUTO:
+        return asked, options, None
+    if _streams(session, options):
+        return asked, replace(options, fusion=WEIGHED), None
+    choice = choose(session, asked, options)
+    return choice.asked, choice.options, choice
+
+
+def _streams(session: Session, options: QueryOptions) -> bool:
+    """Whether there is an objective, and a link behind the store to fetch from under it."""
+    return options.slo_ms is not None and session.store.link is not None
+
+
+def _fetch(session: Session, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
+    """Fetch what the prompt lacks, as far as an objective allows; without one it is read as it is needed."""
+    if not _streams(session, options) or not selector.reads(asked.plan, session.layers):
+        return Streamed(asked.plan, session.source)
+    return stream_prompt(session, asked, options, selector)
+
+
+def _fuse(session: Session, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
+    """The whole prompt in one pass, or in rounds."""
+    if options.defer:
+        return fuse_in_rounds(session, streamed.plan, selector, streamed.source, options)
+    decoder, plan, source = session.decoder, streamed.plan, streamed.source
+    fused = fuse(decoder, plan, selector, source, options.max_tokens, session.timeline, options.load_timeout)
+    return Outcome(fused, None, [])
+
+
+def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
+    """The first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    if outcome.begun is not None and sampling.temperature <= 0:
+        return outcome.begun.ids
+    outcome.fused.cache.set_length(outcome.fused.plan.length)
+    return [first_token(outcome.fused.logits, sampling)]
+
+
+def _chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
+    """What the reply says of each chunk that was loaded."""
+    hits = asked.hits[: len(plan.chunks)]
+    return [
+        ReplyChunk(
+            id=hit.passage.chunk_id.hex(),
+            source=hit.passage.source,
+            start=hit.passage.start,
+            end=hit.passage.end,
+            line=line_of(session.store, hit.passage),
+            score=None if math.isnan(hit.score) else hit.score,
+            tokens=len(segment.ids),
+            status=segment.status,
+            reason=segment.reason if segment.status == "miss" else "",
+        )
+        for hit, segment in zip(hits, plan.chunks, strict=True)
+    ]
+
+
+# ---- after the answer ----
+
+
+def _keep(session: Session, fused: Fused, computed: Sequence[Segment]) -> None:
+    """Note what was used, and store what was missing."""
+    cached = fused.plan.cached_chunks
+    if session.hot is not None:
+        for segment in cached:
+            session.hot.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
+    session.store.note_access([one.source.chunk_id for one in cached], missed=len(fused.plan.chunks) - len(cached))
+    holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
+    starts = {segment.start for segment in holes}
+    holes += [segment for segment in computed if segment.start not in starts]
+    if holes:
+        fill_holes(session.store, session.decoder, session.identity, holes, session.lock_wait, session.warn)
+
+
+def _timing(
+    session: Session,
+    asked: Asked,
+    choice: Choice | None,
+    streamed: Streamed,
+    fused: Fused,
+    fuse_ms: float,
+    said: Generated,
+) -> dict[str, float]:
+    """Milliseconds; `ttft` runs from the question's text to the first token's id."""
+    decide_ms = choice.decide_ms if choice is not None else 0.0
+    return {
+        "retrieve": asked.retrieve_ms,
+        **asdict(fused.timing),
+        "ttft": asked.retrieve_ms + decide_ms + streamed.ms + fuse_ms,
+        "generate": said.milliseconds,
+        "model_load": session.decoder.loaded.load_ms,
+        "stream": streamed.ms,
+        **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
+    }
+
+
+def _reply(
+    session: Session,
+    asked: Asked,
+    options: QueryOptions,
+    choice: Choice | None,
+    streamed: Streamed,
+    outcome: Outcome,
+    said: Generated,
+    chunks: list[ReplyChunk],
+    timing: dict[str, float],
+) -> Reply:
+    fused, slo_ms = outcome.fused, options.slo_ms
+    text = said.text.strip()
+    return Reply(
+        question=asked.request.question,
+        answer=text,
+        fusion=options.fusion,
+        chunks=chunks,
+        revision=asked.revision,
+        tokens=_tokens(fused, said),
+        timing_ms=timing,
+        bytes_read=fused.bytes_read + streamed.bytes_read,
+        controller={} if choice is None else choice.decision.to_json(),
+        stream=streamed.rows,
+        slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
+        generated=said,
+        fused=fused,
+        segments=_segments(session, fused.plan) if options.token_ids else None,
+        explained=explain(fused, session.tokenizer) if options.explain else [],
+        scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
+        rounds=outcome.rounds,
+        left=len(asked.hits) - len(fused.plan.chunks),
+        resolved={
+            "device": session.decoder.device,
+            "dtype": session.identity.dtype,
+            "model": session.identity.model,
+        },
+    )
+
+
+def _segments(session: Session, plan: Plan) -> dict[str, Any]:
+    """The prompt's token ids, by what they are."""
+    return {
+        "prefix": list(plan.segments[0].ids),
+        "lead_in": list(session.identity.lead_in.ids),
+        "chunks": [list(segment.ids) for segment in plan.chunks],
+        "question": list(plan.segments[-1].ids),
+    }
+
+
+def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
+    counts = asdict(fused.tokens)
+    kinds = {name: counts[name] for name in ("prompt", "reused", "recomputed", "fresh")}
+    return kinds | {"generated": len(said.ids)}

@@ -1,0 +1,79 @@
+"""Chunks and documents that a question names itself, by an id or by a path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.identity import chunk_named
+from kvtool.core.corpus.readers.jsonl import ENDINGS
+from kvtool.core.errors import UsageError
+from kvtool.core.retrieval.passages import Passage, passages_in
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+
+class Places:
+    """Where the chunks of a store stand; looked up once for each state of its documents."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._passages: dict[bytes, Passage] | None = None
+        self._sources: list[str] | None = None
+        self._revision: int | None = None
+
+    def of_chunk(self, text: str) -> Passage:
+        """The passage of a chunk, given by its id in hex or the beginning of it. Raises UsageError."""
+        self._follow()
+        if self._passages is None:
+            self._passages = {}
+            for document in self._store.documents():
+                for passage in passages_in(document):
+                    self._passages.setdefault(passage.chunk_id, passage)
+        return self._passages[chunk_named(text, self._passages)]
+
+    def of_document(self, name: str) -> list[Passage]:
+        """The passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
+        self._follow()
+        if self._sources is None:
+            self._sources = self._store.sources()
+        documents = [self._store.document(source) for source in _matching(name, self._sources)]
+        return [passage for document in documents if document is not None for passage in passages_in(document)]
+
+    def _follow(self) -> None:
+        revision = self._store.documents_revision()
+        if revision != self._revision:
+            self._passages = self._sources = None
+            self._revision = revision
+
+
+def _matching(name: str, sources: Sequence[str]) -> list[str]:
+    """The sources that a name means: the path itself (or a JSON-lines file's documents), else the one path ending so.
+
+    Raises
+    ------
+    UsageError : there is none, or several paths end so.
+    """
+    same = _of_file(os.path.abspath(name), sources) or _of_file(name, sources)
+    if same:
+        return same
+    tail = "/" + Path(name).as_posix().lstrip("./")
+    ending = sorted({source for source in sources if source.endswith(tail) or _file_of(source).endswith(tail)})
+    if not ending:
+        raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
+    if len({_file_of(source) for source in ending}) > 1:
+        raise UsageError(f"document {name!r} could be {ending[0]} or {ending[1]}", "give more of the path")
+    return ending
+
+
+def _of_file(path: str, sources: Iterable[str]) -> list[str]:
+    return [source for source in sources if path in (source, _file_of(source))]
+
+
+def _file_of(source: str) -> str:
+    """The file of a source: a JSON-lines document is named `file.jsonl#id`."""
+    file, mark, _ = source.rpartition("#")
+    return file if mark and file.endswith(ENDINGS) else source
