@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.upkeep.options import ListOptions
 
 if TYPE_CHECKING:
     from kvtool.core.upkeep.listing import Row
@@ -16,37 +15,24 @@ if TYPE_CHECKING:
 _COLUMNS = ("chunk", "tokens", "levels", "bytes", "used", "where")
 
 
-@takes(StoreOptions)
-def ls(
-    run: Run,
-    wanted: Annotated[
-        str,
-        typer.Option(
-            "--filter",
-            metavar="CONDITIONS",
-            help='Only chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, kind, '
-            "tokens, chunks, used, level, bytes, pinned.",
-            show_default=False,
-        ),
-    ] = "",
-    sort: Annotated[
-        str,
-        typer.Option(
-            "--sort", metavar="[-]FIELD", help="In this order, with a minus in the reverse.", show_default=False
-        ),
-    ] = "",
-) -> None:
+@takes(
+    ListOptions,
+    StoreOptions,
+    examples=("store ls --sort used", 'store ls --filter "tokens>200 used<30d source~*.md"'),
+)
+def ls(run: Run) -> None:
     """Documents and their chunks."""
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.listing import about, as_documents, parse_filter, parse_sort, rows_of
 
-    meets = parse_filter(wanted)
-    in_order = parse_sort(sort) if sort else list
+    options = run.get(ListOptions)
+    meets = parse_filter(options.filter)
+    in_order = parse_sort(options.sort) if options.sort else list
     with Store.open(run.folder) as store, store.view():
         every = rows_of(store)
         rows = in_order([row for row in every if meets(row)])
         documents = as_documents(rows)
-        if not wanted.strip():  # one that gave no chunk is there, too
+        if not options.filter.strip():  # one that gave no chunk is there, too
             documents += [about(document) for document in store.documents() if not document.chunks]
     chunks = {row.ref.chunk_id: row.bytes for row in rows}
     value = {"documents": documents, "chunks": len(chunks), "bytes": sum(chunks.values())}

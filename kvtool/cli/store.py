@@ -17,7 +17,7 @@ from kvtool.core.common.json_text import level_rows
 app = new_app("Look after the store: listing, verification, upkeep, sharing.")
 
 
-@takes(StoreOptions)
+@takes(StoreOptions, examples=("store stats", "store stats --json"))
 def stats(run: Run) -> None:
     """Counts and sizes."""
     from kvtool.core.cache.store import Store

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import list_of
-from kvtool.cli.upkeep import BUDGET, budget_of_run
+from kvtool.cli.upkeep import budget_of_run
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.codec.levels import check_level
 from kvtool.core.errors import EXIT_DAMAGED
-from kvtool.core.remote.options import RemoteOptions
+from kvtool.core.remote.options import PullOptions, PushOptions, RemoteOptions
 
 if TYPE_CHECKING:
     from kvtool.core.remote.transfer_report import TransferReport
@@ -22,19 +20,11 @@ if TYPE_CHECKING:
 Url = Annotated[str, typer.Argument(metavar="URL", help="redis://HOST:PORT/DB[?prefix=NAME] or file:///FOLDER.")]
 
 
-@takes(StoreOptions, RemoteOptions)
-def push(
-    run: Run,
-    url: Url,
-    delete: Annotated[bool, typer.Option("--delete", help="Forget there what the store does not have.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read back what is there, and send again what is damaged.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; count what would be sent and deleted.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Let --delete take more than half of what is there.")] = False,
-) -> int | None:
+_SHARED = "redis://cache:6379/0"
+
+
+@takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
+def push(run: Run, url: Url) -> int | None:
     """Send what a shared store lacks.
 
     It is incremental, and resumed by running it again.
@@ -43,32 +33,26 @@ def push(
     from kvtool.core.remote.push import push as run_push
     from kvtool.core.remote.urls import open_blobs
 
-    timeout = run.get(RemoteOptions).remote_timeout
+    options = run.get(PushOptions)
     with (
-        closing(open_blobs(url, timeout)) as blobs,
+        closing(open_blobs(url, options.remote_timeout)) as blobs,
         Store.open(run.folder) as store,
         Watch(run) as watch,
     ):
-        report = run_push(store, blobs, delete=delete, verify=verify, dry_run=dry_run, yes=yes, events=watch.events)
+        report = run_push(
+            store,
+            blobs,
+            delete=options.delete,
+            verify=options.verify,
+            dry_run=options.dry_run,
+            yes=options.yes,
+            events=watch.events,
+        )
     return told(run, [report], report.to_json())
 
 
-@takes(StoreOptions, LockOptions, RemoteOptions)
-def pull(
-    run: Run,
-    url: Url,
-    level: Annotated[
-        list[str] | None, typer.Option("--level", metavar="LEVEL", help="Only KV of these levels.", show_default="all")
-    ] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Forget files that are not there.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; count what would be fetched and forgotten.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Let --delete take more than half of the files.")] = False,
-    max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own")
-    ] = None,
-) -> int | None:
+@takes(PullOptions, StoreOptions, examples=(f"store pull {_SHARED}", f"store pull {_SHARED} --level 2,3 --delete"))
+def pull(run: Run, url: Url) -> int | None:
     """Fetch what this store lacks.
 
     The store is made where there is none.
@@ -77,29 +61,29 @@ def pull(
     from kvtool.core.remote.pull import pull as run_pull
     from kvtool.core.remote.urls import open_blobs
 
-    timeout = run.get(RemoteOptions).remote_timeout
-    levels = [check_level(one) for one in list_of(level)] or None
-    if dry_run:
-        with closing(open_blobs(url, timeout)) as blobs:
-            report = preview(run.folder, blobs, levels=levels, delete=delete)
+    options = run.get(PullOptions)
+    levels = options.level or None
+    if options.dry_run:
+        with closing(open_blobs(url, options.remote_timeout)) as blobs:
+            report = preview(run.folder, blobs, levels=levels, delete=options.delete)
         return told(run, [report], report.to_json())
-    budget = budget_of_run(run, max_size)
-    with closing(open_blobs(url, timeout)) as blobs, Watch(run) as watch:
+    budget_of_run(run, options.max_size)
+    with closing(open_blobs(url, options.remote_timeout)) as blobs, Watch(run) as watch:
         report = run_pull(
             run.folder,
             blobs,
             levels=levels,
-            delete=delete,
-            lock_wait=run.lock_wait,
-            max_size=budget,
-            timeout=timeout,
-            yes=yes,
+            delete=options.delete,
+            lock_wait=options.lock_wait,
+            max_size=options.max_size,
+            timeout=options.remote_timeout,
+            yes=options.yes,
             events=watch.events,
         )
     return told(run, [report], report.to_json())
 
 
-@takes(StoreOptions, LockOptions, RemoteOptions)
+@takes(StoreOptions, LockOptions, RemoteOptions, examples=(f"store sync {_SHARED}",))
 def sync(run: Run, url: Url) -> int | None:
     """Pull, then push.
 

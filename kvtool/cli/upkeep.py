@@ -10,9 +10,10 @@ import typer
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
 from kvtool.cli.out import size as sized
-from kvtool.cli.parsing import duration, size_in_bytes
+from kvtool.cli.parsing import size_in_bytes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
+from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
     from kvtool.core.upkeep.budget import Budget
@@ -22,8 +23,6 @@ BUDGET = "Size budget for this command."  # `--max-size` of whatever writes
 Targets = Annotated[
     list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would go, and do nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it even where more than half would go.")]
 
 
 def budget_of_run(run: Run, max_size: str | int | None) -> int | None:
@@ -40,12 +39,14 @@ def budget_of_run(run: Run, max_size: str | int | None) -> int | None:
     return size
 
 
-@takes(StoreOptions, LockOptions)
-def forget(run: Run, targets: Targets, dry_run: DryRun = False, yes: Yes = False) -> None:
+@takes(ForgetOptions, StoreOptions, examples=("store forget notes.md --dry-run", 'store forget "drafts/*.md"'))
+def forget(run: Run, targets: Targets) -> None:
     """Forget documents, and the chunks that nobody else refers to."""
     from kvtool.core.upkeep.forget import forget as run_forget
 
-    plan = run_forget(run.folder, targets, dry_run=dry_run, yes=yes, lock_wait=run.lock_wait)
+    options = run.get(ForgetOptions)
+    dry_run = options.dry_run
+    plan = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
     chunks = sum(step.chunks for step in plan.steps)
     value: dict[str, Any] = {"dry_run": dry_run, "sources": list(plan.sources), "chunks": chunks, "bytes": plan.size}
     value["refused"] = None if plan.refusal is None else plan.refusal.message
@@ -68,7 +69,7 @@ def _warn_of(run: Run, refusal: UsageError | None) -> None:
         run.out.warning(f"without --dry-run this is refused: {refusal.message}", refusal.hint)
 
 
-@takes(StoreOptions, LockOptions)
+@takes(StoreOptions, LockOptions, examples=("store budget", "store budget 20GB"))
 def budget(
     run: Run,
     size: Annotated[
@@ -100,46 +101,15 @@ def _show_budget(run: Run, found: Budget) -> None:
     run.out.print(f"{sized(found.used)} used{of}; {sized(found.disk_free)} free on the disk")
 
 
-@takes(StoreOptions, LockOptions)
-def prune(
-    run: Run,
-    max_size: Annotated[
-        str | None, typer.Option("--max-size", metavar="20GB", help="Down to this size.", show_default="the budget")
-    ] = None,
-    max_age: Annotated[
-        str | None,
-        typer.Option("--max-age", "--older-than", metavar="30d", help="Forget documents not changed since."),
-    ] = None,
-    unused: Annotated[
-        str | None, typer.Option("--unused", metavar="30d", help="Forget documents not used since.")
-    ] = None,
-    cold: Annotated[
-        str | None, typer.Option("--cold", metavar="30d", help="Keep what was not used since at its coarsest level.")
-    ] = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    compact: Annotated[
-        bool, typer.Option("--compact/--no-compact", help="Whether files shrink to meet the size.")
-    ] = True,
-) -> int | None:
+@takes(PruneOptions, StoreOptions, examples=("store prune --dry-run", "store prune --max-size 20GB --unused 30d"))
+def prune(run: Run) -> int | None:
     """Make the store smaller.
 
     Least recently used first, exact before coarse, KV before text.
     """
-    from kvtool.core.upkeep.job import PruneOptions
     from kvtool.core.upkeep.job import prune as run_prune
 
-    options = PruneOptions(
-        max_size=None if max_size is None else size_in_bytes(max_size),
-        max_age=_seconds("--max-age", max_age),
-        unused=_seconds("--unused", unused),
-        cold=_seconds("--cold", cold),
-        dry_run=dry_run,
-        yes=yes,
-        compact=compact,
-        lock_wait=run.lock_wait,
-    )
-    report = run_prune(run.folder, options)
+    report = run_prune(run.folder, run.get(PruneOptions))
     if not report.reached:
         run.out.warning(*_what_stays(report))
     _warn_of(run, report.refusal)
@@ -147,10 +117,6 @@ def prune(
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
     run.out.result(report.to_json(), human=lambda: _show_prune(run, report))
     return None if report.reached else EXIT_NO_SPACE
-
-
-def _seconds(flag: str, text: str | None) -> float | None:
-    return None if text is None else duration(text, flag)
 
 
 def _what_stays(report: PruneReport) -> tuple[str, str]:
@@ -177,7 +143,7 @@ def _rows(report: PruneReport) -> list[dict[str, Any]]:
     return rows
 
 
-@takes(StoreOptions, LockOptions)
+@takes(StoreOptions, LockOptions, examples=("store compact",))
 def compact(run: Run) -> None:
     """Give free space back to the disk.
 
@@ -202,7 +168,7 @@ Pinned = Annotated[
 ]
 
 
-@takes(StoreOptions, LockOptions)
+@takes(StoreOptions, LockOptions, examples=("store pin handbook.md", "store pin"))
 def pin(run: Run, targets: Pinned = None) -> None:
     """Keep documents or chunks from being pruned.
 
@@ -220,7 +186,7 @@ def pin(run: Run, targets: Pinned = None) -> None:
     _show_pins(run, pins)
 
 
-@takes(StoreOptions, LockOptions)
+@takes(StoreOptions, LockOptions, examples=("store unpin handbook.md",))
 def unpin(run: Run, targets: Targets) -> None:
     """Let documents or chunks be pruned again."""
     from kvtool.core.upkeep.pins import unpin as run_unpin

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Annotated
-
-import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
-from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.errors import EXIT_DAMAGED, UsageError
+from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
+from kvtool.core.errors import EXIT_DAMAGED
 
 
-@takes(StoreOptions, LockOptions)
-def verify(
-    run: Run,
-    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged; it is computed again.")] = False,
-    sample: Annotated[
-        str | None,
-        typer.Option(
-            "--sample",
-            metavar="1/7",
-            help="Check the KV of only this part of the chunks; always the same part.",
-            show_default=False,
-        ),
-    ] = None,
-) -> int | None:
+@takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
+def verify(run: Run) -> int | None:
     """Check every digest and every reference."""
-    return _verify(run, repair, _fraction(sample))
+    options = run.get(VerifyOptions)
+    return _verify(run, options.repair, Fraction(options.sample) if options.sample is not None else None)
 
 
-@takes(StoreOptions, LockOptions)
+@takes(StoreOptions, LockOptions, examples=("store repair",))
 def repair(run: Run) -> int | None:
     """Drop what is damaged; it is computed again. The same as `verify --repair`."""
     return _verify(run, True, None)
@@ -66,15 +52,3 @@ def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
 
     run.out.result(value, human=show)
     return EXIT_DAMAGED if left else None
-
-
-def _fraction(text: str | None) -> Fraction | None:
-    if text is None:
-        return None
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"--sample: {text!r} is not a fraction", "such as 1/7") from error
-    if not 0 < value <= 1:
-        raise UsageError(f"--sample: {text!r} is not between 0 and 1", "such as 1/7")
-    return value

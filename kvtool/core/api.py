@@ -175,7 +175,8 @@ class Cache:
     @_alone
     def prune(self, **options: Any) -> PruneReport:
         """Make the store smaller; `options` are the fields of `PruneOptions`."""
-        from kvtool.core.upkeep.job import PruneOptions, prune
+        from kvtool.core.upkeep.job import prune
+        from kvtool.core.upkeep.options import PruneOptions
 
         self.close()
         return prune(self._folder(), PruneOptions(**options))

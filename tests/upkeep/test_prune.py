@@ -15,7 +15,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.compact import compact
-from kvtool.core.upkeep.job import PruneOptions, PruneReport, prune
+from kvtool.core.upkeep.job import PruneReport, prune
+from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.pins import pin, unpin
 from tests.cache.making import add_file, check_file, id_of, make_store
 from tests.cli.working import QUESTION, SHORT, damages, environment, kvtool, prefix_chunk
@@ -77,7 +78,7 @@ def test_down_to_the_budgets_low_watermark_by_use(tmp_path: Path) -> None:
 def test_nothing_says_how_far(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=4, dim=DIM)
     kvtool("store", "prune", "--store", path).failed(2, "nothing says how small")
-    kvtool("store", "prune", "--store", path, "--unused", "soon").failed(2, "'soon' is no time")
+    kvtool("store", "prune", "--store", path, "--unused", "soon").failed(2, "'soon' is not a length of time")
     with pytest.raises(UsageError, match="would go"):
         prune(path, PruneOptions(max_size=300_000))
     assert len(with_kv(path)) == 4

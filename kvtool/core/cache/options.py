@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from kvtool.core.common.places import data_dir
@@ -61,6 +62,30 @@ class LockOptions(Options):
     )
 
 
-def max_size_option(help: str = "Size budget for this command.", instead: str = "the store's own") -> int | None:
+def max_size_option(
+    help: str = "Size budget for this command.", instead: str = "the store's own", group: str = STORE
+) -> int | None:
     """The size that a store's folder may have, in bytes: an option of whatever writes to it."""
-    return option(None, help, group=STORE, setting=False, unit="size", lowest=1, instead=instead)
+    return option(None, help, group=group, setting=False, unit="size", lowest=1, instead=instead)
+
+
+def _check_part(text: str) -> str:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return "is not a fraction, such as 1/7"
+    return "" if 0 < value <= 1 else "is not between 0 and 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(LockOptions):
+    """How a store is checked."""
+
+    repair: bool = option(False, "Drop what is damaged; it is computed again.", setting=False)
+    sample: str | None = option(
+        None,
+        "Check the KV of only this part of the chunks; always the same part.",
+        setting=False,
+        metavar="1/7",
+        check=_check_part,
+    )

@@ -14,35 +14,12 @@ from kvtool.core.errors import UsageError
 from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
 from kvtool.core.upkeep.budget import low_water
 from kvtool.core.upkeep.inventory import Inventory, take_inventory
+from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.plan import Plan, Step
 from kvtool.core.upkeep.profiles import old_profiles
 from kvtool.core.upkeep.prune import Wanted, plan_prune
 
 _ROUNDS = 4  # sizes of small records are estimates: what is above the goal after all is planned again
-
-
-@dataclass(frozen=True, slots=True)
-class PruneOptions:
-    """Options of `prune`; times are seconds before now.
-
-    Attributes
-    ----------
-    max_size : bytes; None: the store's own budget, down to its low watermark.
-    max_age, unused : documents that were not changed, or not used, for so long are forgotten; with `max_size` last
-        and only as far as that needs.
-    cold : what was not used for so long is kept at its coarsest measured level alone.
-    compact : give free pages back to the disk where the size asks for it.
-    yes : also where more than half of the KV or of the documents would go.
-    """
-
-    max_size: int | None = None
-    max_age: float | None = None
-    unused: float | None = None
-    cold: float | None = None
-    dry_run: bool = False
-    yes: bool = False
-    compact: bool = True
-    lock_wait: float = 0.0
 
 
 @dataclass(slots=True)

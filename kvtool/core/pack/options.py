@@ -1,0 +1,27 @@
+"""What can be set of packs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtool.core.cache.options import LockOptions, max_size_option
+from kvtool.core.options.option import Options, option
+from kvtool.core.remote.options import levels_option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
+    """What goes into a pack."""
+
+    only: tuple[str, ...] = option(
+        (), "Only the files of these documents.", setting=False, metavar="PATH|GLOB|ID", instead="all"
+    )
+    level: tuple[str, ...] = levels_option()
+    force: bool = option(False, "Replace a file that is there.", setting=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(LockOptions):
+    """How a pack is taken in."""
+
+    max_size: int | None = max_size_option()

@@ -1,0 +1,75 @@
+"""What can be set of upkeep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtool.core.cache.options import LockOptions, max_size_option
+from kvtool.core.options.option import Options, option
+
+WHICH = "What goes"  # the heading in the commands' help
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(Options):
+    """Which chunks are listed, in which order."""
+
+    filter: str = option(
+        "",
+        'Only chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, kind, tokens, '
+        "chunks, used, level, bytes, pinned.",
+        setting=False,
+        metavar="CONDITIONS",
+    )
+    sort: str = option(
+        "", "In this order, with a minus in the reverse.", setting=False, metavar="[-]FIELD", instead="as ingested"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetOptions(LockOptions):
+    """How documents are forgotten."""
+
+    dry_run: bool = option(False, "Say what would go, and do nothing.", group=WHICH, setting=False)
+    yes: bool = option(False, "Do it even where more than half would go.", group=WHICH, setting=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(ForgetOptions):
+    """How much of a store goes.
+
+    Attributes
+    ----------
+    max_size : bytes; None: the store's own budget, down to its low watermark.
+    max_age, unused : seconds; documents that were not changed, or not used, for so long are forgotten; with `max_size`
+        last and only as far as that needs.
+    cold : seconds; what was not used for so long is kept at its coarsest measured level alone.
+    compact : give free pages back to the disk where the size asks for it.
+    """
+
+    max_size: int | None = max_size_option("Down to this size.", "the budget", WHICH)
+    max_age: float | None = option(
+        None,
+        "Forget documents not changed since.",
+        group=WHICH,
+        synonyms=("--older-than",),
+        setting=False,
+        metavar="30d",
+        unit="duration",
+        lowest=0,
+    )
+    unused: float | None = option(
+        None, "Forget documents not used since.", group=WHICH, setting=False, metavar="30d", unit="duration", lowest=0
+    )
+    cold: float | None = option(
+        None,
+        "Keep what was not used since at its coarsest level.",
+        group=WHICH,
+        setting=False,
+        metavar="30d",
+        unit="duration",
+        lowest=0,
+    )
+    compact: bool = option(
+        True, "Whether files shrink to meet the size.", group=WHICH, flag="--compact/--no-compact", setting=False
+    )
