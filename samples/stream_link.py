@@ -37,18 +37,18 @@ from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder
 from kvtool.core.streaming.policy import Adaptive, Task
 from kvtool.lab.simulator.simulate import simulate
-from kvtool.lab.simulator.traces import Trace, read_trace
+from kvtool.lab.simulator.traces import LinkTrace, read_trace
 
 NAMESPACE, HERE, THERE, NET = "kvtool-link", "kvtool-here", "kvtool-there", "10.213.7"
 PORT = 6391
 HEADERS = 1514 / 1448  # bytes on the wire for a byte of a full TCP segment: a trace speaks of the latter
 QUEUE = "limit 4mb"
 OWN_TRACES = (
-    Trace("steady-200", "steady", ((0.0, 200.0),)),
-    Trace("steady-50", "steady", ((0.0, 50.0),)),
-    Trace("drop", "drop", ((0.0, 200.0), (0.25, 30.0))),
-    Trace("recovery", "recovery", ((0.0, 30.0), (0.4, 300.0))),
-    Trace("far", "latency", ((0.0, 100.0),), latency_ms=40.0),
+    LinkTrace("steady-200", "steady", ((0.0, 200.0),)),
+    LinkTrace("steady-50", "steady", ((0.0, 50.0),)),
+    LinkTrace("drop", "drop", ((0.0, 200.0), (0.25, 30.0))),
+    LinkTrace("recovery", "recovery", ((0.0, 30.0), (0.4, 300.0))),
+    LinkTrace("far", "latency", ((0.0, 100.0),), latency_ms=40.0),
 )
 
 
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def measured(
-    trace: Trace, shape: Callable[[Trace], object], url: str, given: argparse.Namespace, folder: Path
+    trace: LinkTrace, shape: Callable[[LinkTrace], object], url: str, given: argparse.Namespace, folder: Path
 ) -> float | None:
     """The ratio; None where this kernel cannot shape the link so."""
     try:
@@ -94,7 +94,9 @@ def measured(
         return None
 
 
-def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: argparse.Namespace, folder: Path) -> float:
+def measure(
+    trace: LinkTrace, shape: Callable[[LinkTrace], object], url: str, given: argparse.Namespace, folder: Path
+) -> float:
     """Seconds until all is fetched, of both; returns their ratio."""
     real = []
     for _ in range(given.repeat):
@@ -110,7 +112,7 @@ def measure(trace: Trace, shape: Callable[[Trace], object], url: str, given: arg
             started = time.perf_counter()
             driver.run()
             real.append((time.perf_counter() - started, sum(row["bytes"] for row in policy.log), policy.levels))
-        shape(Trace("open", "", ((0.0, 20_000.0),)))
+        shape(LinkTrace("open", "", ((0.0, 20_000.0),)))
     found = simulate(Adaptive(task, make_estimator("harmonic")), task, trace)
     seconds, size, levels = sorted(real, key=lambda one: one[0])[len(real) // 2]
     fetched = "".join(level or "t" for level in levels.values())
@@ -155,7 +157,7 @@ def ip(*words: str) -> None:
 
 
 @contextmanager
-def shaped_link() -> Iterator[Callable[[Trace], object]]:
+def shaped_link() -> Iterator[Callable[[LinkTrace], object]]:
     """A link into a namespace; the function that it yields lets a trace begin."""
     try:
         ip("ip", "netns", "add", NAMESPACE)
@@ -184,7 +186,7 @@ def tbf(mbps: float) -> list[str]:
     return ["tbf", "rate", f"{mbps * HEADERS:.3f}mbit", "burst", str(burst), *QUEUE.split()]
 
 
-def begin(trace: Trace) -> None:
+def begin(trace: LinkTrace) -> None:
     """Set the first step now and the others when their time comes."""
     if trace.latency_ms:
         ip("tc", "qdisc", "replace", "dev", HERE, "root", "netem", "delay", f"{trace.latency_ms}ms")

@@ -19,9 +19,10 @@ from kvtool.core.streaming.policy import DEPTH
 if TYPE_CHECKING:
     from kvtool.core.fusion.speeds import PassSpeed
     from kvtool.lab.bench.stream import StreamBench
-    from kvtool.lab.bench.stream_speeds import Speeds
-    from kvtool.lab.bench.stream_subject import Subject
-    from kvtool.lab.simulator.traces import Trace
+    from kvtool.lab.bench.stream_context import Context
+    from kvtool.lab.bench.stream_data import LevelTable
+    from kvtool.lab.bench.stream_speeds import GivenSpeeds
+    from kvtool.lab.simulator.traces import LinkTrace
 
 _SLO_MS = "300,500,1000,2000"
 
@@ -56,6 +57,15 @@ def stream(
         float, typer.Option("--margin", min=0, max=0.99, help="Share of the prediction not counted on.")
     ] = DEFAULT_MARGIN,
     depth: Annotated[int, typer.Option("--depth", min=1, help="Requests outstanding at once.")] = DEPTH,
+    levels: Annotated[
+        Path | None,
+        typer.Option(
+            "--levels",
+            metavar="FILE.json",
+            help="With --shape: bits and losses by level, as `inspect codec --json` gives them.",
+            show_default="those of a small model",
+        ),
+    ] = None,
     write_traces: Annotated[
         Path | None, typer.Option("--write-traces", metavar="FOLDER", help="Write the generated traces there.")
     ] = None,
@@ -66,10 +76,11 @@ def stream(
     """How often policies of streaming meet objectives for the first token over a varying link, and what they lose.
 
     A simulation: the policies are those of a real link, the link and the computing are computed. KV sizes and losses
-    are measured ones: with --shape those of the README, else the store's own.
+    are measured ones: with --shape those of --levels, else the store's own.
     """
     from kvtool.lab.bench.stream import StreamOptions, bench_stream
-    from kvtool.lab.bench.stream_speeds import GPUS, Speeds
+    from kvtool.lab.bench.stream_data import DEFAULT_LEVELS, GPUS, read_levels
+    from kvtool.lab.bench.stream_speeds import GivenSpeeds
 
     if gpu not in GPUS:
         raise UsageError(f"--gpu: there are no speeds of {gpu!r}", f"known: {', '.join(GPUS)}")
@@ -79,11 +90,11 @@ def stream(
             raise UsageError(f"{flag}: {value:g} is no speed", "a number above 0")
     options = StreamOptions(_objectives(slo_ms), predictor, margin, depth)
     traces = _traces(trace, write_traces)
-    subject = _subject(
-        run, shape, context, chunk_tokens, Speeds(gpu, prefill, None if decode is None else decode * 1e9)
-    )
+    speeds = GivenSpeeds(gpu, prefill, None if decode is None else decode * 1e9)
+    table = DEFAULT_LEVELS if levels is None else read_levels(levels)
+    streamed = _context(run, shape, context, chunk_tokens, speeds, table)
     with run.out.progress("simulate", total=len(traces) * len(options.slo_ms), unit="traces") as bar:
-        result = bench_stream(subject, traces, options, lambda: bar.advance(1))
+        result = bench_stream(streamed, traces, options, lambda: bar.advance(1))
     if plot is not None:
         _draw(result, plot)
     run.out.result(result.to_json(), human=lambda: _show(run, result))
@@ -100,8 +111,8 @@ def _objectives(given: list[str] | None) -> tuple[float, ...]:
     return found
 
 
-def _traces(given: list[Path] | None, folder: Path | None) -> list[Trace]:
-    from kvtool.lab.simulator.generate import generate
+def _traces(given: list[Path] | None, folder: Path | None) -> list[LinkTrace]:
+    from kvtool.lab.bench.stream_traces import generate
     from kvtool.lab.simulator.traces import read_trace, write_trace
 
     if folder is not None:
@@ -114,14 +125,16 @@ def _traces(given: list[Path] | None, folder: Path | None) -> list[Trace]:
     return [read_trace(path) for path in given] if given else generate()
 
 
-def _subject(run: Run, shape: str | None, context: int, chunk_tokens: int, speeds: Speeds) -> Subject:
+def _context(
+    run: Run, shape: str | None, context: int, chunk_tokens: int, speeds: GivenSpeeds, table: LevelTable
+) -> Context:
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.stream_subject import shape_subject, store_subject
+    from kvtool.lab.bench.stream_context import shape_context, store_context
 
     if shape is not None:
-        return shape_subject(shape, context, chunk_tokens, speeds)
+        return shape_context(shape, context, chunk_tokens, speeds, table)
     with Store.open(run.folder) as store:
-        return store_subject(store, context, speeds, None if speeds.prefill else _measured(run, store))
+        return store_context(store, context, speeds, None if speeds.prefill else _measured(run, store))
 
 
 def _measured(run: Run, store: Any) -> PassSpeed | None:

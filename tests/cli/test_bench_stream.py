@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.session.levels import MeasuredLosses
-from kvtool.lab.simulator.generate import generate
+from kvtool.lab.bench.stream_traces import generate
 from kvtool.lab.simulator.traces import read_trace
 from tests.cli.working import kvtool
 
@@ -37,10 +37,10 @@ def test_json_holds_rows_by_class_and_objective(trace: Path, tmp_path: Path) -> 
     for row in found["rows"]:
         assert row["requests"] == (2 if row["class"] == "all" else 1) * (2 if row["slo_ms"] is None else 1)
         assert 0 <= row["met"] <= 1
-    run = next(one["run"] for one in found["case"] if one["policy"] == "adaptive")
-    decisions = [row for row in run["log"] if row["decision"] in ("base", "refinement")]
+    run = next(run for run in found["case"]["runs"] if run["policy"] == "adaptive")
+    decisions = [row for row in run["stream"] if row["decision"] in ("base", "refinement")]
     assert len(decisions) == len(run["arrivals"])
-    assert {"chunk", "level", "estimated_mbps", "measured_mbps", "fetch_ms"} <= set(run["log"][0])
+    assert {"chunk", "level", "estimated_mbps", "measured_mbps", "fetch_ms"} <= set(run["stream"][0])
 
 
 def test_the_same_twice(trace: Path) -> None:
@@ -78,15 +78,15 @@ def test_a_store_has_its_own_sizes_and_losses(plain: Path, trace: Path) -> None:
     kvtool("compress", "--store", plain, "--fit", "--level", "2", "4", "--questions", "2").fine()
     found = kvtool("bench", "stream", "--store", plain, "--trace", trace, *PREFILL, "--json").fine().json
     assert {row["policy"] for row in found["rows"]} == {"adaptive", "cachegen", "4", "2", "raw", "text"}
-    losses = {row["policy"]: row["loss"] for row in found["rows"]}
+    losses = {row["policy"]: row["kl_answer"] for row in found["rows"]}
     with Store.open(plain) as store:
         assert {level: losses[level] for level in ("2", "4")} == pytest.approx(MeasuredLosses(store).at_most())
         chunks = {ref.chunk_id for document in store.documents() for ref in document.chunks}
         sizes = [store.level_sizes(chunk) for chunk in chunks]
     assert found["chunks"] == len(chunks)
-    megabytes = {row["policy"]: row["megabytes"] for row in found["rows"]}
-    assert megabytes["raw"] == pytest.approx(sum(one["raw"] for one in sizes) / 1e6)
-    assert megabytes["4"] == pytest.approx(sum(one["4"] for one in sizes) / 1e6)
+    read = {row["policy"]: row["bytes_read"] for row in found["rows"]}
+    assert read["raw"] == pytest.approx(sum(one["raw"] for one in sizes))
+    assert read["4"] == pytest.approx(sum(one["4"] for one in sizes))
     assert found["raw_bytes"] <= sum(one["raw"] for one in sizes) < 1.5 * found["raw_bytes"]  # records have headers
 
 

@@ -12,7 +12,7 @@ from kvtool.core.streaming.book import Fetch, Policy, Task
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.core.streaming.policy import Adaptive
-from kvtool.lab.simulator.traces import Trace
+from kvtool.lab.simulator.traces import LinkTrace
 
 NESTED = ("4", "3", "2", "1")
 LOSSES = {"4": 0.08, "3": 0.01, "2": 0.002, "1": 0.0006, "lossless": 0.0}
@@ -55,8 +55,8 @@ def adaptive(one: Task, predictor: str = "last", margin: float = 0.0) -> Adaptiv
     return Adaptive(one, make_estimator(predictor), margin)
 
 
-def steady(mbps: float, latency_ms: float = 0.0) -> Trace:
-    return Trace("steady", "steady", ((0.0, mbps),), latency_ms)
+def steady(mbps: float, latency_ms: float = 0.0) -> LinkTrace:
+    return LinkTrace("steady", "steady", ((0.0, mbps),), latency_ms)
 
 
 @st.composite
@@ -85,14 +85,16 @@ def tasks(draw: Any, objectives: Any = None) -> Task:
 
 
 @st.composite
-def traces(draw: Any) -> Trace:
+def traces(draw: Any) -> LinkTrace:
     gaps = draw(st.lists(st.floats(0.01, 1), max_size=5))
     times = [0.0]
     for gap in gaps:
         times.append(times[-1] + gap)
     rates = [draw(st.floats(0, 10_000)) for _ in gaps] + [draw(st.floats(1, 10_000))]
     latency, jitter = draw(st.floats(0, 200)), draw(st.floats(0, 100))
-    return Trace("random", "random", tuple(zip(times, rates, strict=True)), latency, jitter, draw(st.integers(0, 9)))
+    return LinkTrace(
+        "random", "random", tuple(zip(times, rates, strict=True)), latency, jitter, draw(st.integers(0, 9))
+    )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from kvtool.core.streaming.book import Fetch, Task
 from kvtool.core.streaming.estimate import PREDICTORS
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.lab.simulator.simulate import meets, simulate
-from kvtool.lab.simulator.traces import Trace
+from kvtool.lab.simulator.traces import LinkTrace
 from tests.streaming.making import MB, Watched, adaptive, ladder, steady, task, tasks, traces
 
 CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)), st.integers(1, 4)
@@ -21,7 +21,7 @@ CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)),
 @settings(max_examples=150, deadline=None)
 @given(tasks(), traces(), *CHOICES)
 def test_the_objective_is_met_wherever_text_alone_would_meet_it(
-    one: Task, trace: Trace, predictor: str, margin: float, depth: int
+    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
 ) -> None:
     run = simulate(adaptive(one, predictor, margin), one, trace, depth)
     assert one.objective is not None
@@ -33,7 +33,7 @@ def test_the_objective_is_met_wherever_text_alone_would_meet_it(
 @settings(max_examples=80, deadline=None)
 @given(tasks(), traces(), *CHOICES)
 def test_a_link_of_any_kind_costs_no_more_than_the_objective_and_twice_the_text(
-    one: Task, trace: Trace, predictor: str, margin: float, depth: int
+    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
 ) -> None:
     run = simulate(adaptive(one, predictor, margin), one, trace, depth)
     assert one.objective is not None
@@ -46,7 +46,7 @@ def test_a_link_of_any_kind_costs_no_more_than_the_objective_and_twice_the_text(
 @settings(max_examples=80, deadline=None)
 @given(tasks(st.none() | st.floats(0.01, 4)), traces(), *CHOICES)
 def test_nothing_is_fetched_twice_and_what_arrives_adds_up(
-    one: Task, trace: Trace, predictor: str, margin: float, depth: int
+    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
 ) -> None:
     policy = Watched(adaptive(one, predictor, margin))
     run = simulate(policy, one, trace, depth)
@@ -69,7 +69,7 @@ def test_nothing_is_fetched_twice_and_what_arrives_adds_up(
 @settings(max_examples=80, deadline=None)
 @given(tasks(), traces(), *CHOICES)
 def test_waiting_ends_at_the_latest_when_the_policy_says(
-    one: Task, trace: Trace, predictor: str, margin: float, depth: int
+    one: Task, trace: LinkTrace, predictor: str, margin: float, depth: int
 ) -> None:
     policy = Watched(adaptive(one, predictor, margin))
     simulate(policy, one, trace, depth)
@@ -139,7 +139,7 @@ def test_a_finer_level_is_reached_on_a_faster_link() -> None:
 
 def test_a_link_that_stops_after_the_bases_leaves_them() -> None:
     one = task(chunks=4)
-    run = simulate(adaptive(one), one, Trace("stops", "drop", ((0.0, 1000.0), (0.04, 0.0), (9.0, 1.0))))
+    run = simulate(adaptive(one), one, LinkTrace("stops", "drop", ((0.0, 1000.0), (0.04, 0.0), (9.0, 1.0))))
     assert run.met
     assert set(run.levels.values()) == {"4", "3"}
     assert [row["decision"] for row in run.log if row["decision"].startswith("gave up")] == [
@@ -179,7 +179,7 @@ def test_what_the_policy_passes_over_may_be_computed_meanwhile() -> None:
 
 def test_a_dead_link_is_given_up_for_text_in_time() -> None:
     one = task(chunks=4, objective=1.0, text=0.2, question=0.05)
-    run = simulate(adaptive(one), one, Trace("dead", "dead", ((0.0, 0.0), (60.0, 1.0))))
+    run = simulate(adaptive(one), one, LinkTrace("dead", "dead", ((0.0, 0.0), (60.0, 1.0))))
     assert run.ttft_s == one.objective
     assert run.text_tokens == 4000
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvtool.core.streaming.book import Policy, Task
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, make_estimator
 from kvtool.core.streaming.policy import DEPTH, Adaptive
-from kvtool.lab.bench.stream_subject import Subject
-from kvtool.lab.simulator.generate import drop_in_mid_transfer
+from kvtool.lab.bench.stream_context import Context
+from kvtool.lab.bench.stream_data import Scenario
 from kvtool.lab.simulator.rules import CacheGenRule, Fixed, TextOnly
-from kvtool.lab.simulator.simulate import Run, simulate
-from kvtool.lab.simulator.traces import Trace
+from kvtool.lab.simulator.simulate import Outcome, simulate
+from kvtool.lab.simulator.traces import LinkTrace
 
 ADAPTIVE, CACHEGEN, TEXT = "adaptive", "cachegen", "text"
 ALL = "all"
-_READY_MBPS = 3000.0  # of the link that the context's time is stated for, CacheGen's own (section 7)
 INCLUDES = (
     "TTFT: waiting for the link, fetching, decoding beside it where counted, then one pass over the question and the "
     "chunks that are computed from text"
@@ -33,12 +32,19 @@ class StreamOptions:
     ----------
     slo_ms : objectives; every trace is run once for each.
     depth : fetches outstanding at once.
+    scenario : the link and the trace that are told of by themselves.
     """
 
     slo_ms: tuple[float, ...]
     predictor: str = DEFAULT_PREDICTOR
     margin: float = DEFAULT_MARGIN
     depth: int = DEPTH
+    scenario: Scenario = field(default_factory=Scenario)
+
+    @property
+    def case_slo_ms(self) -> float:
+        """The objective of the scenario's case: the middle one."""
+        return sorted(self.slo_ms)[(len(self.slo_ms) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,9 @@ class StreamRow:
     Attributes
     ----------
     met : share within the objective.
-    loss : mean over requests, in or out of the objective, of nats a token of the answer.
-    text : share of the tokens computed from text.
+    kl_answer : mean over requests, in or out of the objective, of nats a token of the answer.
+    text_share : of the tokens, those computed from text.
+    bytes_read : mean over requests.
     """
 
     policy: str
@@ -57,52 +64,43 @@ class StreamRow:
     slo_ms: float | None
     requests: int
     met: float
-    loss: float
-    text: float
-    megabytes: float
-    median_ttft_ms: float
+    kl_answer: float
+    text_share: float
+    bytes_read: float
+    ttft_ms_median: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How soon the context is there over 3 Gbit/s: fetched and decoded, or computed from text."""
+    """How soon the context is there over a steady link: fetched and decoded, or computed from text."""
 
     policy: str
     ready_ms: float
-    loss: float
+    kl_answer: float
     sooner_than_text: float
     sooner_than_int8: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class CaseRun:
-    """One policy in the case of the drop in mid-transfer."""
-
-    policy: str
-    run: Run
-
-
-@dataclass(frozen=True, slots=True)
 class StreamBench:
-    """All results, and what they are of."""
+    """All results, and what they are of; `case`: what every policy made of the scenario's trace."""
 
-    subject: str
+    context: str
     tokens: int
     chunks: int
     raw_bytes: int
     text_ms: float
     options: StreamOptions
-    traces: tuple[Trace, ...]
+    traces: tuple[LinkTrace, ...]
     rows: tuple[StreamRow, ...]
     ready: tuple[Ready, ...]
-    case_trace: Trace
-    case_slo_ms: float
-    case: tuple[CaseRun, ...]
+    case: Mapping[str, Outcome]
     sources: tuple[str, ...]
     includes: str = INCLUDES
 
     @property
     def policies(self) -> tuple[str, ...]:
+        """Names of the policies in order."""
         return tuple(dict.fromkeys(row.policy for row in self.rows))
 
     @property
@@ -111,16 +109,28 @@ class StreamBench:
         return tuple(dict.fromkeys(trace.kind for trace in self.traces))
 
     def row(self, policy: str, kind: str = ALL, slo_ms: float | None = None) -> StreamRow:
-        return next(one for one in self.rows if (one.policy, one.kind, one.slo_ms) == (policy, kind, slo_ms))
+        """One policy over a class of traces at an objective."""
+        return next(row for row in self.rows if (row.policy, row.kind, row.slo_ms) == (policy, kind, slo_ms))
 
     def to_json(self) -> dict[str, Any]:
-        value = asdict(self)
-        value["options"]["slo_ms"] = list(self.options.slo_ms)
-        for trace in value["traces"]:
-            trace["class"] = trace.pop("kind")
-        for row in value["rows"]:
-            row["class"] = row.pop("kind")
-        return value
+        """The JSON object of `bench stream`."""
+        value = {own.name: getattr(self, own.name) for own in fields(self)}
+        names = ("slo_ms", "predictor", "margin", "depth")
+        case = self.options.scenario.case
+        return value | {
+            "options": {name: getattr(self.options, name) for name in names},
+            "traces": [_with_class(trace) for trace in self.traces],
+            "rows": [_with_class(row) for row in self.rows],
+            "case": {
+                "trace": _with_class(case),
+                "slo_ms": self.options.case_slo_ms,
+                "runs": [{"policy": policy, **outcome.to_json()} for policy, outcome in self.case.items()],
+            },
+        }
+
+
+def _with_class(row: LinkTrace | StreamRow) -> dict[str, Any]:
+    return {"class" if name == "kind" else name: fact for name, fact in asdict(row).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +138,12 @@ class _Result:
     policy: str
     kind: str
     slo_ms: float
-    text: float
-    run: Run
+    text_share: float
+    outcome: Outcome
 
 
 def bench_stream(
-    subject: Subject, traces: Sequence[Trace], options: StreamOptions, advance: Callable[[], None] = lambda: None
+    context: Context, traces: Sequence[LinkTrace], options: StreamOptions, advance: Callable[[], None] = lambda: None
 ) -> StreamBench:
     """Run every policy over every trace at every objective; `advance` is told after each trace and objective.
 
@@ -144,32 +154,31 @@ def bench_stream(
     results: list[_Result] = []
     for slo_ms in options.slo_ms:
         for trace in traces:
-            for policy, run in _runs(subject, trace, slo_ms, options):
-                text = run.text_tokens / subject.tokens
-                results.append(_Result(policy, trace.kind, slo_ms, text, run))
+            for policy, outcome in _outcomes(context, trace, slo_ms, options):
+                share = outcome.text_tokens / context.tokens
+                results.append(_Result(policy, trace.kind, slo_ms, share, outcome))
             advance()
-    drop, slo_ms = drop_in_mid_transfer(), sorted(options.slo_ms)[(len(options.slo_ms) - 1) // 2]
     return StreamBench(
-        subject=subject.name,
-        tokens=subject.tokens,
-        chunks=len(subject.ladders),
-        raw_bytes=subject.raw_bytes,
-        text_ms=subject.text_seconds() * 1e3,
+        context=context.name,
+        tokens=context.tokens,
+        chunks=len(context.ladders),
+        raw_bytes=context.raw_bytes,
+        text_ms=context.text_seconds() * 1e3,
         options=options,
         traces=tuple(traces),
         rows=tuple(_rows(results)),
-        ready=tuple(_ready(subject, options)),
-        case_trace=drop,
-        case_slo_ms=slo_ms,
-        case=tuple(CaseRun(policy, run) for policy, run in _runs(subject, drop, slo_ms, options)),
-        sources=subject.sources,
+        ready=tuple(_ready(context, options)),
+        case=dict(_outcomes(context, options.scenario.case, options.case_slo_ms, options)),
+        sources=context.sources,
     )
 
 
-def _runs(subject: Subject, trace: Trace, slo_ms: float, options: StreamOptions) -> Iterator[tuple[str, Run]]:
-    """Every policy at one objective, its name first."""
-    for name in (ADAPTIVE, CACHEGEN, *subject.fixed, TEXT):
-        task = subject.task(slo_ms / 1e3, name if name in subject.fixed else None)
+def _outcomes(
+    context: Context, trace: LinkTrace, slo_ms: float, options: StreamOptions
+) -> Iterator[tuple[str, Outcome]]:
+    """What every policy makes of a trace at one objective, its name first."""
+    for name in (ADAPTIVE, CACHEGEN, *context.fixed, TEXT):
+        task = context.task(slo_ms / 1e3, name if name in context.fixed else None)
         yield name, simulate(_policy(name, task, options), task, trace, options.depth)
 
 
@@ -183,48 +192,46 @@ def _policy(name: str, task: Task, options: StreamOptions) -> Policy:
 
 
 def _rows(results: Sequence[_Result]) -> Iterator[StreamRow]:
-    policies, kinds, slos = (
-        list(dict.fromkeys(getattr(one, key) for one in results)) for key in ("policy", "kind", "slo_ms")
-    )
-    for policy in policies:
-        own = [one for one in results if one.policy == policy]
-        for kind in (ALL, *kinds):
-            of_kind = [one for one in own if kind in (ALL, one.kind)]
-            yield _row(policy, kind, None, of_kind)
-            for slo_ms in slos:
-                yield _row(policy, kind, slo_ms, [one for one in of_kind if one.slo_ms == slo_ms])
+    """By policy, class of traces and objective; `all` classes and all objectives (None) before each one."""
+    groups: dict[tuple[str, str, float | None], list[_Result]] = {}
+    for policy in dict.fromkeys(result.policy for result in results):
+        of_policy = [result for result in results if result.policy == policy]
+        for kind in (ALL, *dict.fromkeys(result.kind for result in of_policy)):
+            of_kind = [result for result in of_policy if kind in (ALL, result.kind)]
+            groups[policy, kind, None] = of_kind
+            for slo_ms in dict.fromkeys(result.slo_ms for result in of_kind):
+                groups[policy, kind, slo_ms] = [result for result in of_kind if result.slo_ms == slo_ms]
+    return (_row(*key, group) for key, group in groups.items())
 
 
 def _row(policy: str, kind: str, slo_ms: float | None, results: Sequence[_Result]) -> StreamRow:
-    def mean(values: Iterable[float]) -> float:
-        return statistics.fmean(values)
-
+    outcomes = [result.outcome for result in results]
     return StreamRow(
         policy=policy,
         kind=kind,
         slo_ms=slo_ms,
         requests=len(results),
-        met=mean(float(bool(one.run.met)) for one in results),
-        loss=mean(one.run.loss for one in results),
-        text=mean(one.text for one in results),
-        megabytes=mean(one.run.bytes / 1e6 for one in results),
-        median_ttft_ms=statistics.median(one.run.ttft_s * 1e3 for one in results),
+        met=statistics.fmean(float(bool(outcome.met)) for outcome in outcomes),
+        kl_answer=statistics.fmean(outcome.loss for outcome in outcomes),
+        text_share=statistics.fmean(result.text_share for result in results),
+        bytes_read=statistics.fmean(outcome.bytes for outcome in outcomes),
+        ttft_ms_median=statistics.median(outcome.ttft_s * 1e3 for outcome in outcomes),
     )
 
 
-def _ready(subject: Subject, options: StreamOptions) -> Iterator[Ready]:
-    """Every fixed level over a steady link, and the adaptive policy at each objective."""
-    link, text = Trace("steady", "steady", ((0.0, _READY_MBPS),)), subject.text_seconds()
-    found: dict[str, tuple[float, float]] = {}
-    for level in subject.fixed:
-        task = subject.task(None, level)
-        run = simulate(_policy(level, task, options), task, link, options.depth)
-        found[level] = run.ready_s, run.loss
+def _ready(context: Context, options: StreamOptions) -> Iterator[Ready]:
+    """Every fixed level over the scenario's steady link, and the adaptive policy at each objective."""
+    link = LinkTrace("steady", "steady", ((0.0, options.scenario.ready_mbps),))
+    reached: dict[str, tuple[float, float]] = {}  # seconds, loss
+    for level in context.fixed:
+        task = context.task(None, level)
+        outcome = simulate(_policy(level, task, options), task, link, options.depth)
+        reached[level] = outcome.ready_s, outcome.loss
     for slo_ms in options.slo_ms:
-        task = subject.task(slo_ms / 1e3)
-        run = simulate(_policy(ADAPTIVE, task, options), task, link, options.depth)
-        rest = run.ttft_s - subject.compute(frozenset())  # text included
-        found[f"{ADAPTIVE}, {slo_ms:g} ms"] = rest, run.loss
-    eight = found.get("int8")
-    for name, (seconds, loss) in {**found, TEXT: (text, 0.0)}.items():
+        task = context.task(slo_ms / 1e3)
+        outcome = simulate(_policy(ADAPTIVE, task, options), task, link, options.depth)
+        with_text = outcome.ttft_s - context.compute(frozenset())
+        reached[f"{ADAPTIVE}, {slo_ms:g} ms"] = with_text, outcome.loss
+    text, eight = context.text_seconds(), reached.get("int8")
+    for name, (seconds, loss) in {**reached, TEXT: (text, 0.0)}.items():
         yield Ready(name, seconds * 1e3, loss, text / seconds, None if eight is None else eight[0] / seconds)

@@ -9,21 +9,14 @@ from typing import Any
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.fusion.speeds import PassSpeed
 from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
+from kvtool.lab.bench.stream_data import GPUS, LLAMA_7B, LLAMA_7B_SECONDS, LLAMA_7B_SOURCE
 
 # Levels whose decoding takes time worth counting.
 _DECODED = [name for name, level in LEVELS.items() if not level.verbatim]
 
-# TensorRT-LLM v0.6.1, docs/source/performance.md, "Low Latency": LLaMA 7B on one A100, FP16, batch 1: seconds to the
-# first token by input tokens. The two give the FLOP/s of a long prompt, and what a pass costs before its first row.
-_LLAMA_7B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 32, "head_dim": 128, "mlp": 11008, "words": 32000}
-_SHORT, _LONG = (128, 0.016), (2048, 0.133)
-# By NVIDIA's data sheets, TFLOP/s of dense 16-bit products over an A100's: the other one is taken to reach the same
-# share of its peak.
-GPUS = {"a100": 1.0, "a40": 149.7 / 312}
-
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class GivenSpeeds:
     """What was asked for.
 
     Attributes
@@ -43,8 +36,8 @@ class Speeds:
 
     def on_gpu(self, config: Any) -> PassSpeed:
         """Of a model of this `transformers` configuration on the GPU."""
-        known, model = _architecture(**_LLAMA_7B), _architecture(**sizes_of(config))
-        (few, quick), (many, slow) = _SHORT, _LONG
+        known, model = _architecture(**LLAMA_7B), _architecture(**sizes_of(config))
+        (few, quick), (many, slow) = LLAMA_7B_SECONDS
         little, much = (flops(known, [full_work(length, len(known.layers))]) for length in (few, many))
         rate = (much - little) / (slow - quick)  # FLOP/s
         before = quick - little / rate  # seconds before the first row: about what reading the weights takes
@@ -69,10 +62,9 @@ class Speeds:
 
     def told_of_gpu(self) -> str:
         """Where the speed of prompts on the GPU is from."""
-        source = "LLaMA 7B on an A100 in TensorRT-LLM v0.6.1 (2,048 tokens in 133 ms)"
         if self.gpu == "a100":
-            return f"prefill at the FLOP/s of {source}"
-        return f"prefill at the share of an {self.gpu.upper()}'s peak FLOP/s that is reached by {source}"
+            return f"prefill at the FLOP/s of {LLAMA_7B_SOURCE}"
+        return f"prefill at the share of an {self.gpu.upper()}'s peak FLOP/s that is reached by {LLAMA_7B_SOURCE}"
 
 
 def sizes_of(config: Any) -> dict[str, int]:

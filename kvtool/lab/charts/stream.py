@@ -26,41 +26,41 @@ def stream_table(result: StreamBench) -> tuple[tuple[str, ...], Iterator[tuple[A
             policy,
             *(_cell(result.row(policy, kind)) for kind in (ALL, *result.kinds)),
             *(_cell(result.row(policy, ALL, slo)) for slo in slos),
-            f"{result.row(policy).megabytes:.0f}",
-            f"{result.row(policy).median_ttft_ms:.0f}",
+            f"{result.row(policy).bytes_read / 1e6:.0f}",
+            f"{result.row(policy).ttft_ms_median:.0f}",
         )
         for policy in result.policies
     )
 
 
 def _cell(row: StreamRow) -> str:
-    return f"{row.met:.0%} {row.loss:.4f}"
+    return f"{row.met:.0%} {row.kl_answer:.4f}"
 
 
 def ready_table(result: StreamBench) -> Iterator[tuple[Any, ...]]:
     """Rows under `READY_HEAD`."""
-    for one in result.ready:
-        eight = "-" if one.sooner_than_int8 is None else f"{one.sooner_than_int8:.2f}x"
-        yield one.policy, f"{one.ready_ms:.0f}", f"{one.loss:.4f}", f"{one.sooner_than_text:.2f}x", eight
+    for ready in result.ready:
+        eight = "-" if ready.sooner_than_int8 is None else f"{ready.sooner_than_int8:.2f}x"
+        yield ready.policy, f"{ready.ready_ms:.0f}", f"{ready.kl_answer:.4f}", f"{ready.sooner_than_text:.2f}x", eight
 
 
 def case_table(result: StreamBench) -> Iterator[tuple[Any, ...]]:
     """Rows under `CASE_HEAD`."""
-    for one in result.case:
-        levels = Counter(level or "text" for level in one.run.levels.values())
+    for policy, outcome in result.case.items():
+        levels = Counter(level or "text" for level in outcome.levels.values())
         told = ", ".join(f"{count} {level}" for level, count in sorted(levels.items()))
-        met = "yes" if one.run.met else "no"
-        yield one.policy, f"{one.run.ttft_s * 1e3:.0f}", met, f"{one.run.loss:.4f}", f"{one.run.bytes / 1e6:.0f}", told
+        ttft, loss, megabytes = f"{outcome.ttft_s * 1e3:.0f}", f"{outcome.loss:.4f}", f"{outcome.bytes / 1e6:.0f}"
+        yield policy, ttft, "yes" if outcome.met else "no", loss, megabytes, told
 
 
 def stream_notes(result: StreamBench) -> Iterator[str]:
     """What was simulated, and what the numbers mean."""
     options = result.options
     yield (
-        f"{result.subject}: {result.tokens} tokens in {result.chunks} chunks, {result.raw_bytes / 1e6:.0f} MB of KV; "
+        f"{result.context}: {result.tokens} tokens in {result.chunks} chunks, {result.raw_bytes / 1e6:.0f} MB of KV; "
         f"computing them from text {result.text_ms:.0f} ms; {len(result.traces)} traces; predictor "
         f"{options.predictor}, margin {options.margin:.0%}, {options.depth} requests outstanding; the drop's objective "
-        f"{result.case_slo_ms:g} ms"
+        f"{options.case_slo_ms:g} ms"
     )
     yield "; ".join(result.sources)
     yield _MEANING
@@ -82,7 +82,7 @@ def stream_chart(result: StreamBench) -> str:
 
     panels = [
         Panel("share of requests within the objective", lines("met")),
-        Panel("mean loss, nats a token", lines("loss")),
+        Panel("mean loss, nats a token", lines("kl_answer")),
     ]
     note = f"{result.tokens} tokens, {len(result.traces)} traces, over all of them; text loses nothing"
-    return line_charts(f"kvtool bench stream: {result.subject}", panels, "objective, ms", note)
+    return line_charts(f"kvtool bench stream: {result.context}", panels, "objective, ms", note)

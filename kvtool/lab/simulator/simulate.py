@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtool.core.streaming.book import Fetch, Policy, Task
 from kvtool.core.streaming.policy import DEPTH
-from kvtool.lab.simulator.traces import Trace
+from kvtool.lab.simulator.traces import LinkTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Outcome:
     """What a policy made of a trace.
 
     Attributes
@@ -44,6 +44,23 @@ class Run:
     arrivals: tuple[Arrival, ...]
     log: list[dict[str, Any]]
 
+    def to_json(self) -> dict[str, Any]:
+        """As `bench stream` tells it: times in milliseconds, chunks by their number in the context."""
+        return {
+            "ready_ms": self.ready_s * 1e3,
+            "ttft_ms": self.ttft_s * 1e3,
+            "met": self.met,
+            "kl_answer": self.loss,
+            "text_tokens": self.text_tokens,
+            "bytes_read": self.bytes,
+            "levels": [{"chunk": chunk, "level": level} for chunk, level in self.levels.items()],
+            "arrivals": [
+                {"ready_ms": one.second * 1e3, "chunk": one.chunk, "level": one.level, "bytes": one.size}
+                for one in self.arrivals
+            ],
+            "stream": self.log,
+        }
+
 
 @dataclass(slots=True)
 class _Sent:
@@ -56,7 +73,7 @@ class _Link:
     """First in, first out. A request's latency passes while those before it are transferred; what is given up frees
     the link at once."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: LinkTrace) -> None:
         self._trace = trace
         self._latencies = trace.latencies()
         self._free = 0.0
@@ -86,7 +103,7 @@ class _Link:
         return min(started, ended)
 
 
-def simulate(policy: Policy, task: Task, trace: Trace, depth: int = DEPTH) -> Run:
+def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH) -> Outcome:
     """Fetch over a trace, decode each chunk beside the fetching of the next ones, then compute.
 
     Parameters
@@ -110,7 +127,7 @@ def simulate(policy: Policy, task: Task, trace: Trace, depth: int = DEPTH) -> Ru
     text = frozenset(chunk for chunk, level in levels.items() if level is None)
     ready = max(now, decoded_at)
     ttft = ready + task.compute(text)
-    return Run(
+    return Outcome(
         ready_s=ready,
         ttft_s=ttft,
         met=None if task.objective is None else meets(ttft, task.objective),

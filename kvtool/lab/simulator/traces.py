@@ -22,7 +22,7 @@ _NUMBERS = ("latency_ms", "jitter_ms", "seed")
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class LinkTrace:
     """A piecewise constant bandwidth.
 
     Attributes
@@ -77,7 +77,7 @@ class Trace:
             yield (self.latency_ms + draw.random() * self.jitter_ms) / 1e3
 
 
-def write_trace(trace: Trace, path: Path) -> None:
+def write_trace(trace: LinkTrace, path: Path) -> None:
     """As `read_trace` reads it."""
     lines = [f"# name: {trace.name}", f"# class: {trace.kind}"]
     lines += [f"# {key}: {getattr(trace, key)!r}" for key in _NUMBERS]
@@ -85,7 +85,7 @@ def write_trace(trace: Trace, path: Path) -> None:
     path.write_text("\n".join([*lines, _HEAD, *rows]) + "\n", encoding="utf-8")
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> LinkTrace:
     """A trace from its file.
 
     Raises
@@ -106,7 +106,9 @@ def read_trace(path: Path) -> Trace:
             steps.append(_row(path, number, line))
     try:
         latency, jitter, seed = (float(facts.get(key, "0")) for key in _NUMBERS)
-        return Trace(facts.get("name", path.stem), facts.get("class", "file"), tuple(steps), latency, jitter, int(seed))
+        return LinkTrace(
+            facts.get("name", path.stem), facts.get("class", "file"), tuple(steps), latency, jitter, int(seed)
+        )
     except (ValueError, OverflowError) as error:
         raise UsageError(f"{str(path)!r} is no trace: {error}", f"rows are {_HEAD}, such as 0,3000") from error
 

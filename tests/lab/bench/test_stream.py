@@ -10,18 +10,20 @@ from kvtool.core.errors import UsageError
 from kvtool.core.model.shapes import shape_config
 from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
 from kvtool.lab.bench.stream import ADAPTIVE, ALL, TEXT, StreamBench, StreamOptions, bench_stream
-from kvtool.lab.bench.stream_speeds import Speeds
-from kvtool.lab.bench.stream_subject import MEASURED, Subject, shape_subject
+from kvtool.lab.bench.stream_context import Context, shape_context
+from kvtool.lab.bench.stream_data import DEFAULT_LEVELS
+from kvtool.lab.bench.stream_speeds import GivenSpeeds
+from kvtool.lab.bench.stream_traces import generate
 from kvtool.lab.charts.stream import case_table, ready_table, stream_chart, stream_notes, stream_table
 from kvtool.lab.charts.stream_figures import classes_figure, drop_figure
-from kvtool.lab.simulator.generate import generate
 
 SVG = "{http://www.w3.org/2000/svg}"
-FIXED = [level for level in MEASURED if MEASURED[level][1]]  # `raw` and `lossless` lose nothing to compare
+MEASURED = DEFAULT_LEVELS.levels
+FIXED = [level for level, of in MEASURED.items() if of.loss]  # `raw` and `lossless` lose nothing to compare
 
 
-def subject(gpu: str = "a100", chunk_tokens: int = 1500, decode: float | None = None) -> Subject:
-    return shape_subject("mistral-7b", 10_000, chunk_tokens, Speeds(gpu, None, decode))
+def subject(gpu: str = "a100", chunk_tokens: int = 1500, decode: float | None = None) -> Context:
+    return shape_context("mistral-7b", 10_000, chunk_tokens, GivenSpeeds(gpu, None, decode))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_adaptive_is_in_time_as_often_as_the_best_fixed_policy_of_each_class_and
             assert own.met >= found.row(policy, kind).met, (kind, policy)
         for policy in FIXED:
             if found.row(policy, kind).met == own.met:
-                assert own.loss < found.row(policy, kind).loss, (kind, policy)
+                assert own.kl_answer < found.row(policy, kind).kl_answer, (kind, policy)
     best = max(found.row(policy).met for policy in (*MEASURED, TEXT))
     assert found.row(ADAPTIVE).met > best  # over all classes no fixed policy keeps up
 
@@ -84,8 +86,10 @@ def test_the_speed_of_the_gpu_is_that_of_its_source() -> None:
 
     for length, seconds in ((128, 0.016), (2048, 0.133)):
         keys = length * (length + 1) // 2
-        assert Speeds().on_gpu(Llama7B()).seconds(length, keys) == pytest.approx(seconds, rel=0.01)
-        assert Speeds("a40").on_gpu(Llama7B()).seconds(length, keys) == pytest.approx(seconds * 312 / 149.7, rel=0.01)
+        assert GivenSpeeds().on_gpu(Llama7B()).seconds(length, keys) == pytest.approx(seconds, rel=0.01)
+        assert GivenSpeeds("a40").on_gpu(Llama7B()).seconds(length, keys) == pytest.approx(
+            seconds * 312 / 149.7, rel=0.01
+        )
 
 
 def test_text_takes_its_flops() -> None:
@@ -101,10 +105,10 @@ def test_text_takes_its_flops() -> None:
 def test_sizes_are_the_measured_bits_of_the_shape() -> None:
     one = subject()
     assert one.raw_bytes == 10_000 * 2 * 32 * 8 * 128 * 2
-    for level, (bits, loss) in MEASURED.items():
+    for level, of in MEASURED.items():
         rungs = [ladder.rungs[0] for ladder in one.fixed[level]]
-        assert sum(rung.size for rung in rungs) == pytest.approx(one.raw_bytes * bits / 16, rel=1e-6)
-        assert {rung.loss for rung in rungs} == {loss}
+        assert sum(rung.size for rung in rungs) == pytest.approx(one.raw_bytes * of.bits / 16, rel=1e-6)
+        assert {rung.loss for rung in rungs} == {of.loss}
     nested = [{rung.level: rung.size for rung in ladder.rungs} for ladder in one.ladders]
     assert [list(sizes) for sizes in nested] == [["4", "3", "2", "1", "lossless"]] * 7
     assert [sizes["2"] for sizes in nested] == [ladder.rungs[0].size for ladder in one.fixed["2"]]
@@ -120,7 +124,7 @@ def test_decoding_delays_what_is_decoded() -> None:
 
 def test_an_unknown_shape_or_predictor_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
-        shape_subject("mistral-70b", 100, 10, Speeds())
+        shape_context("mistral-70b", 100, 10, GivenSpeeds())
     with pytest.raises(UsageError):
         bench_stream(subject(), generate()[:1], StreamOptions((500,), predictor="magic"))
 
@@ -142,7 +146,7 @@ def test_tables_and_figures_hold_every_policy(result: StreamBench) -> None:
 def test_the_figure_of_the_drop_holds_every_arrival_that_it_has_room_for(result: StreamBench) -> None:
     root = ElementTree.fromstring(drop_figure(result))
     titles = [title.text or "" for title in root.iter(SVG + "title")]
-    own = next(one.run for one in result.case if one.policy == ADAPTIVE)
+    own = result.case[ADAPTIVE]
     for arrival in own.arrivals:
         assert f"chunk {arrival.chunk} at {arrival.level}, {arrival.second * 1e3:.0f} ms" in titles
     width = float(root.attrib["width"])

@@ -9,7 +9,7 @@ from kvtool.core.streaming.book import Book, Task
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.lab.simulator.rules import CacheGenRule, Fixed, TextOnly
 from kvtool.lab.simulator.simulate import simulate
-from kvtool.lab.simulator.traces import Trace
+from kvtool.lab.simulator.traces import LinkTrace
 from tests.streaming.making import MB, Watched, steady, task, tasks, traces
 
 
@@ -60,7 +60,7 @@ def test_cachegen_sends_text_where_no_level_is_expected_in_time() -> None:
 def test_cachegen_keeps_to_what_it_decided_when_the_link_drops() -> None:
     one = task(chunks=2, objective=0.5)
     watched = Watched(policy("cachegen", one))
-    run = simulate(watched, one, Trace("drop", "drop", ((0.0, 1000.0), (0.01, 1.0))))
+    run = simulate(watched, one, LinkTrace("drop", "drop", ((0.0, 1000.0), (0.01, 1.0))))
     assert all(arrived for _, _, arrived, _ in watched.ended)
     assert not run.met
 
@@ -72,7 +72,7 @@ def test_without_an_objective_cachegen_takes_the_finest() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(tasks(), traces())
-def test_each_chunk_is_asked_for_at_most_once(one: Task, trace: Trace) -> None:
+def test_each_chunk_is_asked_for_at_most_once(one: Task, trace: LinkTrace) -> None:
     for name in ("cachegen", "3", "text"):
         watched = Watched(policy(name, one))
         run = simulate(watched, one, trace)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from kvtool.core.streaming.book import Fetch, Task
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.lab.simulator.rules import Fixed
-from kvtool.lab.simulator.simulate import Run, mean_loss, simulate
-from kvtool.lab.simulator.traces import Trace
+from kvtool.lab.simulator.simulate import Outcome, mean_loss, simulate
+from kvtool.lab.simulator.traces import LinkTrace
 from tests.streaming.making import LOSSES, MB, adaptive, ladder, steady, task, tasks, traces
 
 
-def fixed(one: Task, trace: Trace, depth: int = 2) -> Run:
+def fixed(one: Task, trace: LinkTrace, depth: int = 2) -> Outcome:
     return simulate(Fixed(one, make_estimator("last"), "4"), one, trace, depth)
 
 
@@ -34,7 +34,7 @@ def test_decoding_runs_beside_fetching() -> None:
 
 
 def test_a_rate_that_changes_in_mid_transfer() -> None:
-    trace = Trace("t", "t", ((0.0, 800.0), (0.005, 0.0), (0.105, 80.0)))
+    trace = LinkTrace("t", "t", ((0.0, 800.0), (0.005, 0.0), (0.105, 80.0)))
     assert trace.end(0.0, MB) == pytest.approx(0.155)
     assert trace.end(0.2, MB) == pytest.approx(0.3)
     assert [trace.mbps(second) for second in (0.0, 0.005, 0.2)] == [800.0, 0.0, 80.0]
@@ -61,22 +61,22 @@ def test_loss_is_the_mean_over_tokens_and_text_loses_nothing() -> None:
 
 def test_jitter_is_the_same_in_every_run() -> None:
     one = task()
-    trace = Trace("t", "t", ((0.0, 500.0),), latency_ms=5, jitter_ms=50, seed=3)
+    trace = LinkTrace("t", "t", ((0.0, 500.0),), latency_ms=5, jitter_ms=50, seed=3)
     first, second = (simulate(adaptive(one), one, trace) for _ in range(2))
     assert first == second
-    assert first != simulate(adaptive(one), one, Trace("t", "t", ((0.0, 500.0),), 5, 50, seed=4))
+    assert first != simulate(adaptive(one), one, LinkTrace("t", "t", ((0.0, 500.0),), 5, 50, seed=4))
 
 
 @settings(max_examples=60, deadline=None)
 @given(traces(), st.floats(0, 3), st.integers(1, 10**8), st.integers(1, 10**8))
-def test_transfers_take_as_long_in_one_as_in_two(trace: Trace, start: float, one: int, two: int) -> None:
+def test_transfers_take_as_long_in_one_as_in_two(trace: LinkTrace, start: float, one: int, two: int) -> None:
     assert trace.end(trace.end(start, one), two) == pytest.approx(trace.end(start, one + two), rel=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(tasks(st.none()), traces())
-def test_a_deeper_queue_is_never_later_without_jitter(one: Task, trace: Trace) -> None:
-    still = Trace("t", "t", trace.steps, trace.latency_ms)
+def test_a_deeper_queue_is_never_later_without_jitter(one: Task, trace: LinkTrace) -> None:
+    still = LinkTrace("t", "t", trace.steps, trace.latency_ms)
     found = [fixed(one, still, depth).ttft_s for depth in (1, 2, 5)]
     assert found[0] >= found[1] - 1e-9
     assert found[1] >= found[2] - 1e-9

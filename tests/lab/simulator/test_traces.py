@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from kvtool.core.errors import UsageError
-from kvtool.lab.simulator.generate import drop_in_mid_transfer, generate
-from kvtool.lab.simulator.traces import Trace, read_trace, write_trace
+from kvtool.lab.bench.stream_traces import drop_in_mid_transfer, generate
+from kvtool.lab.simulator.traces import LinkTrace, read_trace, write_trace
 from tests.streaming.making import traces
 
 
@@ -33,7 +33,7 @@ def test_the_generated_ones_are_many_and_come_back_from_their_files(tmp_path: Pa
 
 @settings(max_examples=50, deadline=None)
 @given(traces())
-def test_a_trace_comes_back_as_written(one: Trace) -> None:
+def test_a_trace_comes_back_as_written(one: LinkTrace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.csv"
         write_trace(one, path)
@@ -43,7 +43,7 @@ def test_a_trace_comes_back_as_written(one: Trace) -> None:
 def test_rows_alone_are_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0, 3000\n\n0.5,1000\n", encoding="utf-8")
-    assert read_trace(path) == Trace("mine", "file", ((0.0, 3000.0), (0.5, 1000.0)))
+    assert read_trace(path) == LinkTrace("mine", "file", ((0.0, 3000.0), (0.5, 1000.0)))
 
 
 @pytest.mark.parametrize(

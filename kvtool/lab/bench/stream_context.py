@@ -12,30 +12,17 @@ from kvtool.core.fusion.speeds import PassSpeed
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.book import Task
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
-from kvtool.lab.bench.stream_speeds import Speeds, sizes_of
+from kvtool.lab.bench.stream_data import DEFAULT_LEVELS, LevelTable
+from kvtool.lab.bench.stream_speeds import GivenSpeeds, sizes_of
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 QUESTION_TOKENS = 32
 
-# Bits a number of K and V, all that is read for the level included, and nats a token of the answer. README,
-# "Compression": Qwen2.5-Coder-0.5B on XQuAD-en, 100 questions (`kvtool inspect codec`); `lossless` is SmolLM2's on the
-# sample corpus (562 against 821 MB, README, "Measured").
-MEASURED = {
-    "4": (0.49, 0.0792),
-    "3": (1.11, 0.0096),
-    "2": (2.19, 0.0017),
-    "1": (3.62, 0.0006),
-    "int8": (8.25, 0.0017),
-    "lossless": (16 * 562 / 821, 0.0),
-    "raw": (16.0, 0.0),
-}
-MEASURED_FROM = "bits and losses of Qwen2.5-Coder-0.5B on XQuAD-en, lossless of SmolLM2 (README)"
-
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Context:
     """A context in chunks.
 
     Attributes
@@ -85,8 +72,10 @@ def _keys(start: int, tokens: int) -> int:
     return tokens * start + tokens * (tokens + 1) // 2
 
 
-def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -> Subject:
-    """Chunks of a named shape, with the bits and losses of `MEASURED`.
+def shape_context(
+    shape: str, context: int, chunk_tokens: int, speeds: GivenSpeeds, table: LevelTable = DEFAULT_LEVELS
+) -> Context:
+    """Chunks of a named shape, at the table's levels.
 
     Raises
     ------
@@ -98,10 +87,10 @@ def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -
     sizes = sizes_of(config)
     numbers = 2 * sizes["layers"] * sizes["kv_heads"] * sizes["head_dim"]  # of K and V a token
     lengths = [min(chunk_tokens, context - start) for start in range(0, context, chunk_tokens)]
-    totals = [{name: round(bits * numbers * n / 8) for name, (bits, _) in MEASURED.items()} for n in lengths]
-    losses = {name: loss for name, (_, loss) in MEASURED.items()}
+    totals = [{name: round(of.bits * numbers * n / 8) for name, of in table.levels.items()} for n in lengths]
+    losses = {name: of.loss for name, of in table.levels.items()}
     chunks = list(enumerate(zip(lengths, totals, strict=True)))
-    return Subject(
+    return Context(
         name=shape,
         ladders=tuple(Ladder.of(i, n, _rungs(total, losses)) for i, (n, total) in chunks),
         fixed={
@@ -110,7 +99,7 @@ def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -
         },
         passes=speeds.given() or speeds.on_gpu(config),
         raw_bytes=sum(total[RAW] for total in totals),
-        sources=(MEASURED_FROM, *speeds.told(speeds.told_of_gpu())),
+        sources=(table.source, *speeds.told(speeds.told_of_gpu())),
         decode=speeds.by_level(2 * numbers),
     )
 
@@ -118,14 +107,14 @@ def shape_subject(shape: str, context: int, chunk_tokens: int, speeds: Speeds) -
 def _rungs(totals: Mapping[str, int], losses: Mapping[str, float]) -> Iterator[Rung]:
     """Nested levels by what each adds to the coarser one, and the lossless one; 8 bits are no level of the store."""
     parts: list[Part] = []
-    for level in reversed(nested()):
+    for level in reversed([name for name in nested() if name in totals]):
         parts.append(Part(level, totals[level] - sum(part.size for part in parts)))
         yield Rung(level, losses[level], tuple(parts))
     level = exact(totals)[-1]
     yield Rung(level, 0.0, (Part(level, totals[level]),))
 
 
-def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed | None) -> Subject:
+def store_context(store: Store, context: int, speeds: GivenSpeeds, known: PassSpeed | None) -> Context:
     """The store's own chunks, document by document, with its own sizes and the losses that `compress` measured.
 
     Raises
@@ -148,7 +137,7 @@ def store_subject(store: Store, context: int, speeds: Speeds, known: PassSpeed |
         )
     numbered = list(enumerate(chunks))
     raw = sum(size for *_, size, _ in chunks)
-    return Subject(
+    return Context(
         name=str(store.path),
         ladders=tuple(Ladder.of(i, n, _named(rungs, losses, levels)) for i, (n, rungs, _, losses) in numbered),
         fixed={
