@@ -84,7 +84,7 @@ def _show_codec(run: Run, result: CodecBench) -> None:
             row.threads,
             row.note or "-" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
             "-" if row.bits_per_element is None else f"{row.bits_per_element:.3f}",
-            "-" if row.gflops is None else f"{row.gflops:.0f}",
+            "-" if row.gflop_per_s is None else f"{row.gflop_per_s:.0f}",
             "-" if row.flops_per_byte is None else f"{row.flops_per_byte:.0f}",
             row.batch,
         )

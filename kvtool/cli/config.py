@@ -37,7 +37,7 @@ def _row(run: Run, name: str) -> dict[str, Any]:
     value = run.resolved.values.get(name, settings_of(SETTINGS)[name].default)
     if name == "store":
         value = str(run.get(StoreOptions).place)
-    return {"value": _shown(value), "layer": origin.layer, "where": origin.where}
+    return {"value": _shown(value), "origin": origin.layer, "where": origin.where}
 
 
 def _shown(value: Any) -> Any:
@@ -48,4 +48,4 @@ def _shown(value: Any) -> Any:
 def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
     value = row["value"]
     text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return name, text, f"{row['layer']} {row['where']}".rstrip()
+    return name, text, f"{row['origin']} {row['where']}".rstrip()

@@ -370,10 +370,10 @@ def test_config_show_says_where_from(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Path("kvtool.toml").write_text("top_k = 7")
     assert main(["config", "show", "--json", "--offline"]) == 0
     shown = json.loads(capsys.readouterr().out)["settings"]
-    assert shown["top_k"] == {"value": 7, "layer": "project", "where": "kvtool.toml"}
-    assert shown["dtype"] == {"value": "float32", "layer": "environment", "where": "KVTOOL_DTYPE"}
-    assert shown["offline"] == {"value": True, "layer": "flag", "where": "--offline"}
-    assert shown["ratio"] == {"value": 0.15, "layer": "default", "where": ""}
+    assert shown["top_k"] == {"value": 7, "origin": "project", "where": "kvtool.toml"}
+    assert shown["dtype"] == {"value": "float32", "origin": "environment", "where": "KVTOOL_DTYPE"}
+    assert shown["offline"] == {"value": True, "origin": "flag", "where": "--offline"}
+    assert shown["ratio"] == {"value": 0.15, "origin": "default", "where": ""}
     assert main(["config", "show"]) == 0
     assert "project kvtool.toml" in capsys.readouterr().out
 

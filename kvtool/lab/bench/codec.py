@@ -35,7 +35,7 @@ class CodecRow:
     gb_per_s : raw 16-bit bytes of K and V, 10^9 a second, wall time: the median of the rounds. None: not measured.
     bits_per_element : all bytes of the records, their headers and digests included.
     raw_bytes, bytes : of the numbers, at 16 bit, and of what they are encoded to.
-    flops_per_byte, gflops : of the transform alone: of a raw byte, and a second in plain bfloat16 products.
+    flops_per_byte, gflop_per_s : of the transform alone: of a raw byte, and a second in plain bfloat16 products.
     """
 
     what: str
@@ -47,7 +47,7 @@ class CodecRow:
     bytes: int | None
     batch: str
     flops_per_byte: float | None = None
-    gflops: float | None = None
+    gflop_per_s: float | None = None
     note: str = ""
 
 
@@ -191,6 +191,6 @@ def _row(task: Task, threads: int, seconds: float) -> CodecRow:
         bytes=task.bytes,
         batch=task.batch,
         flops_per_byte=task.flops / task.raw_bytes if task.flops else None,
-        gflops=task.flops / seconds / 1e9 if task.flops else None,
+        gflop_per_s=task.flops / seconds / 1e9 if task.flops else None,
         note=task.note,
     )

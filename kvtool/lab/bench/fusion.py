@@ -73,7 +73,9 @@ class FusionBench:
     plain_includes: str = PLAIN_INCLUDES
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """The JSON object of `bench fusion`."""
+        value = asdict(self)
+        return {"resolved": {name: value.pop(name) for name in ("model", "device", "dtype")}} | value
 
 
 def passes(options: FusionOptions) -> int:

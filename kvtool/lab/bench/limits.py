@@ -26,34 +26,34 @@ class Machine:
 
     Attributes
     ----------
-    gemm_flops : of the product of many rows with the model's own largest matrix, in the model's dtype.
-    weight_bytes : of weights read from memory, by products of one row with that matrix of each layer in turn.
-    memcpy_bytes : copied in main memory, by torch with all its threads.
-    upload_bytes : from main memory, pinned, to the device; None where both are one.
+    gemm_flop_per_s : of the product of many rows with the model's own largest matrix, in the model's dtype.
+    weights_bytes_per_s : of weights read from memory, by products of one row with that matrix of each layer in turn.
+    memcpy_bytes_per_s : copied in main memory, by torch with all its threads.
+    upload_bytes_per_s : from main memory, pinned, to the device; None where both are one.
     """
 
-    gemm_flops: float
-    weight_bytes: float
-    memcpy_bytes: float
-    upload_bytes: float | None
+    gemm_flop_per_s: float
+    weights_bytes_per_s: float
+    memcpy_bytes_per_s: float
+    upload_bytes_per_s: float | None
 
     @property
     def reading(self) -> float:
         """Bytes of weights a second, by the better of two ways: a copy reads as many as it writes."""
-        return max(self.weight_bytes, 0.0 if self.upload_bytes else self.memcpy_bytes)
+        return max(self.weights_bytes_per_s, 0.0 if self.upload_bytes_per_s else self.memcpy_bytes_per_s)
 
     @property
     def loading(self) -> float:
         """Bytes of records a second: each is copied once, and uploaded where the device has memory of its own."""
-        return min(filter(None, (self.memcpy_bytes, self.upload_bytes)))
+        return min(filter(None, (self.memcpy_bytes_per_s, self.upload_bytes_per_s)))
 
     def best(self, other: Machine) -> Machine:
         """The higher speed of each: a busy moment of the machine is not its limit."""
         return Machine(
-            max(self.gemm_flops, other.gemm_flops),
-            max(self.weight_bytes, other.weight_bytes),
-            max(self.memcpy_bytes, other.memcpy_bytes),
-            max(filter(None, (self.upload_bytes, other.upload_bytes)), default=None),
+            max(self.gemm_flop_per_s, other.gemm_flop_per_s),
+            max(self.weights_bytes_per_s, other.weights_bytes_per_s),
+            max(self.memcpy_bytes_per_s, other.memcpy_bytes_per_s),
+            max(filter(None, (self.upload_bytes_per_s, other.upload_bytes_per_s)), default=None),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,10 +72,10 @@ def measure_machine(decoder: Decoder) -> Machine:
     device = decoder.device
     largest = [_largest(layer) for layer in decoder.layers]
     return Machine(
-        gemm_flops=_gemm(largest[0], device),
-        weight_bytes=_streamed(largest, device),
-        memcpy_bytes=_copied("cpu", "cpu"),
-        upload_bytes=_copied("cpu", device) if device.startswith("cuda") else None,
+        gemm_flop_per_s=_gemm(largest[0], device),
+        weights_bytes_per_s=_streamed(largest, device),
+        memcpy_bytes_per_s=_copied("cpu", "cpu"),
+        upload_bytes_per_s=_copied("cpu", device) if device.startswith("cuda") else None,
     )
 
 
@@ -147,13 +147,13 @@ def limit_of(
 
     Parameters
     ----------
-    weight_bytes : of one number.
+    weights_bytes_per_s : of one number.
     bytes_read : of records.
     """
     seconds = sum(
         _layer_seconds(machine, model, weight_bytes, layer, work) for one in passes for layer, work in enumerate(one)
     )
-    seconds += max(2 * model.lm_head / machine.gemm_flops, weight_bytes * model.lm_head / machine.reading)
+    seconds += max(2 * model.lm_head / machine.gemm_flop_per_s, weight_bytes * model.lm_head / machine.reading)
     return Limit(seconds * 1e3, bytes_read / machine.loading * 1e3)
 
 
@@ -161,4 +161,4 @@ def _layer_seconds(machine: Machine, model: Architecture, weight_bytes: int, lay
     """The slower of its products and of the reading of its weights."""
     weights = model.layers[layer]
     touched = min(weights.held, weights.used * work.rows) * weight_bytes
-    return max(layer_flops(model, layer, work) / machine.gemm_flops, touched / machine.reading)
+    return max(layer_flops(model, layer, work) / machine.gemm_flop_per_s, touched / machine.reading)

@@ -32,9 +32,9 @@ class FusionRow:
     limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
     roofline_efficiency : limit_ms / ttft_ms.
     rows_by_layer : computed rows in the main pass, layer by layer, and their sum.
-    peak_memory_mb : 10^6 bytes on top of the model, the prompt's KV (`kv_mb`) included; None: unknown.
-    staging_mb : how much of it a pass whose chunks are held in memory already does not take: what loading stages.
-    layer_mb : the KV of one layer of the prompt.
+    peak_memory_bytes : on top of the model, the prompt's KV (`kv_bytes`) included; None: unknown.
+    staging_bytes : how much of it a pass whose chunks are held in memory already does not take: what loading stages.
+    layer_bytes : the KV of one layer of the prompt.
     """
 
     fusion: str
@@ -63,11 +63,10 @@ class FusionRow:
     compute_limit_ms: float
     load_limit_ms: float
     roofline_efficiency: float
-    peak_memory_mb: float | None
-    staging_mb: float | None
-    model_mb: float
-    kv_mb: float
-    layer_mb: float
+    peak_memory_bytes: int | None
+    staging_bytes: int | None
+    kv_bytes: int
+    layer_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Reference:
     """Full prefill of one context, by `transformers` and by kvtool; milliseconds, medians."""
 
     context: int
-    wanted: int
+    context_wanted: int
     chunks: int
     question_tokens: int
     transformers_ms: float
@@ -105,7 +104,7 @@ class Measured:
         """Full prefill."""
         return Reference(
             context=self.prompt.length,
-            wanted=self.prompt.wanted,
+            context_wanted=self.prompt.wanted,
             chunks=len(self.prompt.chunks),
             question_tokens=len(self.prompt.question),
             transformers_ms=statistics.median(sample.ttft_ms for sample in self.samples[PLAIN]),
@@ -134,7 +133,7 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
     work = flops(about.architecture, facts.passes)
     full = flops(about.architecture, [full_work(reference.context, len(about.architecture.layers))])
     bytes_each = about.decoder.dtype.itemsize
-    kv_mb = about.decoder.kv_bytes(reference.context) / 1e6
+    kv_bytes = about.decoder.kv_bytes(reference.context)
     limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
     return FusionRow(
         fusion=mode,
@@ -155,18 +154,17 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
         compute_limit_ms=limit.compute_ms,
         load_limit_ms=limit.load_ms,
         roofline_efficiency=limit.ms / ttft,
-        peak_memory_mb=None if facts.peak_bytes is None else facts.peak_bytes / 1e6,
-        staging_mb=_staging_mb(facts),
-        model_mb=about.model_bytes / 1e6,
-        kv_mb=kv_mb,
-        layer_mb=kv_mb / len(about.architecture.layers),
+        peak_memory_bytes=facts.peak_bytes,
+        staging_bytes=_staging_bytes(facts),
+        kv_bytes=kv_bytes,
+        layer_bytes=kv_bytes // len(about.architecture.layers),
     )
 
 
-def _staging_mb(facts: Facts) -> float | None:
+def _staging_bytes(facts: Facts) -> int | None:
     if facts.peak_bytes is None or facts.held_bytes is None:
         return None
-    return max(0, facts.peak_bytes - facts.held_bytes) / 1e6
+    return max(0, facts.peak_bytes - facts.held_bytes)
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, float]:

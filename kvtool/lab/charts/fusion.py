@@ -68,7 +68,7 @@ def _cells(row: FusionRow) -> tuple[Any, ...]:
         f"{row.bytes_read / 1e6:.1f}",
         f"{row.limit_ms:.1f}",
         f"{row.roofline_efficiency:.0%}",
-        *("-" if megabytes is None else f"{megabytes:.0f}" for megabytes in (row.peak_memory_mb, row.staging_mb)),
+        *("-" if size is None else f"{size / 1e6:.0f}" for size in (row.peak_memory_bytes, row.staging_bytes)),
     )
 
 
@@ -86,12 +86,12 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
             f"{reference.context} tokens: {reference.chunks} chunks and a question of {reference.question_tokens}; "
             f"full prefill is {reference.name}, {reference.ms:.1f} ms"
         )
-    upload = f", upload {machine.upload_bytes / 1e9:.1f} GB/s" if machine.upload_bytes else ""
+    upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
     yield (
-        f"this machine: products {machine.gemm_flops / 1e12:.3f} TFLOP/s, weights read at "
-        f"{machine.weight_bytes / 1e9:.1f} GB/s, memcpy {machine.memcpy_bytes / 1e9:.1f} GB/s{upload}"
+        f"this machine: products {machine.gemm_flop_per_s / 1e12:.3f} TFLOP/s, weights read at "
+        f"{machine.weights_bytes_per_s / 1e9:.1f} GB/s, memcpy {machine.memcpy_bytes_per_s / 1e9:.1f} GB/s{upload}"
     )
-    yield _MEANING.format(layer_mb=max(row.layer_mb for row in result.rows))
+    yield _MEANING.format(layer_mb=max(row.layer_bytes for row in result.rows) / 1e6)
     yield f"TTFT: {result.includes}"
     yield f"full, transformers: {result.plain_includes}"
 

@@ -44,14 +44,16 @@ def test_scattered_rows_by_hand(tiny: Architecture) -> None:
 
 def test_the_roofline_takes_the_slower_of_products_and_weights(tiny: Architecture) -> None:
     one_row = (LayerWork(1, 1),) * 4
-    of_products = Machine(gemm_flops=1e3, weight_bytes=1e12, memcpy_bytes=1e6, upload_bytes=None)
+    of_products = Machine(
+        gemm_flop_per_s=1e3, weights_bytes_per_s=1e12, memcpy_bytes_per_s=1e6, upload_bytes_per_s=None
+    )
     limit = limit_of(of_products, tiny, 2, [one_row], bytes_read=2000)
     assert limit.compute_ms == pytest.approx(flops(tiny, [one_row]))
     assert limit.load_ms == pytest.approx(2.0)
     assert limit.ms == limit.compute_ms
-    of_weights = Machine(gemm_flops=1e12, weight_bytes=1e3, memcpy_bytes=1e2, upload_bytes=None)
+    of_weights = Machine(1e12, 1e3, 1e2, None)
     assert limit_of(of_weights, tiny, 2, [one_row], 0).compute_ms == pytest.approx(2 * (4 * LINEAR + HEAD))
-    assert of_weights.best(of_products).gemm_flops == 1e12
+    assert of_weights.best(of_products).gemm_flop_per_s == 1e12
 
 
 @pytest.mark.parametrize(
