@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.fusion import names
+from kvtool.core.fusion.selectors import MODES as ALL_MODES
 from kvtool.lab.bench import fusion, limits, scratch
 from tests.cli.working import damages, kvtool, listing
 
-MODES = [mode for mode in names.MODES if mode != "full"]
+MODES = [mode for mode in ALL_MODES if mode != "full"]
 LINEAR, CHANNELS, HEAD, LAYERS = 36864, 64, 64 * 512, 4  # of the tiny shape, see tests/lab/bench/test_flops.py
 QUESTION, LINKS = 8, 4
 
@@ -48,7 +48,7 @@ def test_a_row_for_each_mode_and_context(home: Path, tmp_path: Path) -> None:
     ]
     assert [one["context"] for one in found["references"]] == [160, 200, 120]
     assert found["shape"] == "tiny"
-    assert found["dtype"] == "bfloat16"
+    assert found["resolved"]["dtype"] == "bfloat16"
     for row in found["rows"]:
         (reference,) = (one for one in found["references"] if one["context"] == row["context"])
         full = min(reference["transformers_ms"], reference["kvtool_ms"])
