@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in, warm_first
+from kvtool.core.retrieval.passages import Hit, Passage, found_by, hot_first, stands_in
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
@@ -98,7 +98,7 @@ class Finder:
             self.follow()
             if prefer is None:
                 return self._find(question, top_k, how)
-            return warm_first(self._find(question, top_k + _TIES, how), prefer)[:top_k]
+            return hot_first(self._find(question, top_k + _TIES, how), prefer)[:top_k]
 
     def _find(self, question: str, top_k: int, how: How) -> list[Hit]:
         if not len(self.index):
