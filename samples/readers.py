@@ -141,8 +141,8 @@ def write_corpus(corpus: Path) -> None:
 def change_for_ever(store: Path, corpus: Path) -> Iterator[None]:
     """One step of a writer after the other: documents change, come and go; levels are made and dropped; the file is
     compacted. No step makes a hole, for then a reader would write, too."""
-    from kvtool.core.compress.compress_report import CompressOptions
     from kvtool.core.compress.job import compress
+    from kvtool.core.compress.options import CompressOptions
     from kvtool.core.ingest.job import ingest
     from kvtool.core.ingest.options import IngestOptions
 
@@ -154,7 +154,7 @@ def change_for_ever(store: Path, corpus: Path) -> Iterator[None]:
         (corpus / "5.md").write_text(document(version + 3, version))
         ingest(store, IngestOptions(paths=(corpus,), sync=True, offline=True))
         yield
-        compress(store, CompressOptions(("lossless",), questions=0, offline=True))
+        compress(store, CompressOptions(levels=("lossless",), questions=0, offline=True))
         yield
         prune(store)
         yield

@@ -2,82 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.parsing import ManyValues
-from kvtool.cli.upkeep import BUDGET, budget_of_run
+from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
-from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.compress.compress_report import CompressOptions, CompressReport
-from kvtool.core.model.options import ModelOptions
+from kvtool.core.cache.options import StoreOptions
+from kvtool.core.compress.compress_report import CompressReport
+from kvtool.core.compress.options import CompressOptions
 
 app = new_app()
-PREDICTORS = ("auto", "mean", "anchor")
 
 
 @app.command(cls=ManyValues)
-@takes(ModelOptions, StoreOptions, LockOptions)
-def compress(
-    run: Run,
-    level: Annotated[
-        list[str] | None,
-        typer.Option("--level", metavar="1..4|auto|lossless", help="What to store; 1 is the finest.", show_default="2"),
-    ] = None,
-    keep_raw: Annotated[
-        bool, typer.Option("--keep-raw/--drop-raw", help="Whether exact records stay once the others were read back.")
-    ] = True,
-    fit: Annotated[bool, typer.Option("--fit", help="Learn the codec's profile from this store first.")] = False,
-    profile: Annotated[
-        Path | None,
-        typer.Option("--profile", metavar="STORE", help="Take another store's profile.", show_default=False),
-    ] = None,
-    max_loss: Annotated[
-        float | None,
-        typer.Option("--max-loss", metavar="X", min=0, help="What `auto` may lose (nats a token).", show_default=False),
-    ] = None,
-    chunks: Annotated[
-        list[str] | None, typer.Option("--chunks", metavar="ID", help="Only these chunks.", show_default=False)
-    ] = None,
-    predictor: Annotated[
-        str, typer.Option("--predictor", metavar="|".join(PREDICTORS), help="`anchor` is the paper's scheme.")
-    ] = "auto",
-    max_size: Annotated[
-        str | None,
-        typer.Option("--max-size", metavar="20GB", help=BUDGET, show_default="the store's own"),
-    ] = None,
-    questions: Annotated[
-        int, typer.Option("--questions", min=0, help="How many prompts the loss is measured on; 0: it is not.")
-    ] = 8,
-) -> None:
+@takes(CompressOptions, StoreOptions, examples=("compress --fit", "compress --level 3 --level 1 --drop-raw"))
+def compress(run: Run) -> None:
     """Encode stored records: small, fast to read, with a loss that is measured and shown."""
     from kvtool.core.compress.job import compress as run_compress
-    from kvtool.core.errors import UsageError
 
-    if fit and profile is not None:
-        raise UsageError("--fit and --profile exclude each other", "give one of them")
-    if predictor not in PREDICTORS:
-        raise UsageError(f"there is no predictor {predictor!r}", f"known: {', '.join(PREDICTORS)}")
-    wanted = run.get(ModelOptions)
-    options = CompressOptions(
-        levels=tuple(level or ()),
-        chunks=tuple(chunks or ()),
-        keep_raw=keep_raw,
-        fit=fit,
-        profile=profile,
-        max_loss=max_loss,
-        predictor=predictor,
-        questions=questions,
-        max_size=budget_of_run(run, max_size),
-        model=wanted.model,
-        device=wanted.device,
-        dtype=wanted.dtype,
-        offline=wanted.offline,
-        lock_wait=run.lock_wait,
-    )
+    options = run.get(CompressOptions)
+    tell_budget(run, options.max_size)
     with Watch(run) as watch:
         report = run_compress(run.folder, options, watch.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.watch import Watch
-from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.fit.fit_report import ROUNDS, FitOptions, FitReport
-from kvtool.core.model.options import ModelOptions
+from kvtool.core.cache.options import StoreOptions
+from kvtool.core.fit.fit_report import FitReport
+from kvtool.core.fit.options import FitOptions
 
 app = new_app("Learn the lead-in from the store's own chunks.")
 
@@ -22,30 +17,16 @@ def _group() -> None:
 
 
 @app.command("lead-in")
-@takes(ModelOptions, StoreOptions, LockOptions)
-def lead_in(
-    run: Run,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How many prompts it learns from.")] = ROUNDS,
-    source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="STORE", help="Take what this other store has learned.", show_default=False),
-    ] = None,
-) -> None:
-    """Train the rows of the warm passage for the model, then `kvtool ingest … --lead-in learned`."""
+@takes(FitOptions, StoreOptions, examples=("fit lead-in", "fit lead-in --from ../other-store"))
+def lead_in(run: Run) -> None:
+    """Train the rows of the warm passage for the model.
+
+    Then `kvtool ingest … --lead-in learned` takes them.
+    """
     from kvtool.core.fit.job import fit_lead_in
 
-    model = run.get(ModelOptions)
-    options = FitOptions(
-        rounds=rounds,
-        source=source,
-        model=model.model,
-        device=model.device,
-        dtype=model.dtype,
-        offline=model.offline,
-        lock_wait=run.lock_wait,
-    )
     with Watch(run) as watch:
-        report = fit_lead_in(run.folder, options, watch.events)
+        report = fit_lead_in(run.folder, run.get(FitOptions), watch.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
 
 

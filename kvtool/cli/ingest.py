@@ -10,7 +10,7 @@ import typer
 
 from kvtool.cli.options import Run, new_app, takes
 from kvtool.cli.out import error_json
-from kvtool.cli.upkeep import budget_of_run
+from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
@@ -33,7 +33,7 @@ def ingest(
 ) -> int | None:
     """Read, split, prefill and store documents; only what changed is computed."""
     options = replace(run.get(IngestOptions), paths=tuple(paths))
-    budget_of_run(run, options.max_size)
+    tell_budget(run, options.max_size)
     report = _ingest(run, options)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
     return _code(report)

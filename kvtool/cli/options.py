@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,18 +127,37 @@ class Command(typer.core.TyperCommand):
                     formatter.write(f"{'':{formatter.current_indent}}kvtool {line}\n")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            option = self.options.get(param.name or "")
-            record = _shown(param, ctx, option.synonyms if option else ())
-            if record is not None:
-                sections.setdefault(_heading(param), []).append(record)
-        for heading, rows in sections.items():
+        for heading, rows in described(self, ctx).items():
             with formatter.section(heading):
-                formatter.write_dl(rows)
+                formatter.write_dl([row.record for row in rows])
         if any(option.setting for option in self.options.values()):
             formatter.write_paragraph()
             formatter.write_text(_RULE)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the help says of one parameter of a command.
+
+    Parameters
+    ----------
+    record : its flags with what they take, and the sentence on it with its default.
+    option : the declaration behind it; None for an argument and for the flags that every command has.
+    """
+
+    record: tuple[str, str]
+    option: Option | None = None
+
+
+def described(command: Any, context: Any) -> dict[str, list[Described]]:
+    """A command's parameters by the headings that they stand under, in the order of its help."""
+    sections: dict[str, list[Described]] = {}
+    for param in command.get_params(context):
+        option = getattr(command, "options", {}).get(param.name)
+        record = _record(param, context, option.synonyms if option else ())
+        if record is not None:
+            sections.setdefault(_heading(param), []).append(Described(record, option))
+    return sections
 
 
 def _heading(param: Any) -> str:
@@ -146,15 +166,15 @@ def _heading(param: Any) -> str:
     return getattr(param, "rich_help_panel", None) or (OUTPUT if "--help" in param.opts else "Options")
 
 
-def _shown(param: Any, ctx: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
-    """What the help says of a parameter, without the flags that are only synonyms."""
+def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
+    """What the help says of a parameter, without the flags that are only synonyms and typer's names of types."""
     every = param.opts
     param.opts = [flag for flag in every if flag not in synonyms]
     try:
-        record: tuple[str, str] | None = param.get_help_record(ctx)
-        return record
+        record = param.get_help_record(context)
     finally:
         param.opts = every
+    return record and (re.sub(r" <[^>]*>", "", record[0]), record[1])
 
 
 def takes(
@@ -242,7 +262,9 @@ def default_of(option: Option) -> str:
     if option.kind is bool and "/" in option.flag:
         yes, no = option.flag.split("/")
         return "" if option.setting else (yes if option.default else no)
-    return "" if option.default in (None, "", False, ()) else str(option.default)
+    if option.default in (None, "", False, ()):
+        return ""
+    return f"{option.default:g}" if option.kind is float else str(option.default)
 
 
 def _completion(option: Option) -> Callable[[str], list[str]] | None:

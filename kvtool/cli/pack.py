@@ -10,7 +10,7 @@ import typer
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
 from kvtool.cli.transfer import told
-from kvtool.cli.upkeep import budget_of_run
+from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import EXIT_DAMAGED
@@ -29,7 +29,7 @@ def export(run: Run, pack: Pack) -> int | None:
     from kvtool.core.pack.give import export as run_export
 
     options = run.get(ExportOptions)
-    levels = options.level or None
+    levels = options.levels or None
     with Watch(run) as watch:
         report = run_export(
             run.folder, pack, only=options.only, levels=levels, force=options.force, events=watch.events
@@ -54,7 +54,7 @@ def import_(run: Run, pack: Pack) -> int | None:
     from kvtool.core.pack.take import take
 
     options = run.get(ImportOptions)
-    budget_of_run(run, options.max_size)
+    tell_budget(run, options.max_size)
     with Watch(run) as watch:
         report = take(run.folder, pack, lock_wait=options.lock_wait, max_size=options.max_size, events=watch.events)
     report.direction = "import"

@@ -2,32 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from kvtool.cli.options import Command
-from kvtool.core.common.sizes import size_in_bytes
-from kvtool.core.errors import UsageError
-
-__all__ = ["ManyValues", "duration", "list_of", "size_in_bytes"]
-
-
-def duration(text: str, flag: str) -> float:
-    """`30d`, `12h`, `10m`, `2w`, `90` (seconds) → seconds.
-
-    Raises
-    ------
-    UsageError : it is no length of time.
-    """
-    from kvtool.core.common.durations import seconds
-
-    try:
-        found = seconds(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < math.inf:
-        raise UsageError(f"{flag}: {text!r} is no time", "such as 30d, 12h or 10m")
-    return found
 
 
 def list_of(given: list[str] | None) -> list[str]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from kvtool.cli.app import COMMANDS, load_command
+from kvtool.cli.options import Described, described
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
-_EVERYWHERE = "Options"  # the group of options that name none
 _HEAD = """\
 # Command reference
 
 Every command and every option, made from the program itself by `make docs`; `kvtool COMMAND --help` shows the same. A
-value comes from, in this order: the flag, the variable behind "env", `./kvtool.toml`, the user's configuration file,
-the default. What the words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit codes:
+value comes from, in this order: the flag, the variable, `./kvtool.toml` and the user's configuration file (where a
+key is the variable in small letters without `KVTOOL_`, or in a command's own table the flag), the default. What the
+words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit codes:
 [troubleshooting](troubleshooting.md).
 """
 
@@ -37,35 +37,30 @@ def _sections(command: Any, path: str) -> Iterator[str]:
 
 
 def _body(command: Any, path: str) -> Iterator[str]:
-    from typer.core import TyperArgument
-
     context = command.make_context(path, [], resilient_parsing=True)
     if command.help:
         yield f"{_without_marks(command.help)}\n"
     usage = " ".join(piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]")
-    yield f"    {path} {usage}".rstrip() + "\n"
-    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
-    arguments = [parameter for parameter in shown if isinstance(parameter, TyperArgument)]
-    options = [parameter for parameter in shown if parameter not in arguments]
-    yield from _table("argument", arguments, context)
-    for group in dict.fromkeys(_group(option) for option in options):
-        yield from _table(group, [option for option in options if _group(option) == group], context)
+    examples = [f"kvtool {line}" for line in getattr(command, "examples", ())]
+    yield "\n".join(f"    {line}".rstrip() for line in (f"{path} {usage}", *examples)) + "\n"
+    for heading, rows in described(command, context).items():
+        yield from _table(heading, rows)
 
 
-def _group(option: Any) -> str:
-    return getattr(option, "rich_help_panel", None) or _EVERYWHERE
+def _table(heading: str, rows: Iterable[Described]) -> Iterator[str]:
+    cells = [(f"`{_cell(row.record[0])}`", _cell(row.record[1]), _setting(row)) for row in rows]
+    if any(setting for *_, setting in cells):
+        yield "\n".join([f"| {heading} | | variable |", "| --- | --- | --- |", *map(_row, cells)]) + "\n"
+    else:
+        yield "\n".join([f"| {heading} | |", "| --- | --- |", *(_row(cell[:2]) for cell in cells)]) + "\n"
 
 
-def _table(head: str, parameters: Iterable[Any], context: Any) -> Iterator[str]:
-    records = [parameter.get_help_record(context) for parameter in parameters]
-    rows = [f"| `{_left(record[0])}` | {_cell(record[1])} |" for record in records if record]
-    if rows:
-        yield "\n".join([f"| {head} | |", "| --- | --- |", *rows]) + "\n"
+def _setting(row: Described) -> str:
+    return f"`{row.option.env}`" if row.option and row.option.setting else ""
 
 
-def _left(text: str) -> str:
-    """Names and what they take, without the parser's names of types."""
-    return _cell(re.sub(r" <[^>]*>", "", text))
+def _row(cells: Iterable[str]) -> str:
+    return "".join(f"| {cell} " for cell in cells) + "|"
 
 
 def _cell(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.upkeep import budget_of_run
+from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import EXIT_DAMAGED
@@ -62,12 +62,12 @@ def pull(run: Run, url: Url) -> int | None:
     from kvtool.core.remote.urls import open_blobs
 
     options = run.get(PullOptions)
-    levels = options.level or None
+    levels = options.levels or None
     if options.dry_run:
         with closing(open_blobs(url, options.remote_timeout)) as blobs:
             report = preview(run.folder, blobs, levels=levels, delete=options.delete)
         return told(run, [report], report.to_json())
-    budget_of_run(run, options.max_size)
+    tell_budget(run, options.max_size)
     with closing(open_blobs(url, options.remote_timeout)) as blobs, Watch(run) as watch:
         report = run_pull(
             run.folder,

@@ -10,8 +10,8 @@ import typer
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
 from kvtool.cli.out import size as sized
-from kvtool.cli.parsing import size_in_bytes
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
@@ -19,24 +19,21 @@ if TYPE_CHECKING:
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.job import PruneReport
 
-BUDGET = "Size budget for this command."  # `--max-size` of whatever writes
 Targets = Annotated[
     list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
 ]
 
 
-def budget_of_run(run: Run, max_size: str | int | None) -> int | None:
-    """`--max-size` in bytes; where the store has a budget of its own, it is said that this one takes its place."""
+def tell_budget(run: Run, max_size: int | None) -> None:
+    """Where the store has a budget of its own, say that `--max-size` takes its place."""
     from kvtool.core.cache.store import Store
 
     if max_size is None:
-        return None
-    size = size_in_bytes(max_size) if isinstance(max_size, str) else max_size
+        return
     with suppress(KvtoolError), Store.open(run.folder) as store:  # else the command itself tells
         own = store.budget()
-        if own is not None and own != size:
-            run.out.status(f"--max-size {sized(size)} takes the place of the store's own budget of {sized(own)}")
-    return size
+        if own is not None and own != max_size:
+            run.out.status(f"--max-size {sized(max_size)} takes the place of the store's own budget of {sized(own)}")
 
 
 @takes(ForgetOptions, StoreOptions, examples=("store forget notes.md --dry-run", 'store forget "drafts/*.md"'))

@@ -18,8 +18,9 @@ from kvtool.core.common.places import data_dir
 from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Warn
 from kvtool.core.common.urls import is_url
-from kvtool.core.compress.compress_report import CompressOptions, CompressReport
+from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import KvtoolWarning, UsageError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.job import ingest

@@ -17,8 +17,9 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting, loss
-from kvtool.core.compress.compress_report import CompressOptions, CompressReport
+from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.reading import read_chunk
 from kvtool.core.session.identity import store_identity

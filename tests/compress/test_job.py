@@ -14,8 +14,8 @@ from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
 from kvtool.core.codec.payload import NO_PROFILE, Predictor
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting
-from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import check_levels
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
 from tests.cli.working import files_below, kvtool
 from tests.compress.making import (

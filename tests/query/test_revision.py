@@ -14,8 +14,8 @@ import pytest
 import kvtool as package
 from kvtool.core.api import Cache
 from kvtool.core.cache.store import Store
-from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
 from kvtool.core.query import answer as answering
 from kvtool.core.query.answer import answer
@@ -139,7 +139,7 @@ def test_a_store_that_changes_in_the_middle_of_a_question(
 
 
 def compressed(store: Path, predictor: str) -> None:
-    compress(store, CompressOptions(("4",), predictor=predictor, questions=0))
+    compress(store, CompressOptions(levels=("4",), predictor=predictor, questions=0))
 
 
 def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> N
         writer.drop_chunks([hit.passage.chunk_id for hit in asked.hits])
     session.warn = lambda text, hint: told.append(text)
     hit = asked.hits[0]
-    found = _candidate(session, hit, "auto", 0.0)
+    found = _candidate(session, hit, OPTIONS)
     assert found is not None
     assert found.ids == asked.plan.chunks[0].ids
     for wrong in (
@@ -174,7 +174,7 @@ def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> N
         replace(hit.passage, index=99),
         replace(hit.passage, source="gone"),
     ):
-        assert _candidate(session, Hit(wrong, 1.0), "auto", 0.0) is None
+        assert _candidate(session, Hit(wrong, 1.0), OPTIONS) is None
     assert len(told) == 3
 
 

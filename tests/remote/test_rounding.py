@@ -13,8 +13,9 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.compress_report import CompressOptions, CompressReport
+from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.encode import Encoder
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.reading import read_chunk
 from kvtool.core.remote.blobs import Blobs

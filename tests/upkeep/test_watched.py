@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.compress.compress_report import CompressOptions
 from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import NoSpaceError
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push

@@ -3,47 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from kvtool.core.codec.levels import MAX_LOSS
-
-
-@dataclass(frozen=True, slots=True)
-class CompressOptions:
-    """Options of `compress`.
-
-    Attributes
-    ----------
-    levels : as asked for: names, or `auto`: the smallest whose measured loss is at most `max_loss`.
-    chunks : ids in hex; empty: all.
-    keep_raw : False: raw and lossless records go, once the compressed ones have been read back.
-    fit : learn the profile from this store.
-    profile : take the profile of this other store of the same model.
-    predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
-    questions : prompts of the store's own chunks that the loss is measured on; 0: it is not.
-    max_size : bytes that the store's folder may hold; None: the store's own budget.
-    """
-
-    levels: tuple[str, ...] = ()
-    chunks: tuple[str, ...] = ()
-    keep_raw: bool = True
-    fit: bool = False
-    profile: Path | None = None
-    max_loss: float | None = None
-    predictor: str = "auto"
-    questions: int = 8
-    max_size: int | None = None
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    offline: bool = False
-    lock_wait: float = 0.0
-
-    @property
-    def allowed_loss(self) -> float:
-        """Nats a token of the answer that `auto` may lose."""
-        return MAX_LOSS if self.max_loss is None else self.max_loss
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ from kvtool.core.codec.levels import coarser, exact, known, level_of, nested
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.compress_report import CompressOptions, CompressReport, LevelReport
+from kvtool.core.compress.compress_report import CompressReport, LevelReport
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.making import sealed

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, NO_PROFILE, check_level, exact, level_of, lossy
+from kvtool.core.codec.levels import DEFAULT_LOSSY, NO_PROFILE, exact, level_of, lossy
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.compress_report import CompressOptions, CompressReport
+from kvtool.core.compress.compress_report import CompressReport
+from kvtool.core.compress.options import AUTO, CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import ProfileShelf, losses_by_maker
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvtool.core.compress.loss import Loss, Question
     from kvtool.core.session.session import Session
 
-AUTO = "auto"
 FIT_CHUNKS = 64
 _SEED = 0
 
@@ -58,8 +58,6 @@ def check_levels(options: CompressOptions) -> list[str]:
     for level in levels:
         if level_of(level).verbatim:
             raise UsageError(f"{level} is what there is before compression", f"leave --level {level} out")
-        if level != AUTO:
-            check_level(level)
     if options.max_loss is not None and AUTO not in levels:
         raise UsageError("--max-loss chooses a level, and one is named", "leave --level out, or add --level auto")
     if AUTO in levels and options.questions == 0:

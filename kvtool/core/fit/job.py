@@ -15,7 +15,8 @@ from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.fit.checkpoint import Checkpoint
-from kvtool.core.fit.fit_report import FitOptions, FitReport
+from kvtool.core.fit.fit_report import FitReport
+from kvtool.core.fit.options import FitOptions
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.lead_in import learned_lead_in, learned_rows
 

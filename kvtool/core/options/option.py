@@ -121,9 +121,12 @@ class Option:
 
     def parse(self, text: Any, where: str) -> Any:
         """Read the text of a flag or a variable (or the texts of a repeated flag); `where` names it in an error."""
-        if self.many:
-            return tuple(self.parse_one(one, where) for one in ([text] if isinstance(text, str) else text))
-        return self.parse_one(text, where)
+        if not self.many:
+            return self.parse_one(text, where)
+        texts = [text] if isinstance(text, str) else text
+        if self.choices:  # none of them has a comma
+            texts = [word.strip() for each in texts for word in each.split(",") if word.strip()]
+        return tuple(dict.fromkeys(self.parse_one(each, where) for each in texts))
 
     def parse_one(self, text: str, where: str) -> Any:
         """Read one text. Raises UsageError."""
@@ -211,7 +214,7 @@ _UNIT_NAMES = {
     "percentage": "a number or a percentage, such as 0.15 or 15%",
     "size": "a size, such as 500MB or 20GB",
 }
-_UNIT_METAVARS = {"duration": "SECONDS|10m", "percentage": "0.15|15%", "size": "20GB", "path": "PATH"}
+_UNIT_METAVARS = {"duration": "SECONDS|10m", "percentage": "SHARE", "size": "20GB", "path": "PATH"}
 _KIND_NAMES: Mapping[type, str] = {
     str: "text",
     int: "a whole number",
@@ -219,7 +222,7 @@ _KIND_NAMES: Mapping[type, str] = {
     bool: "true or false",
     Path: "a path",
 }
-_METAVARS: Mapping[type, str] = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "", Path: "PATH"}
+_METAVARS: Mapping[type, str] = {str: "TEXT", int: "N", float: "X", bool: "", Path: "PATH"}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

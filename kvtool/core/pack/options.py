@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.options.option import Options, option
-from kvtool.core.remote.options import levels_option
+from kvtool.core.remote.options import MOVED, levels_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +14,10 @@ class ExportOptions(Options):
     """What goes into a pack."""
 
     only: tuple[str, ...] = option(
-        (), "Only the files of these documents.", setting=False, metavar="PATH|GLOB|ID", instead="all"
+        (), "Only the files of these documents.", group=MOVED, setting=False, metavar="PATH|GLOB|ID", instead="all"
     )
-    level: tuple[str, ...] = levels_option()
-    force: bool = option(False, "Replace a file that is there.", setting=False)
+    levels: tuple[str, ...] = levels_option()
+    force: bool = option(False, "Replace a file that is there.", group=MOVED, setting=False)
 
 
 @dataclass(frozen=True, kw_only=True)

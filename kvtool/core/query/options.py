@@ -69,17 +69,15 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         MAX_LOSS,
         "What the level `auto` may lose, in nats a token of the answer.",
         group=FUSION,
-        metavar="X",
         lowest=0,
     )
 
     defer: bool = option(False, "Load more chunks only when the answer is unsure.", group=DEFER)
-    defer_first: int = option(2, "How many chunks --defer loads first.", group=DEFER, metavar="N", lowest=1)
+    defer_first: int = option(2, "How many chunks --defer loads first.", group=DEFER, lowest=1)
     defer_threshold: float | None = option(
         None,
         "How sure --defer has to be.",
         group=DEFER,
-        metavar="X",
         lowest=0,
         instead="as `inspect quality --defer` has calibrated",
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtool.core.cache.options import STORE, LockOptions, max_size_option
-from kvtool.core.codec.levels import check_level
+from kvtool.core.codec.levels import LEVELS
 from kvtool.core.options.option import Options, option
 from kvtool.core.remote.blobs import TIMEOUT
+
+MOVED = "What is moved"  # the heading in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,31 +27,30 @@ class RemoteOptions(Options, sections=("query",)):
 
 
 def levels_option() -> tuple[str, ...]:
-    """Levels of the KV that is moved, each once; empty: all. Several may stand in one word, with commas."""
-    return option((), "Only KV of these levels.", setting=False, metavar="LEVEL", read=_levels, instead="all")
-
-
-def _levels(given: Iterable[str]) -> tuple[str, ...]:
-    words = [word.strip() for text in given for word in text.split(",")]
-    return tuple(dict.fromkeys(check_level(word) for word in words if word))
+    """Levels of the KV that is moved; empty: all."""
+    return option(
+        (), "Only KV of these levels.", group=MOVED, flag="--level", setting=False, choices=LEVELS, instead="all"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(RemoteOptions):
     """What is sent to a shared store."""
 
-    delete: bool = option(False, "Forget there what the store does not have.", setting=False)
-    verify: bool = option(False, "Read back what is there, and send again what is damaged.", setting=False)
-    dry_run: bool = option(False, "Change nothing; count what would be sent and deleted.", setting=False)
-    yes: bool = option(False, "Let --delete take more than half of what is there.", setting=False)
+    delete: bool = option(False, "Forget there what the store does not have.", group=MOVED, setting=False)
+    verify: bool = option(False, "Read back what is there, and send again what is damaged.", group=MOVED, setting=False)
+    dry_run: bool = option(False, "Change nothing; count what would be sent and deleted.", group=MOVED, setting=False)
+    yes: bool = option(False, "Let --delete take more than half of what is there.", group=MOVED, setting=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions(RemoteOptions, LockOptions):
     """What is fetched from a shared store."""
 
-    level: tuple[str, ...] = levels_option()
-    delete: bool = option(False, "Forget files that are not there.", setting=False)
-    dry_run: bool = option(False, "Change nothing; count what would be fetched and forgotten.", setting=False)
-    yes: bool = option(False, "Let --delete take more than half of the files.", setting=False)
+    levels: tuple[str, ...] = levels_option()
+    delete: bool = option(False, "Forget files that are not there.", group=MOVED, setting=False)
+    dry_run: bool = option(
+        False, "Change nothing; count what would be fetched and forgotten.", group=MOVED, setting=False
+    )
+    yes: bool = option(False, "Let --delete take more than half of the files.", group=MOVED, setting=False)
     max_size: int | None = max_size_option()

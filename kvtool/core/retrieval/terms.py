@@ -24,27 +24,31 @@ _STOPWORDS = frozenset(
 
 def terms(text: str) -> list[str]:
     """Search terms of `text` in order: words without common endings, and character pairs of unspaced scripts."""
-    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-    return [term for word in words for term in _of_word(word)]
+    found: list[str] = []
+    for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
+        found += _of_word(word)
+    return found
 
 
 @lru_cache(maxsize=1 << 17)
 def _of_word(word: str) -> tuple[str, ...]:
-    parts: list[str] = []
+    found: list[str] = []
     at = 0
     for run in _UNSPACED.finditer(word):
-        parts += [*_plain(word[at : run.start()]), *_pairs(run.group())]
+        found.extend(_plain(word[at : run.start()]))
+        found.extend(_pairs(run.group()))
         at = run.end()
-    return (*parts, *_plain(word[at:]))
+    found.extend(_plain(word[at:]))
+    return tuple(found)
 
 
 def spellings(text: str) -> dict[str, str]:
     """The first word of `text` that gives each term: what a person would call it."""
-    words: dict[str, str] = {}
+    found: dict[str, str] = {}
     for word in _WORD.findall(unicodedata.normalize("NFKC", text)):
         for term in terms(word):
-            words.setdefault(term, word)
-    return words
+            found.setdefault(term, word)
+    return found
 
 
 def _pairs(run: str) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.options.option import Options, option
 
-WHICH = "What goes"  # the heading in the commands' help
+WHICH, LISTED = "What goes", "What is listed"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +18,17 @@ class ListOptions(Options):
         "",
         'Only chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, kind, tokens, '
         "chunks, used, level, bytes, pinned.",
+        group=LISTED,
         setting=False,
         metavar="CONDITIONS",
     )
     sort: str = option(
-        "", "In this order, with a minus in the reverse.", setting=False, metavar="[-]FIELD", instead="as ingested"
+        "",
+        "In this order, with a minus in the reverse.",
+        group=LISTED,
+        setting=False,
+        metavar="[-]FIELD",
+        instead="as ingested",
     )
 
 

@@ -1,0 +1,68 @@
+"""What can be set of a compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtool.core.cache.options import LockOptions, max_size_option
+from kvtool.core.codec.levels import LEVELS, MAX_LOSS
+from kvtool.core.errors import UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import option
+
+AUTO = "auto"
+LEVEL, PROFILE = "Level", "Profile of the codec"  # headings in the command's help
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions(ModelOptions, LockOptions):
+    """What is encoded, and how.
+
+    Attributes
+    ----------
+    levels : as asked for: names, or `auto`: the smallest whose measured loss is at most `max_loss`.
+    chunks : ids in hex; empty: all.
+    predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
+    """
+
+    levels: tuple[str, ...] = option(
+        (),
+        "What to store; 1 is the finest.",
+        group=LEVEL,
+        flag="--level",
+        setting=False,
+        choices=(AUTO, *LEVELS),
+        metavar="1..4|auto|lossless",
+        instead="2",
+    )
+    max_loss: float | None = option(None, "What `auto` may lose (nats a token).", group=LEVEL, setting=False, lowest=0)
+    questions: int = option(
+        8, "How many prompts the loss is measured on; 0: it is not.", group=LEVEL, setting=False, lowest=0
+    )
+    chunks: tuple[str, ...] = option((), "Only these chunks.", group=LEVEL, setting=False, metavar="ID")
+    keep_raw: bool = option(
+        True,
+        "Whether exact records stay once the others were read back.",
+        group=LEVEL,
+        flag="--keep-raw/--drop-raw",
+        setting=False,
+    )
+    fit: bool = option(False, "Learn the codec's profile from this store first.", group=PROFILE, setting=False)
+    profile: Path | None = option(
+        None, "Take another store's profile.", group=PROFILE, setting=False, metavar="STORE", unit="path"
+    )
+    predictor: str = option(
+        "auto", "`anchor` is the paper's scheme.", group=PROFILE, setting=False, choices=("auto", "mean", "anchor")
+    )
+    max_size: int | None = max_size_option()
+
+    def check(self) -> None:
+        """Refuse two profiles at once."""
+        if self.fit and self.profile is not None:
+            raise UsageError("--fit and --profile exclude each other", "give one of them")
+
+    @property
+    def allowed_loss(self) -> float:
+        """Nats a token of the answer that `auto` may lose."""
+        return MAX_LOSS if self.max_loss is None else self.max_loss
