@@ -24,7 +24,7 @@ def codec(run: Run, store: Any, about: Subject, names: list[str]) -> None:
     requests = read_batch(about.batch)[: about.limit]
     session = open_session(run, store)
     wanted = chosen_schemes(names, ProfileShelf(store).current(), len(session.decoder.layers))
-    options = QueryOptions(**retrieval_of(run), fusion="reuse", max_loss=0.0)  # nothing lossy, whatever was measured
+    options = QueryOptions(**retrieval_of(run), fusion="reuse")
     with run.out.progress("questions", total=len(requests), unit="questions") as bar:
         value = codec_report(session, requests, options, wanted, bar.advance)
     identity = session.identity

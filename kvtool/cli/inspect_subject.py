@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +155,11 @@ def laid_out(run: Run, store: Store, requests: Sequence[Request]) -> Prompts:
     from kvtool.core.query.layout import lay_out
     from kvtool.lab.measure.exact import exactly
 
-    options = replace(options_of(run), max_tokens=1)  # a report generates nothing: the prompt may fill the context
+    options = options_of(run)
     level = EXACTLY if options.level == "auto" else options.level
-    if level == EXACTLY:
-        options = replace(options, max_loss=0.0)  # nothing lossy where anything exact is stored
     session = open_session(run, store)
-    prompts, source = [lay_out(session, request, options) for request in requests], session.source
+    prompts = [lay_out(session, one, options, exactly=level == EXACTLY, answered=False) for one in requests]
+    source = session.source
     if level == EXACTLY:
         prompts, source = exactly(session, prompts)
     identity = session.identity

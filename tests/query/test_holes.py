@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import store as store_module
+from kvtool.core.cache import chunks as chunks_module
 from kvtool.core.cache.keys import record_key
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
@@ -138,13 +138,13 @@ def test_the_beginning_of_the_prompt(store: Path) -> None:
 def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
     whole = ask(store, "--fusion", "reuse").json
-    copy, wanted = store_module._copy, record_key(bytes.fromhex(chunk), "raw", 1)
+    copy, wanted = chunks_module._copy, record_key(bytes.fromhex(chunk), "raw", 1)
 
     def slowly(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
         time.sleep(0.6 if key == wanted else 0)
         return copy(snapshot, key)
 
-    monkeypatch.setattr(store_module, "_copy", slowly)
+    monkeypatch.setattr(chunks_module, "_copy", slowly)
     done = ask(store, "--fusion", "reuse", "--load-timeout", "0.2")
     assert statuses(done.json)[:3] == ["hit", "miss", "hit"]
     assert done.json["chunks"][1]["reason"] == "slow: not read within 0.2 s"

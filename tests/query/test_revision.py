@@ -166,7 +166,7 @@ def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> N
         writer.drop_chunks([hit.passage.chunk_id for hit in asked.hits])
     session.warn = lambda text, hint: told.append(text)
     hit = asked.hits[0]
-    found = _candidate(session, hit, OPTIONS)
+    found = _candidate(session, hit, "auto", 0.0)
     assert found is not None
     assert found.ids == asked.plan.chunks[0].ids
     for wrong in (
@@ -174,7 +174,7 @@ def test_a_chunk_is_cut_only_where_it_stands(session: Session, store: Path) -> N
         replace(hit.passage, index=99),
         replace(hit.passage, source="gone"),
     ):
-        assert _candidate(session, Hit(wrong, 1.0), OPTIONS) is None
+        assert _candidate(session, Hit(wrong, 1.0), "auto", 0.0) is None
     assert len(told) == 3
 
 

@@ -12,7 +12,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.retrieval.index import Index, Part
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
-from kvtool.core.retrieval.segment import Marked, Segment
+from kvtool.core.retrieval.segment import IndexSegment, Marked
 from tests.cache.making import id_of, put
 
 
@@ -49,7 +49,7 @@ def index_of_texts(texts: Mapping[str, str]) -> Index:
     """An index of documents (source: text), in memory."""
     index = Index.empty()
     marked = [Marked(bytes(20), bytes(16), entry_of(source, text)) for source, text in texts.items()]
-    index.parts = [Part(Segment.build(marked))] if marked else []
+    index.parts = [Part(IndexSegment.build(marked))] if marked else []
     return index
 
 

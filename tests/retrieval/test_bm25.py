@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.index import Index, Part
-from kvtool.core.retrieval.segment import Segment
+from kvtool.core.retrieval.segment import IndexSegment
 from kvtool.core.retrieval.terms import terms
 from tests.retrieval.making import index_of_texts
 
@@ -65,7 +65,7 @@ def test_the_dead_leave_no_trace(question: str) -> None:
     assert found[[0, 3, 4, 5]] == pytest.approx(by_formula(question, living))
     assert not found[[1, 2]].any()
     merged = Index.empty()
-    merged.parts = [Part(Segment.merged(index.segments))]
+    merged.parts = [Part(IndexSegment.merged(index.segments))]
     assert bm25.scores(merged, terms(question)).tolist() == found[[0, 3, 4, 5]].tolist()
 
 

@@ -13,7 +13,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval import index as room
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.segment import Segment
+from kvtool.core.retrieval.segment import IndexSegment
 from tests.retrieval.making import ingest, search_in, store_of
 from tests.retrieval.test_bm25 import QUESTIONS, TEXTS
 
@@ -39,13 +39,13 @@ def answers(index: Index, texts: dict[str, str]) -> Answers:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many documents each new segment was made of."""
     counts: list[int] = []
-    real = Segment.build.__func__  # type: ignore[attr-defined]
+    real = IndexSegment.build.__func__  # type: ignore[attr-defined]
 
-    def build(cls: type[Segment], documents: list[object]) -> Segment:
+    def build(cls: type[IndexSegment], documents: list[object]) -> IndexSegment:
         counts.append(len(documents))
         return real(cls, documents)
 
-    monkeypatch.setattr(Segment, "build", classmethod(build))
+    monkeypatch.setattr(IndexSegment, "build", classmethod(build))
     return counts
 
 

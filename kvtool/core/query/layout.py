@@ -52,8 +52,15 @@ class Asked:
     revision: int = 0
 
 
-def lay_out(session: Session, request: Request, options: QueryOptions) -> Asked:
+def lay_out(
+    session: Session, request: Request, options: QueryOptions, *, exactly: bool = False, answered: bool = True
+) -> Asked:
     """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet.
+
+    Parameters
+    ----------
+    exactly : take no lossy level where there is an exact one, whatever was measured.
+    answered : an answer will follow, for which there must be room.
 
     Raises
     ------
@@ -66,7 +73,7 @@ def lay_out(session: Session, request: Request, options: QueryOptions) -> Asked:
     with session.lock, session.store.view():
         session.refresh()
         hits = _chosen(session, request, options)
-        candidates = [_candidate(session, hit, options) for hit in hits]
+        candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
         if not left:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
@@ -75,15 +82,14 @@ def lay_out(session: Session, request: Request, options: QueryOptions) -> Asked:
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     if session.is_loaded:
         hint = "lower --top-k or --max-tokens, or name fewer --documents"
-        session.decoder.check_length(plan.length + options.max_tokens, hint)
+        session.decoder.check_length(plan.length + (options.max_tokens if answered else 0), hint)
     return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision)
 
 
 def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str) -> Asked:
     """The same prompt with its chunks read at another level."""
-    options = replace(options, level=level)
     prefix, *_, question = asked.plan.segments
-    chunks = [found for hit in asked.hits if (found := _candidate(session, hit, options)) is not None]
+    chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 
 
@@ -133,7 +139,7 @@ def _prefix(session: Session, ids: Ids) -> Candidate:
     return _stored(session, wanted, _info(session, identity.prefix_id), "auto", 0.0)
 
 
-def _candidate(session: Session, hit: Hit, options: QueryOptions) -> Candidate | None:
+def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candidate | None:
     """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them. None: its
     document holds it no more, so nothing is left of it."""
     place = hit.passage
@@ -141,7 +147,7 @@ def _candidate(session: Session, hit: Hit, options: QueryOptions) -> Candidate |
     if info is not None:
         relevance = 0.0 if math.isnan(hit.score) else hit.score
         wanted = Candidate(info.token_ids, place.chunk_id, info.lead_in, relevance=relevance)
-        return _stored(session, wanted, info, options.level, options.max_loss)
+        return _stored(session, wanted, info, level, max_loss)
     document = session.store.document(place.source)
     if document is None or not stands_in(document, place):
         what = f"chunk {place.chunk_id.hex()[:12]} of {place.source}"

@@ -10,52 +10,53 @@ import numpy as np
 
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.postings import key_of
-from kvtool.core.retrieval.segment import Segment
+from kvtool.core.retrieval.segment import IndexSegment
 from kvtool.core.retrieval.tables import Array
 
 _K1, _B = 1.5, 0.75
 
 
 def scores(index: Index, words: Sequence[str]) -> Array:
-    """Of every chunk, float64 `[rows]`; 0 where none of the words stands. A word counts as often as it is given."""
-    found = np.zeros(index.rows)
+    """Score every chunk: float64 `[rows]`, 0 where none of the words stands. A word counts as often as it is given."""
+    chunk_scores = np.zeros(index.rows)
     count, total = _living(index)
     if not count or not total:
-        return found
-    norms = [(_K1 * (1 - _B + _B * one.lengths / (total / count))).astype(np.float32) for one in index.segments]
-    parts = np.split(found, index.offsets[1:])  # views
+        return chunk_scores
+    mean = total / count
+    norms = [(_K1 * (1 - _B + _B * segment.lengths / mean)).astype(np.float32) for segment in index.segments]
+    parts = np.split(chunk_scores, index.offsets[1:])  # views
     for term, times in Counter(words).items():
         lists = [_living_postings(segment, term) for segment in index.segments]
         with_term = sum(len(rows) for rows, _ in lists)
         weight = times * idf(with_term, count)
         for (rows, counts), norm, part in zip(lists, norms, parts, strict=True):
-            times_there = counts.astype(np.float32)
-            part[rows] += weight * (times_there / (times_there + norm[rows]))
-    return found
+            frequency = counts.astype(np.float32)
+            part[rows] += weight * (frequency / (frequency + norm[rows]))
+    return chunk_scores
 
 
 def idf(with_term: int, count: int) -> float:
-    """How much a term tells that stands in so many of `count` chunks."""
+    """Inverse document frequency: how much a term tells that stands in `with_term` of `count` chunks."""
     return math.log(1 + (count - with_term + 0.5) / (with_term + 0.5))
 
 
 def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
-    """The terms of a text that tell it from the others: highest count × idf first; ties by the term."""
+    """The terms that tell a text from the others: highest count × idf first, ties by the term."""
     count, _ = _living(index)
     worth = {
-        term: times * idf(sum(len(_living_postings(one, term)[0]) for one in index.segments), count)
+        term: times * idf(sum(len(_living_postings(segment, term)[0]) for segment in index.segments), count)
         for term, times in Counter(words).items()
     }
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
 
 
 def _living(index: Index) -> tuple[int, int]:
-    """Chunks, and terms in all of them."""
-    lengths = [one.lengths if one.living is None else one.lengths[one.living] for one in index.segments]
-    return sum(map(len, lengths)), sum(int(one.sum(dtype=np.int64)) for one in lengths)
+    """How many chunks are living, and how many terms stand in all of them."""
+    lengths = [segment.living_lengths for segment in index.segments]
+    return sum(map(len, lengths)), sum(int(of_segment.sum(dtype=np.int64)) for of_segment in lengths)
 
 
-def _living_postings(segment: Segment, term: str) -> tuple[Array, Array]:
+def _living_postings(segment: IndexSegment, term: str) -> tuple[Array, Array]:
     rows, counts = segment.words.of(key_of(term))
     if segment.living is None:
         return rows, counts

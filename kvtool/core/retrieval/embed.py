@@ -23,7 +23,7 @@ Encode = Callable[[Sequence[str]], Array]
 
 
 class Embedder:
-    """A model that turns texts into unit vectors. Loaded when the first text needs it.
+    """A model that turns texts into unit vectors; it is loaded when the first text needs it.
 
     Attributes
     ----------
@@ -45,14 +45,14 @@ class Embedder:
 
     @property
     def digest(self) -> str:
-        """Of its configuration, vocabulary and weights: vectors of another one are another's."""
-        found = hashlib.sha256()
+        """Digest of the model's configuration, vocabulary and weights: it tells its vectors from another model's."""
+        digest = hashlib.sha256()
         for path in sorted({path for kind in _WANTED for path in self._folder.rglob(kind)}):
-            found.update(f"{path.relative_to(self._folder).as_posix()}:{file_digest(path)}\n".encode())
-        return found.hexdigest()[:24]
+            digest.update(f"{path.relative_to(self._folder).as_posix()}:{file_digest(path)}\n".encode())
+        return digest.hexdigest()[:24]
 
     def encode(self, texts: Sequence[str]) -> Array:
-        """Unit vectors, float32 `[texts, dimensions]`.
+        """Turn texts into unit vectors, float32 `[texts, dimensions]`.
 
         Raises
         ------
@@ -65,9 +65,8 @@ class Embedder:
                 raise _unloadable(self.ref, error) from error
         rows = []
         for at in range(0, len(texts), _BATCH):
-            some = texts[at : at + _BATCH]
-            found = np.asarray(self._encode(some), dtype=np.float32)
-            rows.append(found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12))
+            vectors = np.asarray(self._encode(texts[at : at + _BATCH]), dtype=np.float32)
+            rows.append(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
 
 
@@ -80,7 +79,7 @@ def _unloadable(ref: str, error: Exception) -> ModelError:
 
 
 def _folder_of(ref: str, offline: bool) -> Path:
-    """Its local folder; one of a hub is downloaded.
+    """Find the model's local folder; a model of a hub is downloaded.
 
     Raises
     ------
@@ -108,7 +107,7 @@ def _folder_of(ref: str, offline: bool) -> Path:
 
 
 def _is_static(folder: Path, ref: str) -> bool:
-    """Whether it is one of model2vec: a table of vectors, for which its own package is enough."""
+    """Whether the model is a table of vectors, for which the package model2vec is enough."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         modules = folder / "modules.json"

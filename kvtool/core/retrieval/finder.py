@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Hit, Passage, found_by, stands_in, warm_first
+from kvtool.core.retrieval.passages import Hit, Passage, found_by, hot_first, stands_in
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
@@ -49,8 +49,10 @@ class How:
 
 
 class Finder:
-    """Finds chunks. The index and the vectors are read, or brought up to date, when a question needs them and the
-    store's documents are others than at the question before.
+    """Finds chunks for questions.
+
+    The index and the vectors are read, or brought up to date, when a question needs them and the store's documents are
+    others than at the question before.
 
     Attributes
     ----------
@@ -67,7 +69,7 @@ class Finder:
 
     @property
     def index(self) -> Index:
-        """At the revision of the last question, or of the first use."""
+        """The index at the revision of the last question, or of the first use."""
         if self._index is None:
             self._index = index_of(self._store, self._warn)
         return self._index
@@ -80,7 +82,7 @@ class Finder:
             self._document.cache_clear()
 
     def find(self, question: str, top_k: int, how: How, prefer: Container[bytes] | None = None) -> list[Hit]:
-        """The best chunks, best first.
+        """Find the best chunks, best first.
 
         Parameters
         ----------
@@ -96,7 +98,7 @@ class Finder:
             self.follow()
             if prefer is None:
                 return self._find(question, top_k, how)
-            return warm_first(self._find(question, top_k + _TIES, how), prefer)[:top_k]
+            return hot_first(self._find(question, top_k + _TIES, how), prefer)[:top_k]
 
     def _find(self, question: str, top_k: int, how: How) -> list[Hit]:
         if not len(self.index):
@@ -113,7 +115,7 @@ class Finder:
         return hits
 
     def text(self, passage: Passage) -> str:
-        """What a chunk is found by; "" where its document is damaged or gone: questions are answered without it."""
+        """The text by which a chunk is found; "" where its document is damaged or gone: questions go on without."""
         try:
             return self._text(passage)
         except DamagedError as error:
@@ -121,7 +123,7 @@ class Finder:
             return ""
 
     def _text(self, passage: Passage) -> str:
-        """The same; raises DamagedError."""
+        """The text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
         document = self._document(passage.source)
         if document is None or not stands_in(document, passage):
             raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
@@ -173,19 +175,22 @@ class Finder:
     # ---- which documents ----
 
     def _allowed(self, globs: Sequence[str]) -> Array:
-        """Bool `[rows]`. Raises UsageError: no document matches."""
-        found = [np.empty(0, bool)]
+        """Which chunks may be found, bool `[rows]`. Raises UsageError where no document matches."""
+        masks = [np.empty(0, bool)]
         for segment in self.index.segments:
             sources = [segment.source(number) for number in range(len(segment.alive))]
             matching = np.array([_matches(source, globs) for source in sources], bool) & segment.alive
-            found.append(np.repeat(matching, segment.chunk_counts))
-        allowed = np.concatenate(found)
+            masks.append(np.repeat(matching, segment.chunk_counts))
+        allowed = np.concatenate(masks)
         if not allowed.any():
             raise UsageError(f"no document matches {', '.join(globs)}", "`kvtool store ls` lists the documents")
         return allowed
 
 
 def _matches(source: str, globs: Sequence[str]) -> bool:
-    """A glob matches a whole path, or its end from some folder on; of a JSON-lines file's document its file's, too."""
+    """Whether a glob matches the whole path, or its end from some folder on.
+
+    A document of a JSON-lines file is matched by its file's path, too.
+    """
     names = (source, source.rpartition("#")[0])
     return any(fnmatchcase(name, form) for glob in globs for form in (glob, f"*/{glob}") for name in names if name)

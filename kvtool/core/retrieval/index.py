@@ -20,7 +20,7 @@ from kvtool.core.cache.side import TABLES
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
-from kvtool.core.retrieval.segment import Marked, Segment, digests
+from kvtool.core.retrieval.segment import IndexSegment, Marked, digests
 from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process'
 
 @dataclass(slots=True)
 class Part:
-    """A segment, and the file that it is kept in; "": none yet."""
+    """A segment, and the name of the file that keeps it; "" where none does yet."""
 
-    segment: Segment
+    segment: IndexSegment
     name: str = ""
 
 
 class Index:
-    """What one revision of a store's documents says, whatever the order in which they came.
+    """All segments together: the documents of one revision of the store, whatever the order in which they came.
 
     Every number that a ranking uses is of living documents alone: what was removed leaves no trace in a score.
     """
@@ -54,53 +54,53 @@ class Index:
 
     @cached_property
     def _files(self) -> dict[bytes, bytes]:
-        """Marks of the store's files by key, as they were at our revision."""
+        """Marks of the store's files by key, as they were at the index's revision."""
         return {key.tobytes(): mark.tobytes() for key, mark in zip(*self._marks, strict=True)}
 
     @classmethod
     def empty(cls) -> Index:
-        """Of nothing."""
+        """An index without a document."""
         return cls([], (digests([], _KEY), digests([], _MARK)), -1)
 
     @property
-    def segments(self) -> list[Segment]:
-        """All of them."""
+    def segments(self) -> list[IndexSegment]:
+        """The parts' segments, in order."""
         return [part.segment for part in self.parts]
 
     def __len__(self) -> int:
         """How many chunks are alive."""
-        return sum(len(one) if one.living is None else int(one.living.sum()) for one in self.segments)
+        return sum(len(segment.living_lengths) for segment in self.segments)
 
     # ---- rows: the chunks of all segments, one after the other ----
 
     @property
     def offsets(self) -> list[int]:
         """Where each segment's rows begin."""
-        return [0, *itertools.accumulate(len(one) for one in self.segments)][:-1]
+        return [0, *itertools.accumulate(map(len, self.segments))][:-1]
 
     @property
     def rows(self) -> int:
-        """How many, the dead included."""
-        return sum(len(one) for one in self.segments)
+        """How many chunks there are, those of dead documents included."""
+        return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
-        """A row's chunk, where it stands."""
-        number, own = self._place(row)
-        return self.parts[number].segment.passage(own)
+        """The chunk in a row, with the place where it stands."""
+        number, row_there = self._place(row)
+        return self.parts[number].segment.passage(row_there)
 
     def document_at(self, row: int) -> tuple[int, int]:
-        """The segment and the document of a row."""
-        number, own = self._place(row)
-        return number, self.parts[number].segment.document_of(own)
+        """The numbers of a row's segment and, in it, of the row's document."""
+        number, row_there = self._place(row)
+        return number, self.parts[number].segment.document_of(row_there)
 
     def rows_of(self, place: tuple[int, int]) -> range:
-        """The rows of a document, by its segment and its number there."""
+        """The rows of a document's chunks; the document is given as :meth:`document_at` does."""
         number, document = place
         span, offset = self.parts[number].segment.chunks_of(document), self.offsets[number]
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        """Number of a row's segment, and the row's number in it."""
+        """The number of a row's segment, and the row's number in it."""
         for number, segment in enumerate(self.segments):
             if row < len(segment):
                 return number, row
@@ -110,20 +110,20 @@ class Index:
     # ---- bringing it up to date ----
 
     def update(self, store: Store) -> None:
-        """Take in what changed; only documents that are new or other are read. Raises DamagedError."""
+        """Take in what changed since the index's revision, reading only that. Raises DamagedError."""
         with store.view():
             self.revision = store.documents_revision()
             now = store.file_marks()
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
-            added = [one for key in changed for one in self._changed(store, key)]
+            added = [document for key in changed for document in self._changed(store, key)]
         self._bury([key for key in self._files if key not in now])
         self._files = now
         if added:
-            self.parts.append(Part(Segment.build(added)))
+            self.parts.append(Part(IndexSegment.build(added)))
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[Marked]:
-        """The documents of a file that are other than ours, which are buried."""
+        """The new and changed documents of a file; what the index has in their place, or no more, is buried."""
         entry = store.file_at(key)
         known = self._documents_of(key)
         for source in entry.documents if entry is not None else ():
@@ -136,35 +136,37 @@ class Index:
         for segment, number in known.values():
             segment.bury(np.array([number]))
 
-    def _documents_of(self, key: bytes) -> dict[str, tuple[Segment, int]]:
-        """Living documents of a file, by source."""
-        found = {}
+    def _documents_of(self, key: bytes) -> dict[str, tuple[IndexSegment, int]]:
+        """The living documents of a file by source: each one's segment and number in it."""
+        places = {}
         if key in self._files:
             for segment in self.segments:
                 for number in segment.documents_of(key).tolist():
-                    found[segment.source(number)] = segment, number
-        return found
+                    places[segment.source(number)] = segment, number
+        return places
 
     def _bury(self, keys: list[bytes]) -> None:
         for key, segment in itertools.product(keys, self.segments):
             segment.bury(segment.documents_of(key))
 
     def _merge(self) -> None:
-        """Keep few segments, each several times as large as the next, none mostly of the dead: every document is
-        merged about log(documents) times in its life."""
+        """Keep few segments, each several times as large as the next and most of it living.
+
+        So every document is merged about log(documents) times in its life.
+        """
         self.parts = [part for part in self.parts if part.segment.alive.any()]
         for at, part in enumerate(self.parts):
             if part.segment.alive.mean() < 0.5:
-                self.parts[at] = Part(Segment.merged([part.segment]))
+                self.parts[at] = Part(IndexSegment.merged([part.segment]))
         self.parts.sort(key=lambda part: -len(part.segment))
         while len(self.parts) > 1 and len(self.parts[-2].segment) < _GROWTH * len(self.parts[-1].segment):
-            both = [self.parts.pop().segment, self.parts.pop().segment]
-            self.parts.append(Part(Segment.merged(both)))
+            smallest = [self.parts.pop().segment, self.parts.pop().segment]
+            self.parts.append(Part(IndexSegment.merged(smallest)))
 
     # ---- on disk ----
 
     def save(self, folder: Path) -> None:
-        """Keep it: segments that are new, then, in one step, what belongs together. Raises OSError."""
+        """Write new segments and then, in one step, the list of those that belong together. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for part in self.parts:
             if not part.name:
@@ -184,7 +186,7 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:
-        """What is kept; None: nothing. Raises DamagedError."""
+        """Read the index that is kept in a folder; None where there is none. Raises DamagedError."""
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)
@@ -195,7 +197,7 @@ class Index:
         try:
             state = open_tables(folder / _STATE)
             names = json.loads(state.texts["segments"])
-            parts = [Part(Segment(open_tables(folder / name)), name) for name in names]
+            parts = [Part(IndexSegment(open_tables(folder / name)), name) for name in names]
             for at, part in enumerate(parts):
                 part.segment.bury(state[f"dead_{at}"])
             return cls(parts, (state["file_keys"], state["file_marks"]), int(state.texts["revision"]))
@@ -213,8 +215,9 @@ def _clean(folder: Path, kept: set[str]) -> None:
 
 
 def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
-    """The store's index at its present revision: as kept, or brought up to date and kept. A damaged one is made anew
-    from the documents, and `warn` is told.
+    """Open the store's index at its present revision, brought up to date and kept where it is older.
+
+    A damaged index is made anew from the documents, and `warn` is told.
 
     Raises
     ------

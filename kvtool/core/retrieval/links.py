@@ -14,18 +14,21 @@ Place = tuple[int, int]  # number of a segment, number of a document in it
 
 
 def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
-    """The living documents whose title these terms hold, each with its share: 1 over how many have that very title."""
+    """The living documents all of whose title's terms are among these words.
+
+    Each comes with its share: 1 over the number of documents that have the very same title.
+    """
     keys = np.array(sorted({key_of(word) for word in words}), np.uint64)
-    found: list[Place] = []
+    places: list[Place] = []
     titles: list[Array] = []
     for number, segment in enumerate(index.segments):
         sizes = segment.title_sizes
         held = np.bincount(segment.titles.rows_of(keys), minlength=len(sizes))
         documents = np.flatnonzero(held == sizes)
         documents = documents[segment.alive[documents]]
-        found += [(number, document) for document in documents.tolist()]
+        places += [(number, document) for document in documents.tolist()]
         titles.append(segment.tables["title_ids"][documents])
-    if not found:
+    if not places:
         return {}
     _, which, counts = np.unique(np.concatenate(titles), return_inverse=True, return_counts=True)
-    return dict(zip(found, (1 / counts[which]).tolist(), strict=True))
+    return dict(zip(places, (1 / counts[which]).tolist(), strict=True))

@@ -30,8 +30,11 @@ class Hit:
 
 
 def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Hits, best first, as they are to stand in the prompt: by `relevance`, `best-last`, or as in their `document`s,
-    the one with the best hit first."""
+    """Put hits, given best first, in the order in which they are to stand in the prompt.
+
+    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
+    first.
+    """
     if order == "best-last":
         return list(reversed(hits))
     if order == "document":
@@ -42,9 +45,9 @@ def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
     return list(hits)
 
 
-def warm_first(hits: Sequence[Hit], warm: Container[bytes]) -> list[Hit]:
-    """Hits, best first; of equal scores those whose chunks (ids) are warm come first."""
-    return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in warm))
+def hot_first(hits: Sequence[Hit], hot: Container[bytes]) -> list[Hit]:
+    """Sort hits, best first; among equal scores, chunks that are hot (in memory, given by id) come first."""
+    return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in hot))
 
 
 def passages_in(document: DocumentEntry) -> list[Passage]:
@@ -61,11 +64,13 @@ def stands_in(document: DocumentEntry, passage: Passage) -> bool:
 
 
 def found_by(document: DocumentEntry) -> list[str]:
-    """What each passage is found by: its own text, and its document's title: the one that says "the institute" is then
-    found by its name."""
+    """The text by which each passage is found: its own, behind its document's title.
+
+    A passage that says "the institute" is then found by the institute's name.
+    """
     title = title_of(document.text)
-    own = [document.text[ref.start : ref.end] for ref in document.chunks]
-    return [text if number == 0 else f"{title}\n{text}" for number, text in enumerate(own)]
+    texts = [document.text[ref.start : ref.end] for ref in document.chunks]
+    return [text if number == 0 else f"{title}\n{text}" for number, text in enumerate(texts)]
 
 
 def title_of(text: str) -> str:

@@ -16,14 +16,17 @@ _MOST = 65_535  # times that a term counts in one row
 
 @lru_cache(maxsize=1 << 20)
 def key_of(term: str) -> int:
-    """A term's 64-bit digest: terms of any script in one array. Two of a million share one with a chance of 10^-7."""
+    """A term as a 64-bit digest, so that terms of any script fit one array.
+
+    Among a million terms two share a digest with a chance of 10^-7.
+    """
     digest = hashlib.blake2b(term.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvtool term").digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True, slots=True)
 class Postings:
-    """Rows by term.
+    """Which rows have a term, and how often.
 
     Attributes
     ----------
@@ -39,13 +42,14 @@ class Postings:
 
     @classmethod
     def build(cls, texts: Iterable[Sequence[str]]) -> Postings:
-        """Of each row's terms, in order."""
+        """Index rows by their terms; row i is given as the i-th sequence of words."""
         numbers: dict[str, int] = {}
-        found: list[Array] = []
+        occurrences: list[Array] = []
         for row, words in enumerate(texts):
-            own = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words))
-            found.append(own << 32 | row)
-        pairs, counts = np.unique(np.concatenate(found) if found else np.empty(0, np.int64), return_counts=True)
+            terms = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words))
+            occurrences.append(terms << 32 | row)
+        all_pairs = np.concatenate(occurrences) if occurrences else np.empty(0, np.int64)
+        pairs, counts = np.unique(all_pairs, return_counts=True)
         keys = np.fromiter(map(key_of, numbers), np.uint64, len(numbers))
         lengths = np.bincount(pairs >> 32, minlength=len(keys))
         order = np.argsort(keys)
@@ -58,18 +62,18 @@ class Postings:
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
-        """Of several, with each one's new row numbers (int64 `[rows]`; -1: the row goes)."""
+        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: the row goes)."""
         keys, rows, counts = [], [], []
-        for one, renumbered in parts:
-            moved = renumbered[one.rows]
+        for postings, renumbered in parts:
+            moved = renumbered[postings.rows]
             kept = moved >= 0
-            keys.append(np.repeat(one.keys, np.diff(one.offsets))[kept])
+            keys.append(np.repeat(postings.keys, np.diff(postings.offsets))[kept])
             rows.append(moved[kept].astype(np.uint32))
-            counts.append(one.counts[kept])
+            counts.append(postings.counts[kept])
         return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
 
     def of(self, key: int) -> tuple[Array, Array]:
-        """Rows and counts of a term."""
+        """The rows that have a term, and how often each has it."""
         at = int(np.searchsorted(self.keys, np.uint64(key)))
         if at == len(self.keys) or int(self.keys[at]) != key:
             return self.rows[:0], self.counts[:0]
@@ -77,15 +81,15 @@ class Postings:
         return self.rows[span], self.counts[span]
 
     def rows_of(self, keys: Array) -> Array:
-        """Rows of several terms (uint64, ascending, each once), behind each other."""
+        """The rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
         at = np.searchsorted(self.keys, keys)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == keys[known]
-        spans = [self.rows[self.offsets[one] : self.offsets[one + 1]] for one in at[known].tolist()]
+        spans = [self.rows[self.offsets[term] : self.offsets[term + 1]] for term in at[known].tolist()]
         return np.concatenate(spans) if spans else self.rows[:0]
 
     def to_arrays(self, name: str) -> dict[str, Array]:
-        """By name, for a file."""
+        """The four arrays under names that begin with `name`, for a file."""
         fields = ("keys", "offsets", "rows", "counts")
         return {f"{name}_{field}": getattr(self, field) for field in fields}
 

@@ -1,6 +1,7 @@
 """Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name.
 
-Measured on the recall of all gold paragraphs among five (`samples/recall.py`; README). A hop costs no model.
+Measured by the recall of all gold paragraphs among five (`samples/recall.py`, samples/results/retrieval.md). A hop
+costs no model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Texts = Callable[[Passage], str]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One question over one index.
+    """Answers questions over one index.
 
     Attributes
     ----------
@@ -42,7 +43,7 @@ class Search:
     def best(
         self, question: str, top_k: int, meaning: Array | None = None, hop: bool = True, words: bool = True
     ) -> list[Hit]:
-        """The best `top_k` chunks, best first; equal chunks once, ties in the order of the documents.
+        """Find the best `top_k` chunks, best first; equal chunks come once, ties in the order of the documents.
 
         Parameters
         ----------
@@ -61,15 +62,14 @@ class Search:
         return list(hits.values())
 
     def _base(self, words: Sequence[str], meaning: Array | None) -> Array:
-        found = bm25.scores(self.index, words)
-        if self.allowed is not None:
-            found = np.where(self.allowed, found, 0.0)
-        highest = found.max(initial=0.0)
-        matching = found / highest if highest > 0 else found
-        if meaning is None:
-            return matching
-        both = _WORDS * matching + (1 - _WORDS) * meaning
-        return both if self.allowed is None else np.where(self.allowed, both, 0.0)
+        score = self._allowed_only(bm25.scores(self.index, words))
+        highest = score.max(initial=0.0)
+        if highest > 0:
+            score = score / highest
+        return score if meaning is None else self._allowed_only(_WORDS * score + (1 - _WORDS) * meaning)
+
+    def _allowed_only(self, score: Array) -> Array:
+        return score if self.allowed is None else np.where(self.allowed, score, 0.0)
 
     def _with_hop(self, question: str, base: Array) -> Array:
         first = base.copy()
@@ -77,27 +77,27 @@ class Search:
             first[row] += _NAMED * share
         gains: dict[int, float] = {}
         for row in self._ranked(first, _FIRST)[:_FIRST]:
-            own = self.index.document_at(row)
+            document = self.index.document_at(row)
             for other, share in self._rows_named(terms(self.texts(self.index.passage(row))), base).items():
-                if self.index.document_at(other) != own:
+                if self.index.document_at(other) != document:
                     gains[other] = max(gains.get(other, 0.0), _HOP * float(first[row]) * share)
         for row, gain in gains.items():
             first[row] += gain
         return first
 
     def _rows_named(self, words: Sequence[str], base: Array) -> dict[int, float]:
-        """The best chunk of each document that is named, with the document's share."""
-        found = {}
+        """The row of the best chunk of each document that the words name, with the document's share."""
+        shares = {}
         for place, share in named_in(self.index, words).items():
             rows = self.index.rows_of(place)
             if len(rows):
                 row = rows.start + int(base[rows.start : rows.stop].argmax())
                 if self.allowed is None or self.allowed[row]:
-                    found[row] = share
-        return found
+                    shares[row] = share
+        return shares
 
     def _ranked(self, score: Array, count: int) -> list[int]:
-        """Rows with a positive score, highest first; at least `count` chunks that differ, if there are."""
+        """Rows with a positive score, highest first: enough for `count` different chunks, if there are so many."""
         rows = np.flatnonzero(score > 0)
         wanted = 4 * count + 16  # equal chunks stand in several documents
         while True:

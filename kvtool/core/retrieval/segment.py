@@ -27,14 +27,15 @@ class Marked:
     entry: DocumentEntry
 
 
-class Segment:
-    """Documents sorted by source, and their chunks in order.
+class IndexSegment:
+    """Some documents of the index, sorted by source, with their chunks in order.
 
     Attributes
     ----------
-    words : of each chunk, its document's title included: the chunk that says "the institute" is found by its name.
-    titles : of each document, its title's terms.
-    lengths : uint32 `[chunks]`, terms of each.
+    words : which chunks have a term. A document's title counts as part of each of its chunks, so that the one that
+        says "the institute" is found by its name.
+    titles : which documents have a term in their title.
+    lengths : uint32 `[chunks]`, how many terms each has.
     alive : bool `[documents]`: which of them are still the store's.
     """
 
@@ -47,10 +48,10 @@ class Segment:
         self.alive = np.ones(len(self._first) - 1, dtype=bool)
 
     @classmethod
-    def build(cls, documents: Sequence[Marked]) -> Segment:
+    def build(cls, documents: Sequence[Marked]) -> IndexSegment:
         """Index documents."""
-        documents = sorted(documents, key=lambda one: one.entry.source)
-        entries = [one.entry for one in documents]
+        documents = sorted(documents, key=lambda document: document.entry.source)
+        entries = [document.entry for document in documents]
         titles = [sorted(set(terms(title_of(entry.text)))) for entry in entries]
         lengths: list[int] = []
         refs = [ref for entry in entries for ref in entry.chunks]
@@ -58,8 +59,8 @@ class Segment:
         arrays: dict[str, Array] = {
             "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
             "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
-            "file_keys": digests([one.file_key for one in documents], 20),
-            "marks": digests([one.mark for one in documents], 16),
+            "file_keys": digests([document.file_key for document in documents], 20),
+            "marks": digests([document.mark for document in documents], 16),
             "first_chunk": np.cumsum([0, *(len(entry.chunks) for entry in entries)], dtype=np.int64),
             "chunk_ids": digests([ref.chunk_id for ref in refs], 20),
             "spans": np.array([(ref.start, ref.end) for ref in refs], np.int64).reshape(-1, 2),
@@ -72,8 +73,8 @@ class Segment:
         return cls(Tables(arrays, {}))
 
     @classmethod
-    def merged(cls, parts: Sequence[Segment]) -> Segment:
-        """The living documents of several, as if they had been indexed together; no text is needed."""
+    def merged(cls, parts: Sequence[IndexSegment]) -> IndexSegment:
+        """Join the living documents of several segments, as if they had been indexed together; no text is needed."""
         kept = [(at, number) for at, part in enumerate(parts) for number in np.flatnonzero(part.alive).tolist()]
         kept.sort(key=lambda place: parts[place[0]].source(place[1]))
         documents = [np.full(len(part.alive), -1, np.int64) for part in parts]
@@ -87,13 +88,13 @@ class Segment:
 
         def gathered(name: str, numbers: Sequence[Array]) -> Array:
             """Rows of all parts in their new order."""
-            both = [(part.tables[name][own >= 0], own[own >= 0]) for part, own in zip(parts, numbers, strict=True)]
-            rows, places = (np.concatenate(side) for side in zip(*both, strict=True))
+            pairs = [(part.tables[name][new >= 0], new[new >= 0]) for part, new in zip(parts, numbers, strict=True)]
+            rows, places = (np.concatenate(side) for side in zip(*pairs, strict=True))
             return rows[np.argsort(places)]
 
         sources = [parts[at].source(number).encode("utf-8", "surrogatepass") for at, number in kept]
-        words = Postings.merged([(part.words, own) for part, own in zip(parts, chunks, strict=True)])
-        titles = Postings.merged([(part.titles, own) for part, own in zip(parts, documents, strict=True)])
+        words = Postings.merged([(part.words, new) for part, new in zip(parts, chunks, strict=True)])
+        titles = Postings.merged([(part.titles, new) for part, new in zip(parts, documents, strict=True)])
         arrays: dict[str, Array] = {
             "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
             "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
@@ -108,37 +109,37 @@ class Segment:
     # ---- documents and chunks ----
 
     def __len__(self) -> int:
-        """How many chunks."""
+        """How many chunks there are, those of dead documents included."""
         return len(self.lengths)
 
     def source(self, document: int) -> str:
-        """Of a document."""
+        """The source of a document, given by its number."""
         ends = self.tables["source_ends"]
         start = int(ends[document - 1]) if document else 0
         return self.tables["source_bytes"][start : int(ends[document])].tobytes().decode("utf-8", "surrogatepass")
 
     def chunks_of(self, document: int) -> range:
-        """Rows of its chunks."""
+        """The rows of a document's chunks."""
         return range(int(self._first[document]), int(self._first[document + 1]))
 
     def documents_of(self, file_key: bytes) -> Array:
-        """Numbers of a file's living documents."""
+        """The numbers of a file's living documents."""
         at = self._by_file.get(file_key, ())
         return np.array([number for number in at if self.alive[number]], np.int64)
 
     @cached_property
     def _by_file(self) -> dict[bytes, list[int]]:
-        found: dict[bytes, list[int]] = {}
+        numbers: dict[bytes, list[int]] = {}
         for number, key in enumerate(self.tables["file_keys"]):
-            found.setdefault(key.tobytes(), []).append(number)
-        return found
+            numbers.setdefault(key.tobytes(), []).append(number)
+        return numbers
 
     def document_of(self, row: int) -> int:
-        """The document of a chunk."""
+        """The number of the document that the chunk in a row belongs to."""
         return int(np.searchsorted(self._first, row, side="right")) - 1
 
     def passage(self, row: int) -> Passage:
-        """A chunk, where it stands."""
+        """The chunk in a row, with the place where it stands."""
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
         return Passage(
@@ -153,22 +154,27 @@ class Segment:
 
     @property
     def chunk_counts(self) -> Array:
-        """Of each document, int64 `[documents]`."""
+        """How many chunks each document has, int64 `[documents]`."""
         return np.diff(self._first)
 
     @cached_property
     def living(self) -> Array | None:
-        """Bool `[chunks]`: of documents that are still the store's; None: all."""
+        """Which chunks are of living documents, bool `[chunks]`; None where all are."""
         return None if self.alive.all() else np.repeat(self.alive, self.chunk_counts)
 
+    @property
+    def living_lengths(self) -> Array:
+        """`lengths` of the living chunks alone."""
+        return self.lengths if self.living is None else self.lengths[self.living]
+
     def bury(self, documents: Array) -> None:
-        """These documents (numbers) are the store's no more."""
+        """Count these documents, given by number, as no longer the store's."""
         self.alive[documents] = False
         self.__dict__.pop("living", None)
 
 
 def _words(entries: Iterable[DocumentEntry], lengths: list[int]) -> Iterator[list[str]]:
-    """Of each chunk, one at a time: all words of a large corpus would take far more room than the index."""
+    """The words of each chunk, one chunk at a time: those of a large corpus would take far more room than its index."""
     for entry in entries:
         for text in found_by(entry):
             words = terms(text)
@@ -177,5 +183,5 @@ def _words(entries: Iterable[DocumentEntry], lengths: list[int]) -> Iterator[lis
 
 
 def digests(values: Sequence[bytes], size: int) -> Array:
-    """uint8 `[values, size]`."""
+    """Digests below each other, uint8 `[values, size]`."""
     return np.frombuffer(b"".join(values), np.uint8).reshape(-1, size)

@@ -37,7 +37,7 @@ class Tables:
 
 def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, str]) -> None:
     """Write a file that appears whole or not at all: safetensors, and a digest behind it. Raises OSError."""
-    data = save({name: np.ascontiguousarray(one) for name, one in arrays.items()}, dict(texts))
+    data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, dict(texts))
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         check_file(path.parent, len(data))
@@ -50,7 +50,7 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
 
 
 def open_tables(path: Path) -> Tables:
-    """Map a file that :func:`write_tables` wrote. At the first time in a process all of it is read, for its digest.
+    """Map a file that :func:`write_tables` wrote. The first time in a process all of it is read and its digest checked.
 
     Raises
     ------

@@ -24,31 +24,27 @@ _STOPWORDS = frozenset(
 
 def terms(text: str) -> list[str]:
     """Search terms of `text` in order: words without common endings, and character pairs of unspaced scripts."""
-    found: list[str] = []
-    for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
-        found += _of_word(word)
-    return found
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    return [term for word in words for term in _of_word(word)]
 
 
 @lru_cache(maxsize=1 << 17)
 def _of_word(word: str) -> tuple[str, ...]:
-    found: list[str] = []
+    parts: list[str] = []
     at = 0
     for run in _UNSPACED.finditer(word):
-        found.extend(_plain(word[at : run.start()]))
-        found.extend(_pairs(run.group()))
+        parts += [*_plain(word[at : run.start()]), *_pairs(run.group())]
         at = run.end()
-    found.extend(_plain(word[at:]))
-    return tuple(found)
+    return (*parts, *_plain(word[at:]))
 
 
 def spellings(text: str) -> dict[str, str]:
     """The first word of `text` that gives each term: what a person would call it."""
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     for word in _WORD.findall(unicodedata.normalize("NFKC", text)):
         for term in terms(word):
-            found.setdefault(term, word)
-    return found
+            words.setdefault(term, word)
+    return words
 
 
 def _pairs(run: str) -> list[str]:

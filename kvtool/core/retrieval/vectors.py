@@ -26,7 +26,7 @@ Texts = Callable[[Sequence[int]], list[str]]
 
 
 class Vectors:
-    """Unit vectors of one embedding model, float16, by what was embedded.
+    """The unit vectors that one embedding model made, found by what was embedded.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Vectors:
 
     @classmethod
     def open(cls, path: Path, warn: Warn = warn_nobody) -> Vectors:
-        """What is kept, or nothing; of what is damaged `warn` is told."""
+        """Read the vectors that are kept, or none; `warn` is told of damaged ones."""
         try:
             with suppress(FileNotFoundError, KeyError):
                 tables = open_tables(path)
@@ -50,14 +50,14 @@ class Vectors:
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
 
     def places(self, wanted: Array) -> Array:
-        """Where the vectors of these keys stand; -1: nowhere."""
+        """The rows of these keys' vectors; -1 where there is none."""
         at = np.searchsorted(self.keys, wanted)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == wanted[known]
         return np.where(known, at, -1)
 
     def update(self, wanted: Array, encode: Callable[[Array], Array]) -> bool:
-        """Keep the vectors of these keys and no others. Returns whether something changed.
+        """Keep the vectors of these keys and no others; returns whether something changed.
 
         Parameters
         ----------
@@ -83,15 +83,15 @@ class Vectors:
         import torch
 
         asked = torch.from_numpy(np.ascontiguousarray(question))
-        found = np.empty(len(self.rows))
+        cosines = np.empty(len(self.rows))
         for at in range(0, len(self.rows), _ROWS_AT_ONCE):
             block = torch.from_numpy(np.array(self.rows[at : at + _ROWS_AT_ONCE]))
-            found[at : at + _ROWS_AT_ONCE] = (block.float() @ asked).numpy()
-        return found[places]
+            cosines[at : at + _ROWS_AT_ONCE] = (block.float() @ asked).numpy()
+        return cosines[places]
 
 
 def keys_of(index: Index) -> Array:
-    """Of every row of the index, uint64: its chunk's id and its document's title."""
+    """A key for every row of the index, uint64, made of its chunk's id and its document's title."""
     parts = [np.empty(0, np.uint64)]
     for segment in index.segments:
         ids = np.ascontiguousarray(segment.tables["chunk_ids"][:, :8]).view(np.uint64)[:, 0]
@@ -101,7 +101,7 @@ def keys_of(index: Index) -> Array:
 
 
 class Meaning:
-    """Likeness of a store's chunks to questions, by one embedding model."""
+    """Says how like a question a store's chunks are, by one embedding model."""
 
     def __init__(self, embedder: Embedder, vectors: Vectors, index: Index) -> None:
         self._embedder, self._vectors = embedder, vectors
@@ -109,7 +109,7 @@ class Meaning:
 
     @classmethod
     def of(cls, store: Store, index: Index, embedder: Embedder, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
-        """Vectors of all living chunks; those that are missing are made and kept. Raises ModelError."""
+        """Open the vectors of all living chunks; missing ones are made and kept. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
         vectors, living = Vectors.open(path, warn), _living_rows(index)
 
@@ -123,19 +123,19 @@ class Meaning:
         return cls(embedder, vectors, index)
 
     def __call__(self, question: str) -> Array:
-        """Of every row of the index, 0 … 1 from the least to the most alike; 0 for the dead. float64 `[rows]`."""
+        """Every row's likeness, from 0, the least alike, to 1; 0 for the dead. float64 `[rows]`."""
         known = self._places >= 0
-        found = np.zeros(len(self._places))
+        likeness = np.zeros(len(self._places))
         if known.any():
-            like = self._vectors.likeness(self._places[known], self._embedder.encode([question])[0])
-            low, high = like.min(), like.max()
-            found[known] = (like - low) / (high - low) if high > low else 1.0
-        return found
+            cosines = self._vectors.likeness(self._places[known], self._embedder.encode([question])[0])
+            low, high = cosines.min(), cosines.max()
+            likeness[known] = (cosines - low) / (high - low) if high > low else 1.0
+        return likeness
 
 
 def _living_rows(index: Index) -> Array:
-    parts = [np.ones(len(one), bool) if one.living is None else one.living for one in index.segments]
-    return np.flatnonzero(np.concatenate([np.empty(0, bool), *parts]))
+    masks = [np.repeat(segment.alive, segment.chunk_counts) for segment in index.segments]
+    return np.flatnonzero(np.concatenate([np.empty(0, bool), *masks]))
 
 
 # ---- which model a store's vectors are of ----

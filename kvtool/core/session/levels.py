@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy
@@ -17,40 +18,45 @@ if TYPE_CHECKING:
 class MeasuredLosses:
     """What `compress` has measured of the lossy levels: KL of the answer, in nats a token, by what made the records.
 
-    What cannot be read counts as never measured. Nothing is known of records without a profile once a named predictor
-    has made some: they look like those of `auto`.
+    What cannot be read counts as never measured. Nothing is known of nested records without a profile once a named
+    predictor has made some: they look like those of `auto`. A level that is not nested is made in one way, whatever
+    the profile was when it was measured.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        try:
+        self._rows: dict[str, dict[str, float]] = {}
+        self._alone: dict[str, float] = {}
+        with suppress(DamagedError, AttributeError, KeyError, TypeError, ValueError):
             state = store.codec_state()
-            self._rows = {
+            measured = {
                 maker: {level: float(rows[level]["kl_answer"]) for level in lossy(rows)}
                 for maker, rows in losses_by_maker(state).items()
             }
+            for rows in measured.values():
+                self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).nested}
             if state.get("named_predictor"):
-                self._rows.pop(NO_PROFILE.hex(), None)
-        except (DamagedError, AttributeError, KeyError, TypeError, ValueError):
-            self._rows = {}
+                measured.pop(NO_PROFILE.hex(), None)
+            self._rows = measured
 
     def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
         """Losses of a chunk's lossy levels, each as measured with the profile that its own records name.
 
         A level whose records are of a profile that nothing was measured with is not among them.
         """
-        known = {level for rows in self._rows.values() for level in rows}
-        found = {}
-        for level in known.intersection(levels):
-            loss = self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
-            if loss is not None:
-                found[level] = loss
-        return found
+        measured = {level for rows in self._rows.values() for level in rows}.union(self._alone)
+        found = {level: self._loss(chunk_id, level) for level in measured.intersection(levels)}
+        return {level: loss for level, loss in found.items() if loss is not None}
+
+    def _loss(self, chunk_id: bytes, level: str) -> float | None:
+        if not level_of(level).nested:
+            return self._alone[level]
+        return self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
 
     def at_most(self) -> dict[str, float]:
         """The most that any stored chunk loses at a level, of levels whose chunks' losses are all known."""
         lost: dict[str, float] = {}
-        for chunk_id in self._store.chunk_ids() if self._rows else ():
+        for chunk_id in self._store.chunk_ids() if self._rows or self._alone else ():
             stored = lossy(self._store.levels(chunk_id))
             own = self.of(chunk_id, stored)
             for level in stored:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from kvtool.core.codec.levels import exact
 from kvtool.lab.bench.stream import ALL, StreamBench, StreamRow
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
@@ -70,7 +71,7 @@ def stream_notes(result: StreamBench) -> Iterator[str]:
 def stream_chart(result: StreamBench) -> str:
     """Share within the objective and mean loss by objective, as an SVG document; `raw` and `lossless`, which are hardly
     ever in time, are left to the tables."""
-    policies = [policy for policy in result.policies if policy not in ("raw", "lossless")]
+    policies = [policy for policy in result.policies if policy not in exact()]
     slos = sorted(result.options.slo_ms)
 
     def lines(name: str) -> tuple[Line, ...]:

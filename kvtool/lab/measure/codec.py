@@ -99,7 +99,7 @@ def codec_report(
 
 def _prompts(session: Session, requests: Sequence[Request], options: QueryOptions) -> Iterator[Question]:
     for request in requests:
-        plan = lay_out(session, request, options).plan
+        plan = lay_out(session, request, options, exactly=True).plan
         inexact = [s for s in plan.segments[:-1] if s.ids and not level_of(s.source.level or "").lossless]
         if inexact:
             raise KvtoolError(

@@ -45,7 +45,7 @@ def exactly(session: Session, prompts: Sequence[Asked]) -> tuple[list[Asked], Ex
 
     Parameters
     ----------
-    prompts : laid out with `max_loss` below 0: exact levels where there are any.
+    prompts : laid out `exactly`: at exact levels where there are any.
 
     Raises
     ------

@@ -1,0 +1,43 @@
+"""What a level says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvtool.core.codec.levels import LEVELS, NESTED, RAW, check_level, coarser, exact, known, level_of, lossy, nested
+from kvtool.core.errors import UsageError
+
+
+def test_what_loses_nothing_comes_first_and_the_coarsest_last() -> None:
+    """Whoever gives up the finer levels first, or reads the finest there is, goes by this order."""
+    assert [*LEVELS] == [*exact(), *lossy()]
+    assert nested() == [*NESTED]
+    assert [coarser(level) for level in NESTED] == [*NESTED[1:], None]
+    assert all(LEVELS[level].lossless is False for level in NESTED)
+
+
+def test_some_of_them_in_order() -> None:
+    assert known(["2", "another version's", None, "lossless", "1", RAW]) == [RAW, "lossless", "1", "2"]
+    assert exact(["2", "lossless", "1"]) == ["lossless"]
+    assert lossy(["2", "lossless", "1"]) == ["1", "2"]
+
+
+def test_one_that_is_not_known() -> None:
+    level = level_of("another version's")
+    assert (level.lossless, level.verbatim, level.nested) == (False, False, False)
+    assert coarser(level.name) is None
+    with pytest.raises(UsageError, match="there is no level"):
+        check_level(level.name)
+
+
+def test_the_prompts_beginning_is_never_lossy() -> None:
+    assert all(level_of(level.of_prefix).lossless for level in LEVELS.values())
+    assert [level_of(level).of_prefix for level in exact()] == exact()
+
+
+def test_names_need_no_torch() -> None:
+    code = "import sys, kvtool.core.codec.levels, kvtool.core.fusion.selectors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
