@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.fusion.hot import HotSource, Warm
+from kvtool.core.fusion.hot import HotChunks, HotSource
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, case, same_bits, tokens
@@ -65,7 +65,7 @@ def test_the_chunk_used_last_stays(llama: Case) -> None:
 
 
 def test_warm_are_the_chunks_used_last_that_fit() -> None:
-    warm = Warm(100)
+    warm = HotChunks(100)
     for name, size in ((b"a", 40), (b"b", 40), (b"a", 40), (b"c", 50)):
         warm.use(name, size)
     assert [name in warm for name in (b"a", b"b", b"c", b"d")] == [True, False, True, False]

@@ -3,16 +3,16 @@
 Decisions only, from measured speeds; nothing here needs torch. What differs from the paper:
 
 - The paper weighs r · Prefill(L) against the loading time. Here every pass of a mode is counted with its rows and the
-  keys they see, and only passes that run beside loading are overlapped with it. `union` and `infoflow` rank by the
-  question's attention over the whole reused cache: the question's own pass hides behind loading, the recompute after it
-  does not. `blend` hides all of it.
-- Full prefill and prefix caching are choices, too: they lose nothing, so they win where they are as fast.
+  keys they see (fusion/cost.py), and only passes that run beside loading are overlapped with it. A mode that ranks by
+  the question's attention over the whole reused cache hides the question's own pass behind loading, but not the
+  recompute after it.
+- Modes that lose nothing are choices, too: they win where they are as fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +88,14 @@ def decide(
     chosen = selector if keep else selector.with_amount(hidden_ratio(prompt, selector))
     expected = {mode.name: min(one.seconds for one in options if one.mode == mode.name) for mode in lossless}
     expected[chosen.name] = prompt.seconds(chosen.cost(prompt))
-    say = _Reasons(prompts, prompt, level, chosen, selector.amount)
+    lossless_mode = best.mode if keep else None
     return Decision(
         fusion=best.mode if keep else chosen.name,
         ratio=None if keep else chosen.amount,
         level=best.level if keep else level,
         expected_ms={mode: (before_s + took) * 1e3 for mode, took in expected.items()},
         level_ms={one: (before_s + took) * 1e3 for one, took in at_floor.items()},
-        reasons=say.all(at_floor, expected, best.mode if keep else None),
+        reasons=tuple(_notes(prompt, chosen, selector.amount, at_floor, level, expected, lossless_mode)),
     )
 
 
@@ -142,32 +142,28 @@ def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
     return floor if low == least else max(floor, math.floor(low / prompt.context * 1e4) / 1e4)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reasons:
+def _notes(
+    prompt: PromptRows,
+    chosen: Selector,
+    floor: float,
+    at_floor: Mapping[str, float],
+    level: str,
+    expected: Mapping[str, float],
+    lossless: str | None,
+) -> Iterator[str]:
     """The decision in words."""
-
-    prompts: Mapping[str, PromptRows]
-    prompt: PromptRows
-    level: str
-    chosen: Selector
-    floor: float
-
-    def all(
-        self, at_floor: Mapping[str, float], expected: Mapping[str, float], lossless: str | None
-    ) -> tuple[str, ...]:
-        load = self.prompt.load(*CACHED).seconds
-        lines = [f"{self.prompt.length} tokens, {self.prompt.context} of chunks in the cache: loading them {_ms(load)}"]
-        if len(self.prompts) > 1:
-            levels = ", ".join(f"{level} {_ms(took)}" for level, took in at_floor.items())
-            lines.append(f"{self.chosen.name} at {self.floor:.0%} by level: {levels}; level {self.level} is read")
-        lines.append("expected: " + ", ".join(f"{name} {_ms(took)}" for name, took in expected.items()))
-        if lossless:
-            lines.append(f"{lossless} is as fast as {self.chosen.name} at its least ratio, and loses nothing")
-        elif self.chosen.amount > self.floor:
-            lines.append(f"recompute hides behind loading up to {self.chosen.amount:.1%}")
-        else:
-            lines.append(f"recompute does not hide behind loading: the least ratio, {self.floor:.0%}")
-        return tuple(lines)
+    load = _ms(prompt.load(*CACHED).seconds)
+    yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
+    if len(at_floor) > 1:
+        levels = ", ".join(f"{one} {_ms(took)}" for one, took in at_floor.items())
+        yield f"{chosen.name} at {floor:.0%} by level: {levels}; level {level} is read"
+    yield "expected: " + ", ".join(f"{mode} {_ms(took)}" for mode, took in expected.items())
+    if lossless:
+        yield f"{lossless} is as fast as {chosen.name} at its least ratio, and loses nothing"
+    elif chosen.amount > floor:
+        yield f"recompute hides behind loading up to {chosen.amount:.1%}"
+    else:
+        yield f"recompute does not hide behind loading: the least ratio, {floor:.0%}"
 
 
 def _ms(seconds: float) -> str:

@@ -108,7 +108,7 @@ class HotSource:
                 self._drop(next(iter(self._held)))
 
 
-class Warm:
+class HotChunks:
     """Which chunks a memory of `limit` bytes holds after the questions so far: those used last.
 
     Counted a question at a time, so that it does not depend on which loader thread was faster, as what `HotSource`

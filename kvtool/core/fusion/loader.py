@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.fusion.placing import CudaPlacing, HostPlacing, Placing
+from kvtool.core.fusion.placing import CudaPlacing, Placing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
@@ -163,4 +163,4 @@ class _Worker:
 
 
 def _placing_for(device: str) -> Placing:
-    return CudaPlacing(torch.cuda.current_stream(device)) if device.startswith("cuda") else HostPlacing()
+    return CudaPlacing(torch.cuda.current_stream(device)) if device.startswith("cuda") else Placing()

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
@@ -17,17 +16,22 @@ from kvtool.core.model.prompt_cache import BufferLayer
 Rotate = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
-class Placing(Protocol):
-    """Puts a layer's un-rotated keys and values where they belong, rotates the keys once, tells how long both took.
+class Placing:
+    """Puts a layer's un-rotated keys and values into the prompt's buffers, and rotates the keys once.
 
-    One belongs to one thread.
+    This one serves buffers in main memory. Each belongs to one thread.
+
+    Attributes
+    ----------
+    upload_s, rotate_s : seconds that both have taken.
     """
 
-    upload_s: float
-    rotate_s: float
+    def __init__(self) -> None:
+        self.upload_s = self.rotate_s = 0.0
 
     def at_work(self) -> AbstractContextManager[object]:
         """Within it, what the calling thread computes on a GPU is put where the placing itself works."""
+        return contextlib.nullcontext()
 
     def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
         """Place one layer; `rotate(keys, start, stop)` gives the keys of prompt positions start … stop - 1.
@@ -36,38 +40,32 @@ class Placing(Protocol):
         -------
         A mark to give `wait`.
         """
+        started = time.perf_counter()
+        with self.at_work():
+            for segment, (keys, values) in zip(segments, self._brought(layers, buffer.keys.device), strict=True):
+                buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
+                buffer.values[0, :, segment.start : segment.stop].copy_(values)
+            uploaded = time.perf_counter()
+            _rotate_all(segments, buffer, rotate)
+            mark = self._mark()
+        self.upload_s += uploaded - started
+        self.rotate_s += time.perf_counter() - uploaded
+        return mark
 
     def wait(self, mark: int) -> None:
         """Let the calling thread's computations wait until what was placed is there."""
 
+    def _brought(self, layers: Sequence[LayerKV], device: torch.device) -> Sequence[LayerKV]:
+        """The layers where they can be copied from quickly."""
+        return layers
 
-class HostPlacing:
-    """Into buffers in main memory."""
-
-    def __init__(self) -> None:
-        self.upload_s = self.rotate_s = 0.0
-
-    def at_work(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
-        started = time.perf_counter()
-        for segment, (keys, values) in zip(segments, layers, strict=True):
-            buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
-            buffer.values[0, :, segment.start : segment.stop].copy_(values)
-        uploaded = time.perf_counter()
-        _rotate_all(segments, buffer, rotate)
-        self.upload_s += uploaded - started
-        self.rotate_s += time.perf_counter() - uploaded
+    def _mark(self) -> int:
         return 0
 
-    def wait(self, mark: int) -> None:
-        pass
 
-
-class CudaPlacing:
-    """Into buffers on a GPU, by a stream of its own: from one pinned buffer of one layer's size, or from where a codec
-    has decoded them.
+class CudaPlacing(Placing):
+    """The same for buffers on a GPU, by a stream of its own: from one pinned buffer of one layer's size, or from where
+    a codec has decoded them.
 
     Parameters
     ----------
@@ -75,7 +73,7 @@ class CudaPlacing:
     """
 
     def __init__(self, compute: torch.cuda.Stream) -> None:
-        self.upload_s = self.rotate_s = 0.0
+        super().__init__()
         self._stream = torch.cuda.Stream(compute.device)
         self._stream.wait_stream(compute)
         self._pinned = torch.empty(0)
@@ -85,22 +83,16 @@ class CudaPlacing:
     def at_work(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
-        started = time.perf_counter()
-        with self.at_work():
-            for segment, (keys, values) in zip(segments, self._uploaded(layers, buffer.keys.device), strict=True):
-                buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
-                buffer.values[0, :, segment.start : segment.stop].copy_(values)
-            uploaded = time.perf_counter()
-            _rotate_all(segments, buffer, rotate)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+    def wait(self, mark: int) -> None:
+        self._placed[mark].wait()
+
+    def _mark(self) -> int:
+        done = torch.cuda.Event()
+        done.record(self._stream)
         self._placed.append(done)
-        self.upload_s += uploaded - started
-        self.rotate_s += time.perf_counter() - uploaded
         return len(self._placed) - 1
 
-    def _uploaded(self, layers: Sequence[LayerKV], device: torch.device) -> list[LayerKV]:
+    def _brought(self, layers: Sequence[LayerKV], device: torch.device) -> list[LayerKV]:
         """The layers on the device; those in main memory cross together."""
         here = [layer for layer in layers if not layer[0].is_cuda]
         if not here:
@@ -122,9 +114,6 @@ class CudaPlacing:
         torch.cat([key for key, _ in layers], 1, out=self._pinned[0])
         torch.cat([value for _, value in layers], 1, out=self._pinned[1])
         return self._pinned
-
-    def wait(self, mark: int) -> None:
-        self._placed[mark].wait()
 
 
 def _rotate_all(segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:

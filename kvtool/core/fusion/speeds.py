@@ -1,6 +1,6 @@
 """How long computing and loading take on one machine: the controller's two measured quantities, and how they overlap.
 
-Nothing here measures (core/query/speeds.py does) and nothing needs torch.
+Decisions use these; core/session/speeds.py measures them and keeps them beside the store. Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
-from kvtool.core.fusion.hot import HotSource, Warm
+from kvtool.core.fusion.hot import HotChunks, HotSource
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
@@ -72,7 +72,7 @@ class Session:
         self.profiles = ProfileShelf(store)
         self.losses = MeasuredLosses(store)
         self.finder = Finder(store, lambda text, hint: self.warn(text, hint))
-        self.hot: Warm | None = None
+        self.hot: HotChunks | None = None
         self._verdict: GateVerdict | None = None
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
@@ -196,7 +196,7 @@ class Session:
     def keep_hot(self, limit: int) -> None:
         """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
         self.source = HotSource(self.source, limit, self.store.record_mark)
-        self.hot = Warm(limit)
+        self.hot = HotChunks(limit)
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of a segment's KV is held in memory."""

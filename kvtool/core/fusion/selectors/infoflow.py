@@ -10,7 +10,7 @@ import torch
 from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling, Selector
-from kvtool.core.fusion.selectors.ranking import asking_cost, context_tokens, highest, hit_rows, share_of
+from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Infoflow(Selector):
     Attributes
     ----------
     ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
-    pooling : how the rows of the question become one (question_attention).
     from_depth : the layers whose attention counts begin at this share of the model's depth, and end with the last.
+    pooling : how the rows of the question become one (question_attention).
     """
 
     name: ClassVar[str] = "infoflow"
@@ -32,13 +32,20 @@ class Infoflow(Selector):
     pooling: Pooling = "rows"
 
     def cost(self, prompt: PromptRows) -> Cost:
-        return asking_cost(prompt, self.ratio)
+        rows = min(share_of(self.ratio, prompt.context), prompt.hits)
+        if rows and self.ratio >= 1:  # nothing to rank, and what is computed anew is not read
+            return Cost(reads=("leading", "exact"), computes=("hit",))
+        return Cost(behind=rows)
 
     def asked(self, plan: Plan, layers: int) -> range:
-        wanted = 0 < self.ratio < 1 and bool(hit_rows(plan).any())
-        return range(min(int(self.from_depth * layers), layers - 1), layers) if wanted else range(0)
+        ranks = 0 < self.ratio < 1 and bool(hit_rows(plan).any())
+        return range(min(int(self.from_depth * layers), layers - 1), layers) if ranks else range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         if attention is None:
             return hit_rows(plan) if self.ratio > 0 else plan.mask()
-        return highest(attention, hit_rows(plan), share_of(self.ratio, context_tokens(plan)))
+        return highest(self.weighed(plan, attention), hit_rows(plan), share_of(self.ratio, context_tokens(plan)))
+
+    def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
+        """What recomputing each position is worth, float32 `[plan.length]`."""
+        return attention

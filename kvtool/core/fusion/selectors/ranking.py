@@ -6,21 +6,12 @@ import math
 
 import torch
 
-from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
 
 
 def share_of(share: float, context: int) -> int:
     """⌈share · context⌉ of the decimal that was meant: 0.07 · 100 is 7, though the product is 7.000000000000001."""
     return math.ceil(round(share * context, 6))
-
-
-def asking_cost(prompt: PromptRows, ratio: float) -> Cost:
-    """The cost of recomputing a share of the context that the question's attention ranks."""
-    rows = min(share_of(ratio, prompt.context), prompt.hits)
-    if rows and ratio >= 1:  # nothing to rank, and what is computed anew is not read
-        return Cost(reads=("leading", "exact"), computes=("hit",))
-    return Cost(behind=rows)
 
 
 def squared_error(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
