@@ -14,15 +14,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
-import typer.core
 import typer.main
 
+from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import new_app
 from kvtool.cli.out import Out
 from kvtool.core.common.machine import is_busy
@@ -54,18 +54,13 @@ _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 
 
-class LazyGroup(typer.core.TyperGroup):
-    """The root: it lists stand-ins with a name and a line of help, and loads the one command that is asked for."""
+class Root(LazyGroup):
+    """All commands."""
 
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        for name, line in COMMANDS.items():
-            self.add_command(typer.core.TyperCommand(name, help=line, rich_markup_mode=None))
+    lines: ClassVar[Mapping[str, str]] = COMMANDS
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the named command as usual, then put the real one in its place."""
-        name, stand_in, rest = super().resolve_command(ctx, args)
-        return name, load_command(name) if name and stand_in else None, rest
+    def load(self, name: str) -> Any:
+        return load_command(name)
 
 
 def load_command(name: str) -> Any:
@@ -87,7 +82,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(cls=LazyGroup, invoke_without_command=True)
+@app.callback(cls=Root, invoke_without_command=True)
 def _root(
     ctx: typer.Context,
     version: Annotated[

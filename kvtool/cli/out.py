@@ -62,14 +62,6 @@ def one_line(text: str) -> str:
     return clean(" ".join(text.split()))
 
 
-def size(amount: int) -> str:
-    """Bytes for people, in the unit that suits them: `0.8 kB`, `5.2 MB`, `20.0 GB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if amount >= 0.95 * scale:
-            return f"{amount / scale:,.1f} {unit}"
-    return f"{amount / 1e3:,.1f} kB"
-
-
 def counted(number: int, one: str, more: str = "") -> str:
     """A number of things: `1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.cli.app import COMMANDS, load_command
+from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import Described, described
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
@@ -33,7 +34,7 @@ def _sections(command: Any, path: str) -> Iterator[str]:
     yield f"## {path}\n"
     yield from _body(command, path)
     for name, child in below.items():
-        yield from _sections(child, f"{path} {name}")
+        yield from _sections(command.load(name) if isinstance(command, LazyGroup) else child, f"{path} {name}")
 
 
 def _body(command: Any, path: str) -> Iterator[str]:

@@ -23,20 +23,10 @@ def open_any_store(run: Run) -> Store:
 
 
 def open_session(run: Run, store: Store) -> Session:
-    """A session of the store with its model loaded. Raises ModelError."""
-    session = unloaded_session(run, store)
-    _ = session.decoder
-    return session
-
-
-def unloaded_session(run: Run, store: Store) -> Session:
-    """A session that loads the model when it is needed, if it is; what it warns of is told to the user."""
+    """A session of the store with its model loaded; what it warns of is told to the user. Raises ModelError."""
     from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
 
-    return Session(
-        store,
-        store_identity(store),
-        run.get(ModelOptions),
-        warn=run.out.warning,
-    )
+    session = Session(store, store_identity(store), run.get(ModelOptions), warn=run.out.warning)
+    _ = session.decoder
+    return session

@@ -9,8 +9,8 @@ import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import counted
-from kvtool.cli.out import size as sized
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import shown_size as sized
 from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.cli.spark import sparkline
 from kvtool.core.model.decoder import Decoder
+from kvtool.lab.charts.spark import sparkline
 from kvtool.lab.measure.means import mean_of
 from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
 from tests.compress.making import fixed_losses, run

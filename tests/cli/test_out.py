@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvtool.cli import out as module
-from kvtool.cli.out import Out, OutputClosed, clean, counted, degrade, one_line, size, to_json
+from kvtool.cli.out import Out, OutputClosed, clean, counted, degrade, one_line, to_json
+from kvtool.core.common.sizes import shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
 
 
@@ -61,7 +62,7 @@ def test_a_warning_on_the_same_screen_does_not_stand_in_the_answer(make: Make) -
 
 def test_sizes_and_numbers_for_people() -> None:
     amounts = (0, 800, 999_999, 5_200_000, 20 * 10**9)
-    assert [size(amount) for amount in amounts] == ["0.0 kB", "0.8 kB", "1.0 MB", "5.2 MB", "20.0 GB"]
+    assert [shown_size(amount) for amount in amounts] == ["0.0 kB", "0.8 kB", "1.0 MB", "5.2 MB", "20.0 GB"]
     assert (counted(1, "entry", "entries"), counted(2, "entry", "entries")) == ("1 entry", "2 entries")
     assert counted(1200, "chunk") == "1,200 chunks"
 

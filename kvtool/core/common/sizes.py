@@ -15,3 +15,11 @@ def size_in_bytes(text: str) -> int:
     if not found or found[2] not in _UNITS:
         raise UsageError(f"{text!r} is not a size", "such as 500MB or 20GB")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def shown_size(amount: int) -> str:
+    """Bytes for people, in the unit that suits them: `0.8 kB`, `5.2 MB`, `20.0 GB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if amount >= 0.95 * scale:
+            return f"{amount / scale:,.1f} {unit}"
+    return f"{amount / 1e3:,.1f} kB"

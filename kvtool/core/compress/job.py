@@ -23,7 +23,7 @@ from kvtool.core.session.levels import ProfileShelf, losses_by_maker
 
 if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
-    from kvtool.core.compress.loss import Loss, Question
+    from kvtool.core.compress.loss import Question
     from kvtool.core.session.session import Session
 
 FIT_CHUNKS = 64
@@ -215,7 +215,7 @@ class _Job:
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        from kvtool.core.compress.loss import LevelScheme, measure
+        from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
         from kvtool.core.compress.prompts import own_prompts
         from kvtool.core.fusion.source import StoreSource
 
@@ -230,8 +230,8 @@ class _Job:
         count = len(decoder.layers)
         schemes = {level: LevelScheme(level, profile, self.options.predictor, count) for level in levels}
         exact = StoreSource.of(self.store, decoder)
-        found: dict[str, Loss] = measure(decoder, exact, prompts, schemes, self.identity.prefix_id, self.events.advance)
-        return {level: found[level].to_json() for level in levels}
+        rows = measure(decoder, exact, prompts, schemes, self.identity.prefix_id, self.events.advance)
+        return {level: mean_loss(rows[level]) for level in levels}
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
         """The levels with `auto` replaced by the smallest that may be taken, which is a lossless one where none may."""

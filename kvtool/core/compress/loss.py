@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Protocol
 
 from kvtool.core.cache.layout import REPAIR
@@ -16,13 +16,15 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.compress.by_layer import Toll
 from kvtool.core.errors import DamagedError
-from kvtool.core.evaluate.reference import Distance, Reference
+from kvtool.core.evaluate.measures import Row, means
+from kvtool.core.evaluate.reference import Reference
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Generated
 
 EXACT = "exact"
 _MAX_TOKENS = 32  # of the longest answer that is compared
@@ -105,41 +107,6 @@ class Held:
         return [self.layers[layer][segment.start] for segment in segments]
 
 
-@dataclass(slots=True)
-class Loss:
-    """What was measured of one level, a number a question; and its toll of every layer, over the chunks of all."""
-
-    kl_first: list[float] = field(default_factory=list)
-    kl_answer: list[float] = field(default_factory=list)
-    top1_agrees: list[float] = field(default_factory=list)
-    f1: list[float] = field(default_factory=list)
-    layers: list[Toll] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, float]:
-        """Means, and how many questions they are over."""
-        lists = {name: getattr(self, name) for name in ("kl_first", "kl_answer", "top1_agrees", "f1")}
-        row = {name: statistics.fmean(values) for name, values in lists.items() if values}
-        return row | {"questions": len(self.kl_first)}
-
-    @property
-    def bits(self) -> float:
-        """Bits of a number of K or V, over the chunks of all prompts."""
-        return sum(self.layers, Toll()).bits
-
-    def add(self, distance: Distance, tolls: Sequence[Toll]) -> None:
-        """Count one prompt: how far its answer moved, and what was lost at each layer."""
-        self.kl_first.append(distance.kl_first)
-        self.kl_answer.append(distance.kl_answer)
-        self.top1_agrees.append(distance.agreement)
-        before = self.layers or [Toll() for _ in tolls]
-        self.layers = [a + b for a, b in zip(before, tolls, strict=True)]
-
-    def add_answer(self, text: str, answers: Sequence[str]) -> None:
-        """Score one prompt's answer where the right ones are known."""
-        if answers:
-            self.f1.append(score(text.strip(), answers).f1)
-
-
 def measure(
     decoder: Decoder,
     exact: KVSource,
@@ -147,8 +114,20 @@ def measure(
     schemes: Mapping[str, Scheme],
     prefix_id: bytes,
     advance: Callable[[int], None] = lambda questions: None,
-) -> dict[str, Loss]:
-    """Loss of each scheme with nothing recomputed (`reuse`): the codec's own effect, undiluted.
+) -> dict[str, list[Row]]:
+    """Measure what each scheme loses, one row a question: see `measure_one`."""
+    rows: dict[str, list[Row]] = {name: [] for name in (EXACT, *schemes)}
+    for question in questions:
+        for name, row in measure_one(decoder, exact, question, schemes, prefix_id).items():
+            rows[name].append(row)
+        advance(1)
+    return rows
+
+
+def measure_one(
+    decoder: Decoder, exact: KVSource, question: Question, schemes: Mapping[str, Scheme], prefix_id: bytes
+) -> dict[str, Row]:
+    """Measure what each scheme loses of one question with nothing recomputed (`reuse`): its own effect, undiluted.
 
     Parameters
     ----------
@@ -156,24 +135,43 @@ def measure(
 
     Returns
     -------
-    For each scheme, and for `exact`: KL in nats of the first token and over the exact run's own greedy answer (teacher-
-    forced, end token included), the share of its tokens that stay the most likely ones, and F1 where answers are known.
+    For each scheme: KL in nats of the first token and over the exact run's own greedy answer (teacher-forced, end token
+    included), the share of its tokens that stay the most likely ones, the tolls of the layers; and for each and for
+    `exact` F1 where answers are known.
     """
-    losses = {name: Loss() for name in (EXACT, *schemes)}
+    plan = question.plan
 
-    def fused(plan: Plan, held: Held) -> Fused:
-        return fuse(decoder, plan, Reuse(), held, reserve=_MAX_TOKENS)
+    def fused(source: KVSource) -> Fused:
+        return fuse(decoder, plan, Reuse(), source, reserve=_MAX_TOKENS)
 
-    for question in questions:
-        plan, answers = question.plan, question.answers
-        held = Held.exact(exact, plan, len(decoder.layers))
-        reference = Reference.answered(decoder, fused(plan, held), _MAX_TOKENS)
-        losses[EXACT].add_answer(reference.answer.text, answers)
-        for name, scheme in schemes.items():
-            lossy, tolls = held.through(scheme, plan, prefix_id)
-            forced = reference.force(fused(plan, lossy))
-            losses[name].add(forced.distance, tolls)
-            if answers:
-                losses[name].add_answer(forced.answer(_MAX_TOKENS).text, answers)
-        advance(1)
-    return losses
+    held = Held.exact(exact, plan, len(decoder.layers))
+    reference = Reference.answered(decoder, fused(held), _MAX_TOKENS)
+    rows = {EXACT: _scored(lambda: reference.answer, question)}
+    for name, scheme in schemes.items():
+        lossy, tolls = held.through(scheme, plan, prefix_id)
+        forced = reference.force(fused(lossy))
+        distance = forced.distance
+        rows[name] = {
+            "kl_first": distance.kl_first,
+            "kl_answer": distance.kl_answer,
+            "top1_agrees": distance.agreement,
+            **_scored(partial(forced.answer, _MAX_TOKENS), question),
+            "tolls": [asdict(toll) for toll in tolls],
+        }
+    return rows
+
+
+def mean_loss(rows: Sequence[Row]) -> dict[str, float]:
+    """The means of a scheme's rows, and how many questions they are over."""
+    return means(rows) | {"questions": len(rows)}
+
+
+def tolls_of(rows: Sequence[Row]) -> list[Toll]:
+    """What a scheme took and spoiled in all questions together, a layer each."""
+    by_layer = zip(*(row["tolls"] for row in rows), strict=True)
+    return [sum((Toll(**toll) for toll in layer), Toll()) for layer in by_layer]
+
+
+def _scored(answer: Callable[[], Generated], question: Question) -> Row:
+    """F1 of an answer, which is only given where right ones are known."""
+    return {"f1": score(answer().text.strip(), question.answers).f1} if question.answers else {}

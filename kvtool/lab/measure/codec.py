@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import level_of, lossy
 from kvtool.core.codec.profile import Profile
-from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, measure
+from kvtool.core.compress.by_layer import Toll
+from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, mean_loss, measure_one, tolls_of
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.fusion.source import StoreSource
+from kvtool.core.evaluate.measures import Row
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
+from kvtool.lab.measure.evaluation import RowsOf, evaluation_facts
 
 _SCALE_BYTES = 2
 
@@ -65,14 +67,37 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, layers: int) -
     return {name: known[name] for name in (names or known)}
 
 
-def codec_report(
-    session: Session,
-    requests: Sequence[Request],
-    options: QueryOptions,
-    wanted: dict[str, Scheme],
-    advance: Callable[[int], None] = lambda questions: None,
+def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
+    """What some schemes lose of a question, as its rows; see `measure_one`.
+
+    They raise KvtoolError where a chunk that the question needs is not stored exactly.
+    """
+    decoder, prefix_id = session.decoder, session.identity.prefix_id
+
+    def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
+        plan = lay_out(session, request, options, exactly=True).plan
+        for segment in plan.segments[:-1]:
+            if segment.ids and not level_of(segment.source.level or "").lossless:
+                raise KvtoolError(
+                    f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
+                    "ingest its document into a new store",
+                )
+        question = Question(plan, request.answers)
+        return measure_one(decoder, session.source, question, {name: schemes[name] for name in names}, prefix_id)
+
+    return rows_of
+
+
+def codec_facts(
+    session: Session, requests: Sequence[Request], options: QueryOptions, profile: Profile | None
 ) -> dict[str, Any]:
-    """Bits, loss and answers of schemes over questions, each answered from exact records and from lossy ones.
+    """What results depend on besides the schemes."""
+    facts = evaluation_facts(session.store, session.identity, requests, options)
+    return facts | {"profile": None if profile is None else profile.digest.hex()}
+
+
+def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) -> dict[str, Any]:
+    """The JSON of `inspect codec`.
 
     Returns
     -------
@@ -80,30 +105,18 @@ def codec_report(
     kl_answer, top1_agrees, f1, layers}]`, `layers[{layer, bits_per_element, k_relative_error,
     v_relative_error}]`: the norm of the error over that of the exact keys and values. Bits count records with headers,
     digests, states and side information; a profile is stored once.
-
-    Raises
-    ------
-    KvtoolError : a chunk that a question needs is not stored exactly.
     """
-    decoder = session.decoder
-    exact = StoreSource.of(session.store, decoder)
-    losses = measure(decoder, exact, _prompts(session, requests, options), wanted, session.identity.prefix_id, advance)
-    rows = []
-    for name in wanted:
-        loss = losses[name]
-        ratio = 16 / loss.bits if loss.bits else None
-        row = {"scheme": name, "bits_per_element": loss.bits, "ratio_vs_16bit": ratio, **loss.to_json()}
-        rows.append(row | {"layers": [{"layer": at} | toll.to_json() for at, toll in enumerate(loss.layers)]})
-    return {"questions": len(requests), EXACT: losses[EXACT].to_json(), "schemes": rows}
+    by_name: dict[str, list[Row]] = {name: [] for name in (EXACT, *names)}
+    for _, of_question in sorted(rows.items()):
+        for name, row in of_question.items():
+            by_name.setdefault(name, []).append(row)
+    exact = mean_loss(by_name.pop(EXACT))
+    return {"questions": len(rows), EXACT: exact, "schemes": [_scheme(*one) for one in by_name.items()]}
 
 
-def _prompts(session: Session, requests: Sequence[Request], options: QueryOptions) -> Iterator[Question]:
-    for request in requests:
-        plan = lay_out(session, request, options, exactly=True).plan
-        inexact = [s for s in plan.segments[:-1] if s.ids and not level_of(s.source.level or "").lossless]
-        if inexact:
-            raise KvtoolError(
-                f"chunk {inexact[0].source.chunk_id.hex()[:12]} is not stored exactly",
-                "ingest its document into a new store",
-            )
-        yield Question(plan, request.answers)
+def _scheme(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    tolls = tolls_of(rows)
+    bits = sum(tolls, Toll()).bits
+    layers = [{"layer": layer} | toll.to_json() for layer, toll in enumerate(tolls)]
+    ratio = 16 / bits if bits else None
+    return {"scheme": name, "bits_per_element": bits, "ratio_vs_16bit": ratio, **mean_loss(rows), "layers": layers}

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.evaluate.measures import SCORES, Row, means
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import selector_for
-from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.query.defer import PROBED, Threshold, confidence, judge
 from kvtool.core.query.layout import Asked, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.rounds import probe, steps, text_of
-from kvtool.core.session.levels import ProfileShelf
 from kvtool.core.session.session import Session
+from kvtool.lab.measure.evaluation import RowsOf
 from kvtool.lab.measure.intervals import interval
-from kvtool.lab.measure.journal import Journal
-from kvtool.lab.measure.quality import Work, answer_open, levels_in
+from kvtool.lab.measure.quality import levels_in
 from kvtool.lab.measure.runs import RunSpec
-from kvtool.lab.measure.trial import Row
 
 ALLOWED_LOSS = 0.01  # of F1, and of the share of answers that contain a gold one, against one pass over all chunks
 NEVER = 1.5  # a threshold that no confidence reaches: everything is loaded
 _TRIED = (*(step / 20 for step in range(21)), NEVER)  # few, so that one that is good is less likely so by accident
 _BINS = 10
-_SCORES = ("f1", "exact_match", "contains")
 _ANY = Threshold(0.0, "default")  # any confidence is enough: what is refused, is refused for its words
-
-Question = Mapping[str, Any]  # `rounds`: a row each; `whole`: the row of one pass over all its chunks
 
 
 def defer_facts(options: QueryOptions) -> dict[str, Any]:
@@ -41,33 +35,22 @@ def defer_facts(options: QueryOptions) -> dict[str, Any]:
     return {"rounds": [options.defer_first, PROBED], "whole": True}
 
 
-def evaluate_rounds(
-    session: Session,
-    requests: Sequence[Request],
-    work: Work,
-    options: QueryOptions,
-    journal: Journal,
-    warn: Warn = warn_nobody,
-    advance: Callable[[int], None] = lambda questions: None,
-) -> int:
-    """Answer what is open after every round, and add it to the journal, whose file must be held.
+def rows_of_rounds(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions) -> RowsOf:
+    """A question's rows: for each run what it would answer after every round, and from one pass over all chunks."""
+    _ = session.decoder  # whose context a prompt has to fit
 
-    Returns and raises as :func:`kvtool.lab.measure.quality.answer_open` does.
-    """
+    def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
+        asked = lay_out(session, request, options)
+        at_once = lay_out(session, request, replace(options, defer=False))
+        return {name: _question(session, asked, at_once, specs[name], options) for name in names}
 
-    def rows_of(at: int, missing: list[RunSpec]) -> dict[str, Row]:
-        asked = lay_out(session, requests[at], options)
-        at_once = lay_out(session, requests[at], replace(options, defer=False))
-        return {spec.name: _question(session, asked, at_once, spec, options) for spec in missing}
-
-    return answer_open(session, requests, work, options, journal, rows_of, warn, advance)
+    return rows_of
 
 
 def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, options: QueryOptions) -> Row:
     """What every round would have answered, had it been the last, and what one pass over all chunks answers."""
     decoder, selector = session.decoder, selector_for(spec.options(options), spec.mode)
-    source = StoreSource.of(session.store, decoder, ProfileShelf(session.store))
-    answers = asked.request.answers
+    source, answers = session.source, asked.request.answers
     found = steps(decoder, asked.plan, selector, source, options)
     rounds = [_row(session, step.fused, step.now.bytes_read, answers, options) for step in found]
     whole = fuse(decoder, at_once.plan, selector, source, options.max_tokens)
@@ -82,14 +65,13 @@ def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str]
     first, *more = begun.ids
     sampling = Sampling(options.max_tokens)
     said = generate(decoder, fused.plan.ids, fused.cache, first, sampling, more=more).text.strip()
-    scores = score(said, answers)
     return {
         "chunks": len(fused.plan.chunks),
         "confidence": confidence(begun.log_p),
         "refused": not judge(1.0, text_of(decoder, begun), _ANY).enough,
         "answer": said,
         "bytes_read": bytes_read,
-        **{name: getattr(scores, name) for name in _SCORES},
+        **score(said, answers).to_json(),
     }
 
 
@@ -118,7 +100,7 @@ def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
     }
 
 
-def _overview(questions: Sequence[Question]) -> dict[str, Any]:
+def _overview(questions: Sequence[Row]) -> dict[str, Any]:
     threshold = choose(questions)
     return {
         "count": len(questions),
@@ -133,7 +115,7 @@ def _overview(questions: Sequence[Question]) -> dict[str, Any]:
     }
 
 
-def policy(questions: Sequence[Question], threshold: float) -> dict[str, Any]:
+def policy(questions: Sequence[Row], threshold: float) -> dict[str, Any]:
     """What a threshold gives: means of the scores, of the chunks loaded and the bytes read, and the share of bytes.
 
     Below 0 the first round is taken whatever it says.
@@ -141,14 +123,13 @@ def policy(questions: Sequence[Question], threshold: float) -> dict[str, Any]:
     return _means(threshold, [(rounds, _taken(rounds, threshold)) for rounds in _rounds(questions)])
 
 
-def _rounds(questions: Sequence[Question]) -> list[Sequence[Row]]:
+def _rounds(questions: Sequence[Row]) -> list[Sequence[Row]]:
     return [question["rounds"] for question in questions]
 
 
-def _whole(questions: Sequence[Question]) -> dict[str, Any]:
+def _whole(questions: Sequence[Row]) -> dict[str, Any]:
     """Means of one pass over all chunks."""
-    names = (*_SCORES, "chunks", "bytes_read")
-    return {name: statistics.fmean(question["whole"][name] for question in questions) for name in names}
+    return means([question["whole"] for question in questions], (*SCORES, "chunks", "bytes_read"))
 
 
 def _means(threshold: float, taken: Sequence[tuple[Sequence[Row], int]]) -> dict[str, Any]:
@@ -157,8 +138,7 @@ def _means(threshold: float, taken: Sequence[tuple[Sequence[Row], int]]) -> dict
     everything = sum(row["bytes_read"] for rounds, _ in taken for row in rounds)
     return {
         "threshold": threshold,
-        **{name: statistics.fmean(row[name] for row in ends) for name in _SCORES},
-        "chunks": statistics.fmean(row["chunks"] for row in ends),
+        **means(ends, (*SCORES, "chunks")),
         "rounds": statistics.fmean(at + 1 for _, at in taken),
         "bytes_read": statistics.fmean(read),
         "bytes_share": sum(read) / everything if everything else 0.0,
@@ -173,7 +153,7 @@ def _taken(rounds: Sequence[Row], threshold: float) -> int:
     return min(next(enough, len(rounds) - 1), len(rounds) - 1)
 
 
-def choose(questions: Sequence[Question]) -> float:
+def choose(questions: Sequence[Row]) -> float:
     """The lowest of a few thresholds that loses at most ALLOWED_LOSS of either score; if none does, the one that loses
     least.
 
@@ -188,7 +168,7 @@ def choose(questions: Sequence[Question]) -> float:
     return min(_TRIED, key=lambda threshold: (max(losses[threshold], ALLOWED_LOSS), threshold))
 
 
-def _held_out(questions: Sequence[Question]) -> dict[str, Any] | None:
+def _held_out(questions: Sequence[Row]) -> dict[str, Any] | None:
     """Each half by the threshold of the other; None of less than two questions."""
     halves = questions[::2], questions[1::2]
     if not all(halves):
@@ -202,7 +182,7 @@ def _held_out(questions: Sequence[Question]) -> dict[str, Any] | None:
     return {"thresholds": thresholds} | {k: v for k, v in _means(0.0, taken).items() if k != "threshold"}
 
 
-def bins(questions: Sequence[Question]) -> list[dict[str, Any]]:
+def bins(questions: Sequence[Row]) -> list[dict[str, Any]]:
     """Rounds that something hung on, by confidence; empty bins are left out."""
     found: dict[int, list[Row]] = {}
     for row in (row for rounds in _rounds(questions) for row in rounds[:-1]):
@@ -212,9 +192,7 @@ def bins(questions: Sequence[Question]) -> list[dict[str, Any]]:
             "low": number / _BINS,
             "high": (number + 1) / _BINS,
             "count": len(rows),
-            "confidence": statistics.fmean(row["confidence"] for row in rows),
-            "contains": statistics.fmean(row["contains"] for row in rows),
-            "f1": statistics.fmean(row["f1"] for row in rows),
+            **means(rows, ("confidence", "contains", "f1")),
             "interval": interval([row["contains"] for row in rows]),
         }
         for number, rows in sorted(found.items())

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.fusion.selectors.ranking import share_of
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
-from kvtool.lab.measure.caches import Queries, Subject
+from kvtool.lab.measure.reused import Queries, ReusedPrompt
 
 METRICS = ("v_sse", "k_sse", "kv_sse", "k_l1")  # as `blend` knows them
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.15, 0.25, 0.50)
@@ -24,7 +24,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Of one prompt, over the rows that are reused.
+    """How far the reused rows of one prompt are from full prefill's.
 
     Attributes
     ----------
@@ -42,11 +42,11 @@ class Deviation:
         return (v / v.mean(1, keepdim=True).clamp_min(1e-30)).mean(0)
 
 
-def deviation(subject: Subject, reused: PromptCache, full: PromptCache) -> Deviation:
+def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> Deviation:
     """Compare two caches of one prompt, layer by layer."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
     sizes = []
-    at = subject.hits.to(full.buffers[0].keys.device)
+    at = prompt.hits.to(full.buffers[0].keys.device)
     for mine, right in zip(reused.buffers, full.buffers, strict=True):
         exact = [side[0].index_select(1, at).float() for side in (right.keys, right.values)]
         wrong = [
@@ -86,8 +86,8 @@ def _ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def attention_deviation(mine: PromptCache, asked: Queries, full: PromptCache, asked_full: Queries) -> list[float]:
-    """By layer: the L2 norm, over heads, rows of the question and keys, of the difference of two attention matrices,
-    over that of the full one (CacheBlend, section 4.1)."""
+    """How far a question's attention over a cache is from that over the full one, by layer: the L2 norm of the
+    difference over that of the full one, over heads, rows of the question and keys (CacheBlend, section 4.1)."""
     found = []
     for number, ((query, scaling), (right, scaling_right)) in enumerate(
         zip(asked.layers, asked_full.layers, strict=True)
@@ -99,51 +99,25 @@ def attention_deviation(mine: PromptCache, asked: Queries, full: PromptCache, as
     return found
 
 
-def chosen_rows(subject: Subject, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
+def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
     """Bool `[length]`: `ratio` of the reused rows, by highest deviation, at random, or the first of every chunk."""
-    chosen = torch.zeros(subject.plan.length, dtype=torch.bool)
-    count = share_of(ratio, len(subject.hits))
+    chosen = torch.zeros(prompt.plan.length, dtype=torch.bool)
+    count = share_of(ratio, len(prompt.hits))
     if choice == "hkvd":
-        chosen[subject.hits[worth.topk(count).indices]] = True
+        chosen[prompt.hits[worth.topk(count).indices]] = True
     elif choice == "random":
-        chosen[random.Random(_SEED).sample(subject.hits.tolist(), count)] = True
+        chosen[random.Random(_SEED).sample(prompt.hits.tolist(), count)] = True
     else:  # as many of each chunk as it has, until the budget is spent
-        depth = torch.cat([torch.arange(len(one.ids)) for one in subject.plan.chunks if one.status == "hit"])
-        chosen[subject.hits[depth.argsort(stable=True)[:count]]] = True
+        depth = torch.cat([torch.arange(len(one.ids)) for one in prompt.plan.chunks if one.status == "hit"])
+        chosen[prompt.hits[depth.argsort(stable=True)[:count]]] = True
     return chosen
 
 
 # ---- a report ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Right:
-    """Full prefill's cache and the question's queries over it. Beside it one other cache is held at a time."""
-
-    subject: Subject
-    cache: PromptCache
-    asked: Queries
-
-    @classmethod
-    def of(cls, subject: Subject) -> Right:
-        cache = subject.full()
-        return cls(subject, cache, subject.queries(cache))
-
-    def compare(self, recomputed: torch.Tensor) -> tuple[Deviation, list[float]]:
-        """The deviation of a cache with these rows recomputed (bool `[length]`), and that of its attention by layer."""
-        mine = self.subject.recomputing(recomputed)
-        return deviation(self.subject, mine, self.cache), self._attention(mine)
-
-    def attention(self, recomputed: torch.Tensor) -> list[float]:
-        """By layer, of a cache with these rows recomputed."""
-        return self._attention(self.subject.recomputing(recomputed))
-
-    def _attention(self, mine: PromptCache) -> list[float]:
-        return attention_deviation(mine, self.subject.queries(mine), self.cache, self.asked)
-
-
 def deviation_report(
-    subject: Subject, ratios: Sequence[float] = RATIOS, choices: Sequence[str] = CHOICES
+    prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS, choices: Sequence[str] = CHOICES
 ) -> dict[str, Any]:
     """Everything that `inspect deviation` tells of one prompt, as JSON values.
 
@@ -154,23 +128,28 @@ def deviation_report(
     of the squared V deviation in the top rows, the rank correlation with the layer after it;
     `attention[{choice, ratio, rows, deviation, by_layer}]`; `token_deviation` by row: `Deviation.worth`.
     """
-    right = Right.of(subject)
-    none = torch.zeros(subject.plan.length, dtype=torch.bool)
-    found, reused = right.compare(none)
-    worth, rows = found.worth, []
+    full = prompt.full()  # beside it one other cache is held at a time
+    asked = prompt.queries(full)
+
+    def attention(cache: PromptCache) -> list[float]:
+        return attention_deviation(cache, prompt.queries(cache), full, asked)
+
+    reused = prompt.recomputing(torch.zeros(prompt.plan.length, dtype=torch.bool))
+    found, untouched, rows = deviation(prompt, reused, full), attention(reused), []
+    del reused
     for choice in choices:
         for ratio in ratios:
-            chosen = chosen_rows(subject, choice, ratio, worth)
-            by_layer = right.attention(chosen) if ratio else reused
+            chosen = chosen_rows(prompt, choice, ratio, found.worth)
+            by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
             mean = sum(by_layer) / len(by_layer)
             rows.append(
                 {"choice": choice, "ratio": ratio, "rows": int(chosen.sum()), "deviation": mean, "by_layer": by_layer}
             )
     return {
-        "tokens": {"prompt": subject.plan.length, "reused": len(subject.hits)},
+        "tokens": {"prompt": prompt.plan.length, "reused": len(prompt.hits)},
         "layers": [_layer(found, number) for number in range(found.size.shape[1])],
         "attention": rows,
-        "token_deviation": worth.tolist(),
+        "token_deviation": found.worth.tolist(),
     }
 
 

@@ -12,12 +12,17 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Segment, build_plan
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
-from kvtool.core.session.lead_in import open_lead_in
+from kvtool.core.query.layout import lay_out
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Ids
     from kvtool.core.query.layout import Asked
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
+
+AUTO = "auto"
+EXACTLY = "exact"  # raw or lossless records; computed where only lossy ones are stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +42,59 @@ class Exactly:
         return [found[segment.start] for segment in segments]
 
 
-def exactly(session: Session, prompts: Sequence[Asked]) -> tuple[list[Asked], Exactly]:
-    """Prompts with every chunk at an exact level, and where to read them.
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """The prompts of questions, for a report on fusion.
+
+    Attributes
+    ----------
+    level : at which their chunks are read: EXACTLY if nothing else was asked for.
+    question : the first one.
+    resolved : the model and how it is used.
+    """
+
+    asked: list[Asked]
+    source: KVSource
+    level: str
+    question: str
+    resolved: dict[str, str]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What every report says of them first."""
+        return {"question": self.question, "resolved": self.resolved, "level": self.level}
+
+    @property
+    def read_at(self) -> str:
+        """What a report's title says of it."""
+        return "from exact records" if self.level == EXACTLY else f"chunks read at level {self.level}"
+
+
+def lay_out_exactly(session: Session, requests: Sequence[Request], options: QueryOptions) -> LaidOut:
+    """Lay prompts out whose chunks are read exactly, so that no codec's loss is counted as reuse's; or at the level
+    that is asked for.
 
     What is only stored at lossy levels is computed as ingest would, behind the chunk's own lead-in. What is not stored
     at all is a hole, as it is to a question.
-
-    Parameters
-    ----------
-    prompts : laid out `exactly`: at exact levels where there are any.
 
     Raises
     ------
     KvtoolError : a chunk stands behind a lead-in that the store does not have any more.
     """
-    source = Exactly(session.source)
-    return [_exact(session, asked, source) for asked in prompts], source
+    _ = session.decoder  # whose context the prompts have to fit
+    exactly = options.level == AUTO
+    prompts = [lay_out(session, request, options, exactly=exactly, answered=False) for request in requests]
+    source, level = session.source, options.level
+    if exactly:
+        source, level = Exactly(source), EXACTLY
+        prompts = [_computed(session, asked, source) for asked in prompts]
+    identity = session.identity
+    resolved = {"model": identity.model, "dtype": identity.dtype, "lead_in": identity.lead_in.mode}
+    return LaidOut(prompts, source, level, requests[0].question, resolved)
 
 
-def _exact(session: Session, asked: Asked, source: Exactly) -> Asked:
+def _computed(session: Session, asked: Asked, source: Exactly) -> Asked:
+    """The same prompt with the chunks that are stored at lossy levels alone computed into `source`."""
     prefix, *_, question = asked.plan.segments
     chunks = []
     for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True):
@@ -63,9 +102,8 @@ def _exact(session: Session, asked: Asked, source: Exactly) -> Asked:
         if candidate.level is not None and not level_of(candidate.level).lossless:
             if candidate.chunk_id not in source.computed:
                 before = _before(session, segment, hit.passage.source, hit.passage.start)
-                lead_in = open_lead_in(session.store, session.decoder, session.identity.lead_in)
-                made = prefill_chunks(session.decoder, lead_in, [PrefillItem(segment.ids, before)])
-                source.computed[candidate.chunk_id] = made[0]
+                item = PrefillItem(segment.ids, before)
+                source.computed[candidate.chunk_id] = prefill_chunks(session.decoder, session.lead_in, [item])[0]
             candidate = replace(candidate, level=RAW, reason="")
         chunks.append(candidate)
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))

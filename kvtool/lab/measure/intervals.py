@@ -17,12 +17,12 @@ Interval = tuple[float, float]
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Of the mean over questions, 95 %; None of nothing."""
+    """The 95 % interval of the mean over questions; None where there are none."""
     return _bounds(np.asarray(values, np.float64)[:, None], lambda means: means[:, 0])
 
 
 def ratio_interval(upper: Sequence[float], lower: Sequence[float]) -> Interval | None:
-    """Of Σ upper / Σ lower, both by question and drawn together; None where nothing can be divided by."""
+    """The same of Σ upper / Σ lower, both by question and drawn together; None where nothing can be divided by."""
     pairs = np.asarray([upper, lower], np.float64).T
     return _bounds(pairs, lambda means: means[means[:, 1] > 0, 0] / means[means[:, 1] > 0, 1])
 

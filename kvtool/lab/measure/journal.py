@@ -10,10 +10,7 @@ from typing import Any
 
 from kvtool.core.common.json_text import escaped
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.lab.measure.trial import Row
-
-_KIND = "kvtool inspect quality"
-_BEGINNING = json.dumps({"type": _KIND})[:-1].encode()
+from kvtool.core.evaluate.measures import Row
 
 
 class Journal:
@@ -26,15 +23,17 @@ class Journal:
     ----------
     path : None keeps nothing.
     facts : JSON values; a file with others is refused.
+    kind : the command that writes it; a file of another one is refused.
 
     Raises
     ------
     UsageError : the file holds something else, or was made under other facts.
     """
 
-    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool inspect quality") -> None:
         self.rows: dict[int, dict[str, Row]] = {}
         self._path = path
+        self._kind = kind
         self._facts = json.loads(json.dumps(facts))
         self._sound = 0  # bytes of whole lines
         self._read()
@@ -86,7 +85,7 @@ class Journal:
         with path.open("ab") as file:
             file.truncate(self._sound)
         if not self._sound:
-            self._append(path, {"type": _KIND, "facts": self._facts})
+            self._append(path, {"type": self._kind, "facts": self._facts})
 
     def _read(self) -> None:
         self._sound = 0
@@ -96,7 +95,8 @@ class Journal:
             return
         except OSError as error:
             raise UsageError(f"{self._path} cannot be read: {error.strerror}", "give a file to --resume") from error
-        if not (data.startswith(_BEGINNING) or _BEGINNING.startswith(data)):
+        beginning = json.dumps({"type": self._kind})[:-1].encode()
+        if not (data.startswith(beginning) or beginning.startswith(data)):
             raise self._strange()
         *lines, _ = data.split(b"\n")
         for number, line in enumerate(lines):
@@ -133,5 +133,6 @@ class Journal:
 
     def _strange(self, line: int = 1) -> UsageError:
         return UsageError(
-            f"{self._path}, line {line}: not written by `{_KIND}`", "give a new file to --resume, or one of its own"
+            f"{self._path}, line {line}: not written by `{self._kind}`",
+            "give a new file to --resume, or one of its own",
         )

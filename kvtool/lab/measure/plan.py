@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.fusion.cost import PromptRows, Span
@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
-_STATUSES = ("exact", "hit", "miss", "fresh")
 
-
-def plan_report(session: Session, asked: Asked, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
+def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
     """What `inspect plan` tells of one prompt, as JSON values.
 
     Parameters
@@ -33,63 +31,67 @@ def plan_report(session: Session, asked: Asked, options: QueryOptions, speeds: S
     `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for the prefill
     of these chunks, by `union`'s saving; the last two None without speeds.
     """
-    plan = asked.plan
-    chunks: list[dict[str, Any]] = [
+    plan, chunks = asked.plan, _chunks(session, asked)
+    if options.defer:
+        for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
+            for chunk in chunks[start:stop]:
+                chunk["round"] = number
+    value: dict[str, Any] = {"chunks": chunks, "tokens": _tokens(plan)}
+    if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
+        return value | {"expected_ms": None, "break_even": None}
+    expected = expected_ms(plan, speeds, options)
+    lead_in, lengths = len(session.identity.lead_in.ids), [len(segment.ids) for segment in plan.chunks]
+    ingest = sum(1e3 * speeds.passes.seconds(length, _seen(lead_in, length)) for length in lengths)
+    return value | {"expected_ms": expected, "break_even": _break_even(ingest, expected, chunks)}
+
+
+def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
+    return [
         {
-            "id": one.source.chunk_id.hex(),
+            "id": segment.source.chunk_id.hex(),
             "source": hit.passage.source,
             "start": hit.passage.start,
             "end": hit.passage.end,
             "line": line_of(session.store, hit.passage),
             "score": None if hit.score != hit.score else hit.score,
             "keywords": session.finder.keywords(hit.passage),
-            "tokens": len(one.ids),
-            "status": one.status,
-            "level": one.source.level,
-            **({"reason": one.reason} if one.status == "miss" else {}),
-            "bytes": session.store.level_sizes(one.source.chunk_id).get(one.source.level or "", 0),
+            "tokens": len(segment.ids),
+            "status": segment.status,
+            "level": segment.source.level,
+            **({"reason": segment.reason} if segment.status == "miss" else {}),
+            "bytes": session.store.level_sizes(segment.source.chunk_id).get(segment.source.level or "", 0),
         }
-        for hit, one in zip(asked.hits, plan.chunks, strict=True)
+        for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True)
     ]
-    if options.defer:
-        for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
-            for chunk in chunks[start:stop]:
-                chunk["round"] = number
-    value: dict[str, Any] = {"chunks": chunks, "tokens": _tokens(plan)}
-    missing = {one.source.level for one in plan.cached} - set(speeds.loads if speeds else ())
-    if speeds is None or missing:
-        return value | {"expected_ms": None, "break_even": None}
-    expected = expected_ms(plan, speeds, options)
-    lead_in = len(session.identity.lead_in.ids)
-    ingest = sum(1e3 * speeds.passes.seconds(len(one.ids), _seen(lead_in, len(one.ids))) for one in plan.chunks)
-    saved = expected[REFERENCE] - expected[WEIGHED]
-    return value | {
-        "expected_ms": expected,
-        "break_even": {
-            "ingest_ms": ingest,
-            "saved_ms": saved,
-            "reuses": ingest / saved if saved > 0 else None,
-            "bytes": sum(int(chunk["bytes"]) for chunk in chunks),
-        },
-    }
 
 
 def _tokens(plan: Plan) -> dict[str, int]:
     """`prompt = reused + fresh`, before a mode recomputes anything; `exact` of the reused, `miss` of the fresh ones."""
-    counts = {name: sum(len(one.ids) for one in plan.segments if one.status == name) for name in _STATUSES}
-    reused, fresh = counts["exact"] + counts["hit"], counts["miss"] + counts["fresh"]
+    exact, hit, miss, fresh = (
+        sum(len(segment.ids) for segment in plan.segments if segment.status == status)
+        for status in ("exact", "hit", "miss", "fresh")
+    )
+    return {"prompt": plan.length, "reused": exact + hit, "fresh": miss + fresh, "exact": exact, "miss": miss}
+
+
+def _break_even(
+    ingest_ms: float, expected: Mapping[str, float], chunks: Sequence[Mapping[str, Any]]
+) -> dict[str, float | None]:
+    saved = expected[REFERENCE] - expected[WEIGHED]
     return {
-        "prompt": plan.length,
-        "reused": reused,
-        "fresh": fresh,
-        "exact": counts["exact"],
-        "miss": counts["miss"],
+        "ingest_ms": ingest_ms,
+        "saved_ms": saved,
+        "reuses": ingest_ms / saved if saved > 0 else None,
+        "bytes": sum(int(chunk["bytes"]) for chunk in chunks),
     }
 
 
 def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
     """TTFT of every mode, retrieval left out, from the speeds that the controller decides by."""
-    spans = [Span(len(one.ids), one.status, one.source.level if one.cached else None) for one in plan.segments]
+    spans = [
+        Span(len(segment.ids), segment.status, segment.source.level if segment.cached else None)
+        for segment in plan.segments
+    ]
     prompt = PromptRows(spans, speeds)
     return {mode: 1e3 * prompt.seconds(selector_for(options, mode).cost(prompt)) for mode in MODES}
 
@@ -97,12 +99,3 @@ def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, 
 def _seen(before: int, tokens: int) -> int:
     """Keys that so many rows see behind so many others."""
     return tokens * before + tokens * (tokens + 1) // 2
-
-
-def reasons(chunks: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many chunks would be missed, by reason."""
-    found: dict[str, int] = {}
-    for chunk in chunks:
-        if reason := chunk.get("reason"):
-            found[reason] = found.get(reason, 0) + 1
-    return found

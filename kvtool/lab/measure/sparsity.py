@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,10 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.ranking import share_of
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.model.attention import Rows
 from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
-from kvtool.lab.measure.caches import Queries, Subject
+from kvtool.lab.measure.reused import Queries, ReusedPrompt, queries_of, watch_rows
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
 START_TOKENS = 4  # of every chunk, if nothing else is asked for
@@ -43,7 +42,7 @@ class Classes:
 
     @classmethod
     def of(cls, plan: Plan, start_tokens: int = START_TOKENS) -> Classes:
-        """Of a prompt; the sink is its first token."""
+        """Tell the classes of a prompt's keys; the sink is its first token."""
         fixed = torch.full((plan.length,), CLASSES.index("question"))
         chunk = torch.full((plan.length,), -1)
         fixed[: plan.segments[0].stop] = CLASSES.index("instruction")
@@ -151,7 +150,7 @@ def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, s
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> list[float]:
-    """By layer: how many of one's positions the other has, too. Bool `[layers, length]` of as many positions each."""
+    """What share of one choice's positions another has, too, by layer. Both are bool `[layers, length]`."""
     shared = (one & other).sum(1).double() / one.sum(1).clamp_min(1)
     return [float(value) for value in shared]
 
@@ -160,7 +159,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> list[float]:
 
 
 def sparsity_report(
-    subject: Subject, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
+    prompt: ReusedPrompt, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
 ) -> dict[str, Any]:
     """Everything that `inspect sparsity` tells of one prompt, as JSON values.
 
@@ -174,7 +173,7 @@ def sparsity_report(
     caches `full`, `reuse`, `epic`, `union`. Each as `Tally.to_json`. `stability`: see `_stability`; None without
     other questions.
     """
-    plan, decoder = subject.plan, subject.decoder
+    plan, decoder = prompt.plan, prompt.decoder
     classes = Classes.of(plan, start_tokens)
     cache = decoder.new_cache(plan.length)
     cache.set_length(plan.length)
@@ -185,15 +184,14 @@ def sparsity_report(
     def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
         context(layer, query[:, :, :last], key, scaling)
 
-    everything = replace(Rows.of(torch.arange(plan.length), decoder.device), watch=rows_of_chunks)
-    decoder.walk(plan.ids, everything, cache)
+    watch_rows(decoder, plan.ids, 0, cache, rows_of_chunks)
     caches: Mapping[str, PromptCache | None] = {"full": cache, "reuse": None, "epic": None, "union": None}
     modes = {"reuse": Reuse(), "epic": Epic(), "union": Union()}
     question = torch.arange(last, plan.length)
     tallies = {}
     for name, held in caches.items():
         tallies[name] = Tally(classes, question)
-        subject.watch_question(held or subject.fused(modes[name]).cache, tallies[name])
+        prompt.watch_question(held or prompt.fused(modes[name]).cache, tallies[name])
     return {
         "classes": list(CLASSES),
         "start_tokens": start_tokens,
@@ -202,18 +200,18 @@ def sparsity_report(
         "mass_held": MASS,
         "chunks_over": {"full": context.to_json()},
         "question_over": {name: tally.to_json() for name, tally in tallies.items()},
-        "stability": _stability(subject, cache, others) if others else None,
+        "stability": _stability(prompt, cache, others) if others else None,
     }
 
 
-def _stability(subject: Subject, cache: PromptCache, others: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequence[int]]) -> dict[str, Any]:
     """How many of the heaviest positions two questions share, mean over pairs: `by_layer`, `mean`; `chance` is what two
     random choices would share, `starts`: the part of all heavy positions among the first tokens of chunks."""
-    plan = subject.plan
+    plan = prompt.plan
     context = torch.cat([torch.arange(one.start, one.stop) for one in plan.chunks])
-    heavy = [heavy_positions(subject.queries(cache), cache, context)]
+    heavy = [heavy_positions(prompt.queries(cache), cache, context)]
     for ids in others:
-        heavy.append(_heavy_of(subject, cache, ids, context))
+        heavy.append(_heavy_of(prompt, cache, ids, context))
     pairs = [overlap(heavy[a], heavy[b]) for a in range(len(heavy)) for b in range(a)]
     by_layer = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
     starts = Classes.of(plan).fixed == CLASSES.index("chunk starts")
@@ -229,19 +227,15 @@ def _stability(subject: Subject, cache: PromptCache, others: Sequence[Sequence[i
     }
 
 
-def _heavy_of(subject: Subject, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
-    """Of another question over the same context, in full; cut to the context and the first question's length."""
-    start, decoder = subject.plan.segments[-1].start, subject.decoder
-    asked = Queries(torch.arange(start, start + len(ids), device=decoder.device))
+def _heavy_of(prompt: ReusedPrompt, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
+    """The heavy positions of another question over the same context, in full: bool `[layers, length of the prompt]`."""
+    start, decoder = prompt.plan.segments[-1].start, prompt.decoder
     other = decoder.new_cache(start + len(ids))
     other.set_length(start + len(ids))
-    for mine, own in zip(cache.buffers, other.buffers, strict=True):
-        own.keys[:, :, :start].copy_(mine.keys[:, :, :start])
-        own.values[:, :, :start].copy_(mine.values[:, :, :start])
-    rows = Rows.of(torch.arange(start, start + len(ids)), decoder.device)
-    watch = replace(rows, watch=lambda layer, query, key, scaling: asked.add(query[0].clone(), scaling))
-    decoder.walk(ids, watch, other)
-    heavy = heavy_positions(asked, other, context)
-    out = torch.zeros(len(heavy), subject.plan.length, dtype=torch.bool)
-    out[:, :start] = heavy[:, :start]
-    return out
+    for mine, its in zip(cache.buffers, other.buffers, strict=True):
+        its.keys[:, :, :start].copy_(mine.keys[:, :, :start])
+        its.values[:, :, :start].copy_(mine.values[:, :, :start])
+    found = heavy_positions(queries_of(decoder, ids, start, other), other, context)
+    heavy = torch.zeros(len(found), prompt.plan.length, dtype=torch.bool)
+    heavy[:, :start] = found[:, :start]
+    return heavy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from kvtool.core.evaluate.measures import Row
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
@@ -17,8 +17,6 @@ from kvtool.core.model.generate import Generated
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.measure.runs import RunSpec
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

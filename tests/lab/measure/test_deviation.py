@@ -15,7 +15,6 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.lab.measure.caches import Chosen, Subject
 from kvtool.lab.measure.deviation import (
     CHOICES,
     METRICS,
@@ -26,13 +25,14 @@ from kvtool.lab.measure.deviation import (
     spearman,
     top_share,
 )
+from kvtool.lab.measure.reused import Chosen, ReusedPrompt
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model
 
 Weights = list[torch.Tensor]
 
 
-def subject_of(one: Case, plan: Plan | None = None) -> Subject:
-    return Subject.of(one.decoder, plan or one.plan(lead_in=BOS), one.source)
+def subject_of(one: Case, plan: Plan | None = None) -> ReusedPrompt:
+    return ReusedPrompt.of(one.decoder, plan or one.plan(lead_in=BOS), one.source)
 
 
 def plain_prefill(one: Case, ids: list[int]) -> DynamicCache:

@@ -8,15 +8,15 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.lab.measure.caches import Subject
+from kvtool.lab.measure.reused import ReusedPrompt
 from kvtool.lab.measure.sparsity import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, tokens
 
 START = 4
 
 
-def subject_of(one: Case) -> Subject:
-    return Subject.of(one.decoder, one.plan(lead_in=BOS), one.source)
+def subject_of(one: Case) -> ReusedPrompt:
+    return ReusedPrompt.of(one.decoder, one.plan(lead_in=BOS), one.source)
 
 
 def eager(one: Case, ids: list[int], past: DynamicCache | None = None) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ class Chosen(Selector):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ReusedPrompt:
     """A prompt whose records are all there, some of them not what full prefill gives.
 
     Attributes
@@ -48,7 +48,7 @@ class Subject:
     hits: torch.Tensor
 
     @classmethod
-    def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> Subject:
+    def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
         """Raises UsageError where nothing of the prompt is reused."""
         hits = hit_rows(plan).nonzero()[:, 0]
         if not len(hits):
@@ -71,21 +71,19 @@ class Subject:
         return self.fused(Chosen(rows)).cache
 
     def watch_question(self, cache: PromptCache, watch: Watch) -> None:
-        """Show every layer's queries and keys of the question's rows, which are computed once more: into the cache goes
-        what stands there."""
+        """Show every layer's queries and keys of the question's rows."""
         question = self.plan.segments[-1]
-        rows = Rows.of(torch.arange(question.start, question.stop), self.decoder.device)
-        self.decoder.walk(question.ids, replace(rows, watch=watch), cache)
+        watch_rows(self.decoder, question.ids, question.start, cache, watch)
 
     def queries(self, cache: PromptCache) -> Queries:
-        """Of the question over this cache."""
-        found = Queries(torch.arange(self.plan.segments[-1].start, self.plan.length, device=self.decoder.device))
-        self.watch_question(cache, lambda layer, query, key, scaling: found.add(query[0].clone(), scaling))
-        return found
+        """What the question asks this cache with."""
+        question = self.plan.segments[-1]
+        return queries_of(self.decoder, question.ids, question.start, cache)
 
 
+@dataclass(frozen=True, slots=True)
 class Queries:
-    """Rotated queries of some rows, layer by layer.
+    """Rotated queries of some rows.
 
     Attributes
     ----------
@@ -93,10 +91,21 @@ class Queries:
     layers : `[heads, rows, head_dim]` and the scaling of each layer.
     """
 
-    def __init__(self, positions: torch.Tensor) -> None:
-        self.positions = positions
-        self.layers: list[tuple[torch.Tensor, float | None]] = []
+    positions: torch.Tensor
+    layers: list[tuple[torch.Tensor, float | None]]
 
-    def add(self, query: torch.Tensor, scaling: float | None) -> None:
-        """The next layer's."""
-        self.layers.append((query, scaling))
+
+def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
+    """What some rows ask a cache with."""
+    layers: list[tuple[torch.Tensor, float | None]] = []
+    watch_rows(
+        decoder, ids, start, cache, lambda layer, query, key, scaling: layers.append((query[0].clone(), scaling))
+    )
+    return Queries(torch.arange(start, start + len(ids), device=decoder.device), layers)
+
+
+def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache, watch: Watch) -> None:
+    """Compute the rows of a prompt from `start` on, into their places in the cache, and show each layer's queries and
+    keys."""
+    rows = Rows.of(torch.arange(start, start + len(ids)), decoder.device)
+    decoder.walk(ids, replace(rows, watch=watch), cache)

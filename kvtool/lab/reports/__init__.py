@@ -1,0 +1,26 @@
+"""What `kvtool inspect` tells of a store, a report a file. A new one is its file and a line in `REPORTS`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtool.lab.reports.report import Report
+
+# By name: `kvtool.lab.reports.NAME` declares `REPORT`, and imports no torch at its top.
+REPORTS = {
+    "plan": "What of a question's prompt is cached, and what that is worth.",
+    "chunk": "One chunk of the store.",
+    "quality": "Fusion modes beside full recompute, over a file of questions.",
+    "codec": "What each codec level costs and loses.",
+    "deviation": "How far reused keys and values are from full prefill's.",
+    "sparsity": "Where attention goes, and how few keys take most of it.",
+    "gate": "The laws that the gate has checked on this model.",
+}
+
+
+def load_report(name: str) -> Report:
+    """The report of this name; `glance` is the one that needs none."""
+    report: Report = importlib.import_module(f"kvtool.lab.reports.{name}").REPORT
+    return report

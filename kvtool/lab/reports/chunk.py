@@ -1,0 +1,94 @@
+"""`kvtool inspect chunk`: where a chunk comes from, what is stored of it, which tokens hang on what stands before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.json_text import level_rows
+from kvtool.core.errors import UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.lab.charts.page import Section, Shaded, Table
+from kvtool.lab.reports.report import Desk, Findings, Report
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+
+def chunk(desk: Desk) -> Findings:
+    """Show one chunk: its document, its text, what is stored of it; the model is not loaded."""
+    from kvtool.core.cache.identity import chunk_named
+
+    if desk.about is None:
+        raise UsageError("inspect chunk needs a chunk's id", "`kvtool store ls` lists the documents and their chunks")
+    value = chunk_facts(desk.store, chunk_named(desk.about, desk.store.chunk_ids()))
+    return Findings("Chunk", value, [*_told(value)], _sections(desk, value))
+
+
+def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
+    """`id, tokens, layers, lead_in_digest`, `levels[{level, bytes}]`, `last_used` (seconds since 1970, or None),
+    `places[{source, start, end}]`, `text` of the first place, `sensitivity` by token (empty where none was kept).
+
+    Raises
+    ------
+    UsageError : the chunk's description is lost.
+    """
+    info = store.chunk_info(chunk)
+    if info is None:
+        raise UsageError(f"the description of chunk {chunk.hex()[:12]} is lost", "ingest its document again")
+    places, text = [], ""
+    for document in store.documents():
+        for ref in document.chunks:
+            if ref.chunk_id == chunk:
+                places.append({"source": document.source, "start": ref.start, "end": ref.end})
+                text = text or document.text[ref.start : ref.end]
+    import numpy as np
+
+    return {
+        "id": chunk.hex(),
+        "tokens": len(info.token_ids),
+        "layers": info.layers,
+        "lead_in_digest": info.lead_in.hex(),
+        "levels": level_rows(store.level_sizes(chunk)),
+        "last_used": store.last_used().get(chunk),
+        "places": places,
+        "text": text,
+        "sensitivity": np.frombuffer(info.sensitivity, "<f2").astype(float).tolist(),
+    }
+
+
+def _told(value: Mapping[str, Any]) -> Iterator[str]:
+    used = value["last_used"]
+    yield f"chunk    {value['id']}"
+    for place in value["places"]:
+        yield f"from     {place['source']}, characters {place['start']} to {place['end']}"
+    yield f"content  {value['tokens']} tokens, {value['layers']} layers"
+    for row in value["levels"]:
+        yield f"level    {row['level']}: {row['bytes']:,} bytes"
+    yield f"used     {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(used)) if used else 'not yet'}"
+    yield value["text"]
+
+
+def _sections(desk: Desk, value: Mapping[str, Any]) -> Iterator[Section]:
+    from kvtool.lab.measure.pieces import pieces
+
+    info = desk.store.chunk_info(bytes.fromhex(value["id"]))
+    ids = info.token_ids if info is not None else ()
+    weights = value["sensitivity"] or [0.0] * len(ids)
+    scale = sorted(weights)[int(0.98 * (len(weights) - 1))] or 1.0
+    shaded = [(text, weight / scale) for text, weight in pieces(ids, weights, desk.session.tokenizer)]
+    text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."
+    yield Section("Text", (text,), shaded=(Shaded(tuple(shaded)),))
+    levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))
+    places = tuple((place["source"], place["start"], place["end"]) for place in value["places"])
+    yield Section("Stored", tables=(levels, Table(("document", "from", "to"), places)))
+
+
+REPORT = Report(
+    chunk,
+    takes=(ModelOptions.some("model", "offline"),),
+    about="ID",
+    about_help="The first six or more digits of a chunk's id.",
+    examples=("inspect chunk 3f2a91",),
+)

@@ -1,0 +1,68 @@
+"""`kvtool inspect codec`: what each level costs and loses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, option
+from kvtool.core.query.options import QueryOptions
+from kvtool.lab.charts.page import Table
+from kvtool.lab.charts.spark import sparkline
+from kvtool.lab.reports.questions import BatchOptions, ResumeOptions
+from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecOptions(Options):
+    """What is measured."""
+
+    scheme: tuple[str, ...] = option(
+        (), "Only these: 1, mean-1, anchor-1, int8 …", group="Codec", setting=False, metavar="NAME"
+    )
+
+
+def codec(desk: Desk) -> Findings:
+    """Answer questions from exact records and from each level's, and tell what that costs and loses."""
+    batch = desk.get(BatchOptions)
+    requests, options = batch.requests("codec"), desk.query_options(*RETRIEVAL)
+    from kvtool.lab.charts.codec import codec_sections
+    from kvtool.lab.measure.codec import chosen_schemes, codec_facts, codec_overview, codec_rows
+    from kvtool.lab.measure.evaluation import Evaluation
+    from kvtool.lab.measure.journal import Journal
+
+    profile, session = desk.session.profiles.current(), desk.session
+    wanted = chosen_schemes(desk.get(CodecOptions).scheme, profile, session.layers)
+    journal = Journal(
+        desk.get(ResumeOptions).resume, codec_facts(session, requests, options, profile), "kvtool inspect codec"
+    )
+    evaluation = Evaluation(requests[: batch.limit], list(wanted), journal, desk.events, strict=True)
+    evaluation.work_off(partial(codec_rows, session, wanted, options))
+    identity = session.identity
+    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": identity.dtype}
+    value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
+    return Findings("Codec levels", value, [*_told(value)], codec_sections(value))
+
+
+def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
+    from kvtool.lab.charts.codec import HEAD, codec_rows
+
+    yield Table(HEAD, codec_rows(dict(value)))
+    for row in value["schemes"]:
+        keys, values = ([layer[side] for layer in row["layers"]] for side in ("k_relative_error", "v_relative_error"))
+        yield (
+            f"error by layer, {row['scheme']:<8} keys {sparkline(keys)} up to {max(keys):.1%}"
+            f"   values {sparkline(values)} up to {max(values):.1%}"
+        )
+    if "f1" in value["exact"]:
+        yield f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions"
+
+
+REPORT = Report(
+    codec,
+    takes=(BatchOptions, ResumeOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
+    examples=("inspect codec --batch questions.jsonl --limit 20 --html codec.html",),
+)

@@ -1,0 +1,91 @@
+"""`kvtool inspect deviation`: how far reused KV is from full prefill's, and which tokens it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.lab.charts.page import Table
+from kvtool.lab.charts.spark import sparkline
+from kvtool.lab.reports.questions import BatchOptions, ChunkChoice, questions
+from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.plan import Plan, Segment
+
+_HEAD = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
+
+
+def deviation(desk: Desk) -> Findings:
+    """Compare a prompt's reused keys and values with full prefill's, by layer and by token."""
+    requests, options = questions(desk, "deviation"), desk.query_options(*RETRIEVAL, "level")
+    from kvtool.lab.charts.deviation import deviation_sections
+    from kvtool.lab.measure.deviation import deviation_report
+    from kvtool.lab.measure.exact import lay_out_exactly
+    from kvtool.lab.measure.means import mean_of
+    from kvtool.lab.measure.reused import ReusedPrompt
+
+    prompts = lay_out_exactly(desk.session, requests, options)
+    reports, texts = [], []
+    desk.events.step("prompts", len(requests), "prompts")
+    for asked in prompts.asked:
+        report = deviation_report(ReusedPrompt.of(desk.session.decoder, asked.plan, prompts.source))
+        texts.append(_texts(asked.plan, report.pop("token_deviation"), desk.session.tokenizer))
+        reports.append(report)
+        desk.events.advance(1)
+    value = prompts.facts | {"prompts": len(reports)} | mean_of(reports)
+    value["chunks"] = [
+        {"id": segment.source.chunk_id.hex(), "pieces": [{"text": text, "deviation": worth} for text, worth in pieces]}
+        for segment, pieces in zip(_hits(prompts.asked[0].plan), texts[0], strict=True)
+    ]
+    read_at, sections = prompts.read_at, deviation_sections(value, texts[0])
+    return Findings("KV deviation", value, [*_told(value, read_at)], sections, read_at)
+
+
+def _hits(plan: Plan) -> list[Segment]:
+    return [segment for segment in plan.chunks if segment.status == "hit"]
+
+
+def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
+    """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
+    from kvtool.lab.measure.pieces import pieces
+
+    left = iter(worth)
+    return [list(pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]
+
+
+def _told(value: Mapping[str, Any], read_at: str) -> Iterator[str | Table]:
+    layers, attention = value["layers"], value["attention"]
+    yield f"KV deviation, {read_at}"
+    yield Table(_HEAD, tuple(_row(layer) for layer in layers))
+    yield "K, V: deviation over size; top: share of the squared V deviation that these tokens hold;"
+    yield "rank correlation: of the tokens' V deviation with the next layer's"
+    yield f"V by layer           {sparkline([row['v_relative'] for row in layers])}"
+    yield f"rank correlation     {sparkline([row['spearman_next'] for row in layers])}"
+    ratios, choices = (list(dict.fromkeys(row[name] for row in attention)) for name in ("ratio", "choice"))
+    by = {(row["choice"], row["ratio"]): f"{row['deviation']:.3f}" for row in attention}
+    yield "deviation of the question's attention:"
+    rows = tuple((f"{ratio:.0%}", *(by[choice, ratio] for choice in choices)) for ratio in ratios)
+    yield Table(("recomputed", *choices), rows)
+
+
+def _row(layer: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        layer["layer"],
+        f"{layer['k_relative']:.3f}",
+        f"{layer['v_relative']:.3f}",
+        f"{layer['top_share']['0.05']:.0%}",
+        f"{layer['top_share']['0.15']:.0%}",
+        "-" if layer["spearman_next"] is None else f"{layer['spearman_next']:.2f}",
+    )
+
+
+REPORT = Report(
+    deviation,
+    takes=(BatchOptions, ChunkChoice, QueryOptions.some(*RETRIEVAL, "level"), ModelOptions),
+    about="QUESTION",
+    about_help="What is asked; or --batch.",
+    examples=('inspect deviation "Who founded the observatory?" --html deviation.html',),
+)

@@ -1,0 +1,96 @@
+"""`kvtool inspect`: the store at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.json_text import level_rows
+from kvtool.core.common.sizes import shown_size
+from kvtool.core.errors import DamagedError
+from kvtool.lab.charts.page import Section, Table
+from kvtool.lab.reports.report import Desk, Findings, Report
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.session.identity import StoreIdentity
+
+
+def glance(desk: Desk) -> Findings:
+    """Show what the store holds, and for which model."""
+    from kvtool.core.session.gate import stored_verdict
+    from kvtool.core.session.levels import MeasuredLosses
+
+    store, identity = desk.store, desk.identity
+    verdict, served, sizes = stored_verdict(store, identity.fingerprint), store.served(), store.stats()
+    lost = {level: {"kl_answer": loss} for level, loss in MeasuredLosses(store).at_most().items()}
+    value: dict[str, Any] = {
+        "path": str(store.path),
+        **sizes,
+        "levels": level_rows({level: row | lost.get(level, {}) for level, row in sizes["levels"].items()}),
+        "model": identity.model,
+        "dtype": identity.dtype,
+        "fingerprint": identity.fingerprint,
+        "lead_in": identity.lead_in.mode,
+        "lead_in_tokens": len(identity.lead_in.ids),
+        "gate": None if verdict is None else verdict.to_json(),
+        "beginning": beginning_of(store, identity),
+        "served": asdict(served) | {"hit_rate": served.hit_rate},
+    }
+    return Findings("Store", value, [*_told(value)], _sections(value))
+
+
+def beginning_of(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
+    """What is stored of the prompt's own beginning: a chunk that no document has.
+
+    Returns
+    -------
+    `id`, `chunks` (1), `tokens`, `levels[{level, bytes}]`; None where nothing of it is stored. `store stats` counts it
+    like any other chunk; `store ls`, which lists documents, does not.
+    """
+    try:
+        info = store.chunk_info(identity.prefix_id)
+    except DamagedError:
+        return None
+    if info is None:
+        return None
+    levels = store.level_sizes(identity.prefix_id)
+    tokens = len(info.token_ids) if levels else 0
+    return {"id": identity.prefix_id.hex(), "chunks": 1, "tokens": tokens, "levels": level_rows(levels)}
+
+
+def _told(value: Mapping[str, Any]) -> Iterator[str]:
+    beginning, verdict = value["beginning"] or {"chunks": 0, "tokens": 0, "levels": []}, value["gate"]
+    gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
+    yield f"store    {value['path']}"
+    yield f"model    {value['model']} in {value['dtype']}; gate {gate}"
+    yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
+    chunks, tokens = (value[name] - beginning[name] for name in ("chunks", "tokens"))
+    yield f"content  {value['documents']} documents, {chunks} chunks; KV of {tokens:,} tokens"
+    if value["beginning"]:
+        yield f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more"
+    of_beginning = {row["level"] for row in beginning["levels"]}
+    for row in value["levels"]:
+        lost = f", {row['kl_answer']:.4f} nats a token lost at most" if "kl_answer" in row else ""
+        first = row["level"] in of_beginning
+        what = f"{row['chunks'] - first} chunks{' and the beginning' if first else ''}"
+        yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
+    served = value["served"]
+    if served["hit_rate"] is not None:
+        asked = served["hits"] + served["misses"]
+        yield f"served   {served['questions']} questions; {served['hit_rate']:.1%} of {asked} chunks were found"
+    budget = "" if value["budget"] is None else f" of a budget of {shown_size(value['budget'])}"
+    yield f"disk     {shown_size(value['folder_bytes'])} used{budget}; {shown_size(value['disk_free'])} free"
+
+
+def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
+    levels = [
+        (row["level"], row["chunks"], row["tokens"], row["bytes"], row.get("kl_answer", "")) for row in value["levels"]
+    ]
+    head = ("level", "chunks", "tokens", "bytes", "nats a token lost at most")
+    yield Section("Levels", tables=(Table(head, tuple(levels)),))
+    yield Section("Served", tables=(Table(tuple(value["served"]), (tuple(value["served"].values()),)),))
+
+
+REPORT = Report(glance)

@@ -1,0 +1,95 @@
+"""The questions that a report is about: one on the command line, or a file of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.core.errors import UsageError
+from kvtool.core.options.option import Options, option
+
+if TYPE_CHECKING:
+    from kvtool.core.query.reply import Request
+    from kvtool.lab.reports.report import Desk
+
+QUESTIONS = "Questions"  # the heading in a report's help
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(Options):
+    """A file of questions."""
+
+    batch: Path | None = option(
+        None, "A file of questions.", group=QUESTIONS, setting=False, metavar="FILE.jsonl", unit="path"
+    )
+    limit: int | None = option(None, "Only the first N of them.", group=QUESTIONS, setting=False, metavar="N", lowest=1)
+
+    def requests(self, report: str) -> list[Request]:
+        """All questions of the file. Raises UsageError where none is named, or it cannot be read."""
+        from kvtool.core.query.reply import read_batch
+
+        if self.batch is None:
+            raise UsageError(f"inspect {report} needs questions", "--batch FILE.jsonl, as for `kvtool query`")
+        return read_batch(self.batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(Options):
+    """The file that an evaluation's results are kept in: what may take hours can be interrupted."""
+
+    resume: Path | None = option(
+        None,
+        "Keep results here and go on from them.",
+        group=QUESTIONS,
+        setting=False,
+        metavar="FILE.jsonl",
+        unit="path",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkChoice(Options):
+    """Which chunks a question's prompt has; without these they are found."""
+
+    chunks: tuple[str, ...] = option((), "These chunks, in this order.", group=QUESTIONS, setting=False, metavar="ID")
+    documents: tuple[str, ...] = option(
+        (), "All chunks of these documents.", group=QUESTIONS, setting=False, metavar="PATH"
+    )
+
+    def check(self) -> None:
+        """Refuse both at once."""
+        if self.chunks and self.documents:
+            raise UsageError("--chunks and --documents exclude each other", "give one of them")
+
+
+def questions(desk: Desk, report: str) -> list[Request]:
+    """The question behind the report's name, or those of `--batch`, `--limit` of them.
+
+    Raises
+    ------
+    UsageError : none, or both; chunks beside a file of questions, which brings its own.
+    """
+    given, choice = desk.get(BatchOptions), desk.get(ChunkChoice)
+    if (desk.about is None) == (given.batch is None):
+        raise UsageError(
+            f"inspect {report} needs a question, or a file of them",
+            f'kvtool inspect {report} "Who founded the observatory?", or --batch FILE.jsonl',
+        )
+    if given.batch is None:
+        return [one_question(desk, report)]
+    if choice.chunks or choice.documents:
+        raise UsageError("--batch brings its own questions and chunks", "leave --chunks and --documents out")
+    return given.requests(report)[: given.limit]
+
+
+def one_question(desk: Desk, report: str) -> Request:
+    """The question behind the report's name. Raises UsageError where there is none."""
+    from kvtool.core.query.reply import Request
+
+    if desk.about is None:
+        raise UsageError(
+            f"inspect {report} needs a question", f'kvtool inspect {report} "Who founded the observatory?"'
+        )
+    choice = desk.get(ChunkChoice)
+    return Request(desk.about, choice.chunks, choice.documents)

@@ -1,0 +1,143 @@
+"""What a report is: it declares its flags and, from a store, makes findings: JSON, lines for a terminal, a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.progress import Events
+from kvtool.core.errors import UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, Part, option
+from kvtool.core.options.resolve import O, Resolved
+from kvtool.core.query.options import QueryOptions
+from kvtool.lab.charts.page import Section, Table
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.session.identity import StoreIdentity
+    from kvtool.core.session.session import Session
+
+RETRIEVAL = ("top_k", "retriever", "embedder", "order")  # options of a query by which chunks are found
+_LONG = 500  # characters of a fact that would hide the others
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a report works with.
+
+    Attributes
+    ----------
+    events : told how far it is, and what should be known although it goes on.
+    about : the word behind the report's name, such as a question.
+    """
+
+    store: Store
+    options: Resolved
+    events: Events
+    about: str | None = None
+
+    def get(self, source: type[O]) -> O:
+        """Options with the values in force."""
+        return self.options.get(source)
+
+    def query_options(self, *names: str, **others: Any) -> QueryOptions:
+        """Options of a query: these as they are in force, those given, and of all others the defaults."""
+        given = self.get(QueryOptions)
+        return QueryOptions(**{name: getattr(given, name) for name in (*names, "offline")}, **others)
+
+    @cached_property
+    def identity(self) -> StoreIdentity:
+        """What the store is made with. Raises StoreNotFoundError where nothing was ever ingested into it."""
+        from kvtool.core.session.identity import store_identity
+
+        return store_identity(self.store)
+
+    @cached_property
+    def session(self) -> Session:
+        """The store with its model, which is loaded when it is first needed."""
+        from kvtool.core.session.session import Session
+
+        return Session(self.store, self.identity, self.get(ModelOptions), warn=self.events.warn)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a report has found.
+
+    Attributes
+    ----------
+    title : of the page; `subtitle` stands behind it, and in no figure's file name.
+    value : the JSON; what was measured, on what, stands in `resolved` and in values that are no lists.
+    told : lines and tables for a terminal.
+    sections : the page, made when it is asked for; nothing: the tables that are told.
+    """
+
+    title: str
+    value: Mapping[str, Any]
+    told: Sequence[str | Table]
+    sections: Iterable[Section] = ()
+    subtitle: str = ""
+    exit_code: int = 0
+
+    @property
+    def page_sections(self) -> list[Section]:
+        """The page's sections."""
+        tables = tuple(part for part in self.told if isinstance(part, Table))
+        return list(self.sections) or [Section(self.title, tables=tables)]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What stands under the page's title."""
+        facts: dict[str, object] = dict(self.value.get("resolved", {}))
+        for name, value in self.value.items():
+            if name == "tokens" and isinstance(value, dict):
+                facts |= {f"{what} tokens": count for what, count in value.items()}
+            elif not isinstance(value, list | dict) and len(str(value)) < _LONG:
+                facts[name] = value
+        return facts
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One report of `kvtool inspect`.
+
+    Attributes
+    ----------
+    takes : the options that it has flags for, besides those of every report.
+    about : what stands behind its name, such as QUESTION; `about_help` explains it.
+    examples : command lines for the help, without the word `kvtool`.
+    """
+
+    find: Callable[[Desk], Findings]
+    takes: tuple[type[Options] | Part, ...] = ()
+    about: str = ""
+    about_help: str = ""
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(Options):
+    """Where a report is written besides the terminal."""
+
+    html: Path | None = option(
+        None, "Write a page with plots, too.", group="Page", setting=False, metavar="FILE", unit="path"
+    )
+    figures: Path | None = option(
+        None, "Write the plots as SVG files.", group="Page", setting=False, metavar="FOLDER", unit="path"
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a page or figures are to be written."""
+        return self.html is not None or self.figures is not None
+
+    def check(self) -> None:
+        """Refuse a page, or figures, that cannot be written, before anything is computed."""
+        if self.figures is not None and not self.figures.is_dir():
+            raise UsageError(f"there is no folder {str(self.figures)!r} for the figures", "name a folder that exists")
+        if self.html is not None and (self.html.is_dir() or not self.html.absolute().parent.is_dir()):
+            raise UsageError(f"the page cannot be written to {str(self.html)!r}", "name a file in a folder that exists")

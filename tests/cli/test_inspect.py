@@ -1,0 +1,78 @@
+"""`kvtool inspect`: each report is a command with its own flags."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtool.lab.reports import REPORTS, load_report
+from tests.cli.working import QUESTION, kvtool
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_report_has_a_page_of_help(name: str) -> None:
+    told = kvtool("inspect", name, "--help").fine().out
+    assert (load_report(name).find.__doc__ or "").split(".")[0].split()[0] in told
+    assert "--html" in told
+    assert name in kvtool("inspect", "--help").fine().out
+
+
+def test_the_help_of_reports_imports_no_torch() -> None:
+    code = (
+        "import sys; from kvtool.lab.reports import REPORTS, load_report;"
+        "[load_report(name) for name in (*REPORTS, 'glance')]; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("gate", ("--batch", "questions.jsonl")),
+        ("gate", ("--level", "2")),
+        ("chunk", ("--top-k", "3")),
+        ("plan", ("--batch", "questions.jsonl")),
+        ("plan", ("--runs", "reuse")),
+        ("plan", ("--scheme", "int8")),
+        ("quality", ("--scheme", "int8")),
+        ("quality", ("--documents", "mill1.md")),
+        ("codec", ("--runs", "reuse")),
+        ("codec", ("--level", "2")),
+        ("deviation", ("--max-tokens", "3")),
+        ("sparsity", ("--resume", "results.jsonl")),
+    ],
+)
+def test_a_flag_of_another_report_is_refused(name: str, flag: tuple[str, str], store: Path) -> None:
+    kvtool("inspect", name, *flag, "--store", store).failed(2, f"No such option: {flag[0]}", f"inspect {name} --help")
+
+
+def test_a_flag_before_the_report_is_refused(store: Path) -> None:
+    kvtool("inspect", "--store", store, "gate").failed(2, "--store stands before", "kvtool inspect gate --store")
+    kvtool("inspect", "--json", "plan", QUESTION, "--store", store).failed(2, "--json stands before")
+
+
+@pytest.mark.parametrize("at", [("gate", "more"), ("nonsense",), ("glance",)])
+def test_what_is_no_report(at: tuple[str, ...], store: Path) -> None:
+    kvtool("inspect", *at, "--store", store).failed(2)
+
+
+def test_codec_goes_on_from_its_results(store: Path, tmp_path: Path) -> None:
+    batch, results = tmp_path / "questions.jsonl", tmp_path / "results.jsonl"
+    rows = [{"question": QUESTION, "documents": [f"mill{number}.md"]} for number in range(2)]
+    batch.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    at = ("inspect", "codec", "--batch", batch, "--store", store, "--json")
+    whole = kvtool(*at, "--scheme", "int8", "--scheme", "int4").fine().json
+    kvtool(*at, "--scheme", "int8", "--limit", 1, "--resume", results).fine()
+    first = results.read_bytes()
+    assert kvtool(*at, "--scheme", "int8", "--scheme", "int4", "--resume", results).fine().json == whole
+    assert results.read_bytes().startswith(first)
+    lines = [json.loads(line)["runs"] for line in results.read_text().splitlines()[1:]]
+    assert [set(line) for line in lines] == [{"exact", "int8"}, {"exact", "int4"}, {"exact", "int8", "int4"}]
+    assert kvtool(*at, "--scheme", "int8", "--resume", results).fine().json == whole
+    other = tmp_path / "quality.jsonl"
+    kvtool("inspect", "quality", "--batch", batch, "--store", store, "--runs", "reuse", "--resume", other).fine()
+    kvtool(*at, "--scheme", "int8", "--resume", other).failed(2, "not written by `kvtool inspect codec`")
