@@ -11,7 +11,7 @@ import kvtool
 
 
 def python(program: str, *args: str) -> list[str]:
-    """The command line of a Python that runs `program`, with `args` as `sys.argv[1:]`.
+    """Make the command line of a Python that runs `program`, with `args` as `sys.argv[1:]`.
 
     `python -c` puts the working directory first on its search path: a `json.py` in a folder of somebody's documents
     would be run. The child starts isolated and is given this process's search path, so that it runs the same kvtool
@@ -22,11 +22,11 @@ def python(program: str, *args: str) -> list[str]:
 
 def search_path() -> list[str]:
     """This process's search path without the working directory, unless that is where kvtool or Python itself is."""
-    own = {
+    allowed = {
         os.path.realpath(place) for place in (str(Path(kvtool.__file__).parents[1]), *sysconfig.get_paths().values())
     }
     try:
         here = os.path.realpath(os.getcwd())
     except OSError:  # it was removed: no relative entry means anything
         return [entry for entry in sys.path if os.path.isabs(entry)]
-    return [os.path.abspath(entry) for entry in sys.path if os.path.realpath(entry) != here or here in own]
+    return [os.path.abspath(entry) for entry in sys.path if os.path.realpath(entry) != here or here in allowed]

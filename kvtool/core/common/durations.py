@@ -8,11 +8,11 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.
 
 
 def seconds(text: str) -> float:
-    """`10m`, `1.5h`, `30s`, or a number of seconds.
+    """Read a length of time: `10m`, `1.5h`, `30s`, or a number of seconds.
 
     Raises
     ------
     ValueError : it is neither.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w|y)\s*", text, re.IGNORECASE | re.ASCII)
-    return float(found[1]) * _UNITS[found[2].lower()] if found else float(text.strip())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w|y)\s*", text, re.IGNORECASE | re.ASCII)
+    return float(match[1]) * _UNITS[match[2].lower()] if match else float(text.strip())

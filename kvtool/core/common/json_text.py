@@ -13,7 +13,7 @@ _STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\u
 
 def escaped(text: str) -> str:
     r"""JSON text in which every such character stands as ``\uXXXX``, which any parser reads as itself."""
-    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def level_rows(levels: Mapping[str, int | Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def size_in_bytes(text: str) -> int:
-    """`20GB`, `500MiB`, `1000` → bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not found or found[2] not in _UNITS:
+    """Read a size such as `20GB`, `500MiB` or `1000`: how many bytes it is. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] not in _UNITS:
         raise UsageError(f"{text!r} is not a size", "such as 500MB or 20GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def shown_size(amount: int) -> str:

@@ -44,8 +44,8 @@ def for_people(url: str) -> str:
 
 def is_host(text: str) -> bool:
     """Whether a text is a host and perhaps a port, and nothing that could hide a password."""
-    found = _HOST.fullmatch(text)
-    return found is not None and int(found[4] or 0) < 2**16
+    match = _HOST.fullmatch(text)
+    return match is not None and int(match[4] or 0) < 2**16
 
 
 def _query_for_people(query: str) -> str:
@@ -58,7 +58,7 @@ def _query_for_people(query: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """Any text with its URLs as people are shown them: for what other programs say of them."""
+    """Show the URLs in any text as people may see them: for what other programs say of them."""
     return _IN_TEXT.sub(_scrub, text) if ":" in text else text
 
 
@@ -67,11 +67,11 @@ _IN_TEXT = re.compile(
 )
 
 
-def _scrub(found: re.Match[str]) -> str:
-    url = found[0].rstrip(":;,.)]")
+def _scrub(match: re.Match[str]) -> str:
+    url = match[0].rstrip(":;,.)]")
     if not is_url(url):
-        return found[0]
-    after = found[0][len(url) :]
+        return match[0]
+    after = match[0][len(url) :]
     return (for_people(url) if "//" in url or "@" in url else url) + after
 
 

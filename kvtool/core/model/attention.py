@@ -50,7 +50,7 @@ class Rows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Row i sees the keys at positions ≤ `positions[i]`; key j stands at prompt position j."""
+        """Attend: row i sees the keys at positions ≤ `positions[i]`; key j stands at prompt position j."""
         if self.watch is not None:
             self.watch(layer, query, key, scaling)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -61,7 +61,7 @@ class Rows:
 
 
 class Attends(Protocol):
-    """Rows that know which keys they see."""
+    """Query rows that know which keys each of them sees."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -102,7 +102,7 @@ def rows_attention(
 
 
 def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Without rows: a decoding row, or a whole prefill."""
+    """Attention where no rows are named: of one decoding row, or of a whole prefill."""
     if query.shape[2] == 1:
         groups = query.shape[0] == 1 and key.device.type == "cpu"
         return attend_one(query, key, value, scale) if groups else _causal(query, key, value, scale, causal=False)

@@ -38,7 +38,7 @@ class Decoder:
         self.loaded = loaded
         self.model: Any = loaded.model
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
-        self.model.generation_config = _own_choice(self.model.generation_config)
+        self.model.generation_config = _special_ids_only(self.model.generation_config)
         self.model.get_output_embeddings().register_forward_pre_hook(_compact)
         self.config = self.model.config
         self.base: Any = self.model.get_decoder()
@@ -128,16 +128,16 @@ class Decoder:
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:
-        """`transformers`' default attention for a while: for a plain call of the model, and for gradients."""
-        asked = [(one, one.requires_grad) for one in self.model.parameters()]
+        """Use `transformers`' default attention inside: for a plain call of the model, and for gradients."""
+        gradients = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         self.model.set_attn_implementation("sdpa")
         self.model.requires_grad_(False)
         try:
             yield
         finally:
             self.model.set_attn_implementation(attention.IMPLEMENTATION)
-            for one, wanted in asked:
-                one.requires_grad_(wanted)
+            for parameter, wanted in gradients:
+                parameter.requires_grad_(wanted)
 
     def check_length(self, tokens: int, hint: str) -> None:
         """Refuse a prompt that the model cannot hold."""
@@ -146,16 +146,19 @@ class Decoder:
 
 
 def _compact(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The last rows with the strides of a tensor of their own: for those of a slice, `matmul` copies the LM head's
-    whole weight first, which took longer than all layers together (0.8 s of 1.1 for Qwen2.5's 152k tokens)."""
+    """Give the LM head's input the strides of a tensor of its own.
+
+    For those of a slice, `matmul` copies the head's whole weight first, which took longer than all layers together
+    (0.8 s of 1.1 for Qwen2.5's 152k tokens).
+    """
     return (args[0].flatten().view(args[0].shape), *args[1:])
 
 
-def _own_choice(config: Any) -> Any:
-    """A generation config that keeps the special ids only.
+def _special_ids_only(config: Any) -> Any:
+    """Make a generation config that keeps the special ids only.
 
     A checkpoint's habits would hold from the second answer token on and not for the first: Qwen2.5's repetition penalty
-    of 1.1, for one, works against words copied from the passages.
+    of 1.1, for example, works against words copied from the passages.
     """
     from transformers import GenerationConfig
 

@@ -49,10 +49,10 @@ class _Known:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes; hashed once for as long as the file stays the same.
+    """SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same.
 
-    On the first use in a day a part of the file is read again and compared: what has all of its times and its place is
-    not therefore the same file.
+    On the first use in a day a part of the file is read again and compared: a file with the same place and times need
+    not be the same file.
     """
     real = path.resolve()
     stamp = _stamp(real)
@@ -92,7 +92,7 @@ def _table() -> Path:
 
 
 def _remembered() -> dict[str, _Known]:
-    """The table on disk; anything unreadable counts as empty, and so do entries of before there were samples."""
+    """Read the table on disk; what cannot be read counts as empty, and so do entries from before there were samples."""
     try:
         table = json.loads(_table().read_text(encoding="utf-8"))
         return {path: known for path, entry in table.items() if (known := _parsed(entry))}
@@ -110,7 +110,7 @@ def _parsed(entry: Any) -> _Known | None:
 
 
 def _remember(path: str, entry: _Known) -> None:
-    """Add one entry. A cache that cannot be written (no home, read-only, lock held) costs time, nothing else."""
+    """Add one entry to the table; one that cannot be written (no home, read-only, lock held) only costs time."""
     with contextlib.suppress(OSError, Timeout, KvtoolError), _locked():
         table = _remembered()
         table.pop(path, None)
@@ -127,7 +127,7 @@ def _locked() -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A reader sees the old bytes or the new ones, never a part."""
+    """Replace a file so that a reader sees the old bytes or the new ones, never a part."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -88,7 +88,7 @@ def _packaged() -> ModelFiles:
 
 
 def looks_local(ref: str) -> bool:
-    """A path by its spelling, so that a typo in it is not looked for on the hub."""
+    """Whether a reference is spelled like a path, so that a typo in it is not looked for on the hub."""
     return ref.startswith(("/", ".", "~")) or "\\" in ref or ref.count("/") > 1 or ref.lower().endswith(".gguf")
 
 
@@ -107,7 +107,7 @@ def _local(path: Path) -> ModelFiles:
 
 
 def check_folder(folder: Path) -> None:
-    """Everything a later load would trip over, said now and in plain words.
+    """Refuse a folder that a later load would trip over, and say why in plain words.
 
     Raises
     ------
@@ -131,7 +131,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Where `peft` is installed, transformers would load it over the weights: another model of the same fingerprint."""
+    """Refuse an adapter: where `peft` is installed, transformers would load it over the weights, and the model would be
+    another one under the same fingerprint."""
     if os.path.lexists(folder / _ADAPTER):
         raise ModelError(
             f"{folder} has an adapter beside its weights ({_ADAPTER})",
@@ -140,7 +141,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dictionary."""
+    """Read config.json. Raises ModelError."""
     path = folder / "config.json"
     _refuse_pointer(path)
     config = _read_json(path)
@@ -218,7 +219,7 @@ def _read_json(path: Path) -> Any:
 
 
 def tensor_table(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name → dtype, shape, data_offsets.
+    """Read the header of a safetensors file: name → dtype, shape, data_offsets.
 
     Raises
     ------

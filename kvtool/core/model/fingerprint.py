@@ -61,7 +61,7 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 
 def _converted(files: ModelFiles) -> dict[str, Any]:
-    """A GGUF file is known by its own digest: what another release of a library makes of it is the same model."""
+    """What identifies a converted model: its GGUF file's digest, whichever release of a library converted it."""
     try:
         source = json.loads((files.folder / SOURCE).read_text(encoding="utf-8"))
         return {"gguf": str(source["sha256"]), "conversion": int(source["version"])}

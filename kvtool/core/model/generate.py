@@ -28,8 +28,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """An answer: its text, its token ids without the end token, that end token (None: the answer was cut off at
-    its longest), and the time after the first token in ms."""
+    """An answer.
+
+    Attributes
+    ----------
+    ids : its token ids, without the end token.
+    end : the end token; None where the answer was cut off at its longest.
+    milliseconds : how long it took after the first token.
+    """
 
     text: str
     ids: Ids
@@ -38,15 +44,15 @@ class Generated:
 
     @property
     def script(self) -> Ids:
-        """The ids and the end token."""
+        """The ids, and behind them the end token if there is one."""
         return self.ids if self.end is None else (*self.ids, self.end)
 
 
 def stop_ids(decoder: Decoder) -> set[int]:
-    """Ids that end an answer."""
+    """The token ids that end an answer."""
     config = decoder.model.generation_config
-    found = config.eos_token_id if config is not None else None
-    ids = set(found) if isinstance(found, list) else {found}
+    stated = config.eos_token_id if config is not None else None
+    ids = set(stated) if isinstance(stated, list) else {stated}
     ids.add(getattr(decoder.loaded.tokenizer, "eos_token_id", None))
     return {token for token in ids if isinstance(token, int)}
 
@@ -100,7 +106,7 @@ class Beginning:
 
 
 def begin(decoder: Decoder, prompt: Sequence[int], cache: PromptCache, logits: torch.Tensor, most: int) -> Beginning:
-    """The first greedy tokens of an answer, `most` or as many as there are; `generate` goes on from them.
+    """Compute the first greedy tokens of an answer, at most `most`; `generate` goes on from them.
 
     Parameters
     ----------
@@ -119,7 +125,7 @@ def begin(decoder: Decoder, prompt: Sequence[int], cache: PromptCache, logits: t
 
 
 def _continue(decoder: Decoder, ids: list[int], cache: PromptCache, count: int, **options: Any) -> Any:
-    """At most `count` tokens more, by `transformers`; `cache` holds the rows of all ids but the last."""
+    """Let `transformers` generate at most `count` tokens; `cache` holds the rows of all ids but the last."""
     tokens = torch.tensor([ids], device=decoder.device)
     stops = stop_ids(decoder)
     with torch.inference_mode():
@@ -164,7 +170,7 @@ class _TextStream(BaseStreamer):
             self._show()
 
     def end(self) -> None:
-        """The last tokens may be the first bytes of a character that never came."""
+        """Show what is left, without the first bytes of a character that never came."""
         self.text = self.text.rstrip("\ufffd")
         self._show()
 

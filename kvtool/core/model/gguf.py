@@ -41,9 +41,9 @@ _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codesh
 
 
 def converted(gguf: Path) -> Path:
-    """The folder with this GGUF file's model in bfloat16 safetensors, made on first use.
+    """Find the folder with a GGUF file's model in bfloat16 safetensors; it is made on first use.
 
-    Keyed by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
+    The folder is named by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def converted(gguf: Path) -> Path:
 
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
-    """Build beside the final place, then rename: a folder that is there is whole."""
+    """Convert beside the final place, then rename, so that a folder that is there is whole."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     part.mkdir()
@@ -89,7 +89,7 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
-    """The file by itself in a folder: `transformers` would mix in a config or template that lies beside it."""
+    """Link the file into a folder of its own: `transformers` would mix in a config or template that lies beside it."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         link = Path(place) / "model.gguf"
         try:
@@ -159,7 +159,7 @@ def _check_installed() -> None:
 
 
 def _check_size(gguf: Path, header: GgufHeader, config: Any) -> None:
-    """The model that the metadata describe has to be the one whose weights are there: no more is laid out."""
+    """Refuse a file whose metadata describe a larger model than its weights are: it would be laid out in memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -186,7 +186,7 @@ def _check_complete(gguf: Path, header: GgufHeader, model: Any, report: Any) -> 
 
 
 def _restore_scaling(gguf: Path, header: GgufHeader, config: Any) -> None:
-    """RoPE scaling, which `transformers`' GGUF reader passes over in silence (checked with 5.23)."""
+    """Restore RoPE scaling, which `transformers`' GGUF reader passes over in silence (checked with 5.23)."""
     kind = header.value("rope.scaling.type")
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_freqs.weight" in header.tensors:
@@ -201,7 +201,7 @@ def _restore_scaling(gguf: Path, header: GgufHeader, config: Any) -> None:
 
 
 def _llama3_scaling(gguf: Path, header: GgufHeader) -> dict[str, Any]:
-    """Which of the published Llama 3 scalings the stored frequency divisors are."""
+    """Find out which of the published Llama 3 scalings the stored frequency divisors are."""
     import numpy as np
 
     tensor = header.tensors["rope_freqs.weight"]
@@ -227,7 +227,7 @@ def _llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:
 
 
 def _split_digits(header: GgufHeader, tokenizer: Any) -> None:
-    """Pre-tokenizers that set every digit apart, which `transformers`' GGUF reader does not know by name."""
+    """Set every digit apart where the pre-tokenizer does, which `transformers`' GGUF reader does not know by name."""
     from tokenizers import pre_tokenizers
 
     if header.metadata.get("tokenizer.ggml.pre") in _DIGITS_APART:
@@ -241,7 +241,7 @@ _OTHER_MODEL = "use the model's original safetensors, or another model"
 
 @contextlib.contextmanager
 def _guarded(gguf: Path) -> Iterator[None]:
-    """Whatever the reader trips over in a file from elsewhere is the file's fault, and is said so."""
+    """Turn whatever the reader trips over into an error about the file, which came from elsewhere."""
     try:
         yield
     except KvtoolError:

@@ -34,7 +34,7 @@ class _MalformedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor's place: shape as written in the file (fastest axis first), byte range from the start of the file."""
+    """Where a tensor lies: its bytes from the start of the file; `shape` is as written, fastest axis first."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata (arrays of strings as their length) and the tensor table."""
+    """What a header holds: the metadata, where an array of strings is known by its length alone, and the tensors."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
@@ -62,7 +62,7 @@ class GgufHeader:
 
     @property
     def elements(self) -> int:
-        """Numbers in all tensors."""
+        """How many numbers all tensors hold together."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
 

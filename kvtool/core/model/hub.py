@@ -20,7 +20,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def fetched(name: str, *, offline: bool = False) -> Path:
-    """The model's snapshot: what is in the cache if it is whole, else downloaded.
+    """Find the snapshot of a model: the cached one if it is whole, else it is downloaded.
 
     A cached snapshot is used as it is, without asking the hub for a newer one: a store stays with its model.
 
@@ -49,7 +49,7 @@ def fetched(name: str, *, offline: bool = False) -> Path:
 
 
 def snapshot(name: str, wanted: list[str], *, offline: bool = False) -> Path:
-    """Files of another kind of model, by glob: what is in the cache, else downloaded.
+    """Find the snapshot of another kind of model, files given by glob: the cached one, else it is downloaded.
 
     Raises
     ------
@@ -85,9 +85,9 @@ def _cached(name: str, wanted: list[str], ignored: list[str] | None = None) -> P
 
 
 def _ask(name: str) -> Any:
-    """The hub's description of the model, or an error within a few seconds.
+    """Ask the hub for its description of a model; an error comes within a few seconds.
 
-    In a thread of its own, because a name server that does not answer is outside any timeout of the client.
+    A thread of its own asks, because a name server that does not answer is outside any timeout of the client.
     """
     from huggingface_hub import HfApi
 
@@ -110,7 +110,7 @@ def _ask(name: str) -> Any:
 
 
 def _check_published(name: str, info: Any) -> None:
-    """Whether there is something to load, before a gigabyte is fetched to find out."""
+    """Refuse a model without anything to load before a gigabyte is fetched to find out."""
     published = {entry.rfilename for entry in info.siblings or []}
     if not published & {"model.safetensors", "model.safetensors.index.json"}:
         ggufs = any(entry.endswith(".gguf") for entry in published)

@@ -39,7 +39,7 @@ def products_pay() -> bool:
 def attend_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, last: Sequence[int], at: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of rows of which row i sees the keys 0 … last[i].
+    """Attend with rows of which row i sees the keys 0 … last[i], in the kernel that is fast here.
 
     Parameters
     ----------
@@ -59,7 +59,10 @@ def attend_rows(
 
 
 def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """One row that sees all keys, its query heads of a group as rows: each key is read once, and nothing is masked."""
+    """Attend with one row that sees all keys.
+
+    The query heads of a group stand as rows, so that each key is read once and nothing is masked.
+    """
     kv_heads, head_dim = key.shape[1], query.shape[3]
     out = _sdpa(query.reshape(1, kv_heads, -1, head_dim), key, value, None, scale)
     return out.reshape(1, query.shape[1], 1, value.shape[3])
@@ -68,7 +71,7 @@ def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
 def attend_in_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, last: Sequence[int], at: torch.Tensor
 ) -> torch.Tensor:
-    """See :func:`attend_rows`; in the device's own fused kernel."""
+    """Do what :func:`attend_rows` does in the device's own fused kernel, block by block."""
     # Rows before heads: the model wants them so, and its own transposition then copies nothing.
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
     for begin in range(0, len(last), BLOCK):
@@ -93,7 +96,7 @@ def _block(
 
 
 def _mask(at: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[rows, keys]`: what is added to a score; the CPU's kernel makes numbers of truths anew for every head."""
+    """A mask `[rows, keys]`: truths, or on the CPU numbers, of which its kernel would make some anew for every head."""
     seen = torch.arange(keys, device=at.device) <= at[:, None]
     if at.device.type != "cpu":
         return seen

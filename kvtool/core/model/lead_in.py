@@ -9,13 +9,13 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, warm_passages
 
-# One passage gives most of what warming gives (README, "Lead-in"); every row of it costs attention at ingest: behind
+# One passage gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: behind
 # two of them a 135M model prefills at 0.8 of its plain speed, behind one at 0.9.
 WARM_PASSAGES = 1
 
 
 def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
-    """Token ids of a lead-in that all chunks share (DESIGN: lead-in; EPIC's LegoLink-0 for `sink:N`).
+    """Token ids of a lead-in that all chunks share (kvtool/docs/concepts.md; `sink:N` is EPIC's LegoLink-0).
 
     Raises
     ------

@@ -37,7 +37,7 @@ class LearnedRows:
 
     @cached_property
     def data(self) -> bytes:
-        """A JSON header behind its length, then the numbers of the keys and of the values."""
+        """The rows as bytes: a JSON header behind its length, then the numbers of the keys and of the values."""
         header = {
             "kvtool_lead_in": FORMAT,
             "fingerprint": self.fingerprint,
@@ -55,7 +55,7 @@ class LearnedRows:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> LearnedRows:
-        """Inverse of `data`.
+        """Read what `data` gives.
 
         Raises
         ------
@@ -67,9 +67,9 @@ class LearnedRows:
             header = json.loads(whole[_SIZE.size : _SIZE.size + size])
             if header["kvtool_lead_in"] != FORMAT:
                 raise ValueError(f"another format than {FORMAT}")
-            dtype, shape = getattr(torch, header["dtype"]), [int(one) for one in header["shape"]]
+            dtype, shape = getattr(torch, header["dtype"]), [int(size) for size in header["shape"]]
             numbers = bytearray(whole[_SIZE.size + size :])
-            ids = tuple(int(one) for one in header["ids"])
+            ids = tuple(map(int, header["ids"]))
             if len(shape) != 4 or shape[2] != len(ids) or len(numbers) != 2 * math.prod(shape) * dtype.itemsize:
                 raise ValueError("its parts do not fit each other")
             sides = torch.frombuffer(numbers, dtype=dtype).view(2, *shape)
@@ -81,7 +81,7 @@ class LearnedRows:
         return cls(fingerprint, ids, sides[0], sides[1])
 
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values `[1, kv_heads, rows, head_dim]` of each layer."""
+        """The keys and values of each layer, `[1, kv_heads, rows, head_dim]`."""
         return [(keys[None], values[None]) for keys, values in zip(self.keys, self.values, strict=True)]
 
 

@@ -87,7 +87,7 @@ def _best_device() -> str:
 
 
 def _may_have_gpu() -> bool:
-    """Cheap signs of a GPU on Linux: a build of torch for one, and a driver's device file."""
+    """Look for cheap signs of a GPU on Linux: a build of torch for one, and a driver's device file."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         if importlib.metadata.version("torch").endswith("+cpu"):
             return False
@@ -107,16 +107,16 @@ def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
         if dtype not in _DTYPES:
             raise UsageError(f"there is no dtype {dtype!r}", "auto, float32, bfloat16 or float16")
         return _DTYPES[dtype]
-    own = _own_dtype(files)
+    stored = _stored_dtype(files)
     if device == "cpu":
-        return "bfloat16" if own == "bfloat16" and _cpu_has_bfloat16() else "float32"
-    if own == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
+        return "bfloat16" if stored == "bfloat16" and _cpu_has_bfloat16() else "float32"
+    if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
         return "float16"
-    return own
+    return stored
 
 
-def _own_dtype(files: ModelFiles) -> str:
-    """What config.json says, else what most of the first weight file's tensors are."""
+def _stored_dtype(files: ModelFiles) -> str:
+    """The dtype that config.json states, else that of most tensors in the first weight file."""
     config = read_config(files.folder)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated in _DTYPES:
@@ -126,7 +126,7 @@ def _own_dtype(files: ModelFiles) -> str:
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Native bfloat16 arithmetic, asked of the kernel where it says so, else of torch."""
+    """Whether the CPU has bfloat16 arithmetic: the kernel is asked where it says so, else torch."""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         flags = next((line.split() for line in text.splitlines() if line.startswith(("flags", "Features"))), [])
@@ -147,7 +147,7 @@ def _cuda_has_bfloat16(device: str) -> bool:
 
 
 def load_tokenizer(files: ModelFiles) -> Any:
-    """The model's fast tokenizer; without torch where the folder has a tokenizer.json.
+    """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def _backend_tokenizer(folder: Path) -> Any:
 
 
 def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", packed: bool = False) -> Loaded:
-    """Check, then load.
+    """Check a model's files, then load them.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", 
 
 
 def supported_config(files: ModelFiles) -> Any:
-    """The model's configuration, if its family is supported; reads no weights.
+    """Read a model's configuration and check that its family is supported; no weights are read.
 
     Raises
     ------
@@ -247,7 +247,7 @@ def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
 
 
 def _refuse_gaps(files: ModelFiles, report: Any) -> None:
-    """`transformers` fills missing weights with random numbers; an answer from those would be worse than none."""
+    """Refuse missing weights: `transformers` fills them with random numbers, whose answers are worse than none."""
     gaps = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if gaps:
         raise ModelError(
@@ -258,7 +258,7 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars, log lines or warnings from `transformers` inside; its settings are put back after."""
+    """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -276,7 +276,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(files: ModelFiles) -> Iterator[None]:
-    """What the libraries raise, as what happened and what to do."""
+    """Turn what the libraries raise into errors that say what happened and what to do."""
     try:
         yield
     except KvtoolError:

@@ -58,15 +58,15 @@ class LeadIn:
 
 
 class _Done(Exception):
-    """The last layer's keys and values are there: its attention and MLP would be computed for nothing."""
+    """Ends a pass once the last layer's keys and values are there: the rest of it would be computed for nothing."""
 
 
 class PrefillStopped(Exception):
-    """`going` said so."""
+    """Raised where `going` says that the work is no longer wanted."""
 
 
 class _PackedCache(Cache):
-    """Holds nothing: hands every layer's new keys and values to the collector and back to the model."""
+    """A cache that holds nothing: it hands every layer's new keys and values to a collector and back to the model."""
 
     def __init__(self, collect: Callable[[int, torch.Tensor, torch.Tensor], None], last: int) -> None:
         super().__init__(layers=[])
@@ -134,5 +134,5 @@ def prefill_chunks(
             use_cache=True,
             rows=rows,
         )
-    own = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
-    return [ChunkKV(all_keys[:, :, span], all_values[:, :, span]) for span in own]
+    spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
+    return [ChunkKV(all_keys[:, :, span], all_values[:, :, span]) for span in spans]

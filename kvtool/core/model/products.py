@@ -16,7 +16,7 @@ _STEP = 64  # keys; for every other shape of a product oneDNN makes new code: mi
 def attend_by_products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, last: Sequence[int], at: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of rows of which row i sees the keys 0 … last[i].
+    """Attend with rows of which row i sees the keys 0 … last[i].
 
     Scores come out in the model's dtype. Their softmax does not change when a row of them is shifted, so every row is
     shifted to near its largest score while the product is still being summed in float32 (one more column of the

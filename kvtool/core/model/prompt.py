@@ -53,17 +53,17 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
 
 
 def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
-    """A chunk as it stands in the prompt: its text and one blank line."""
+    """The token ids of chunks as they stand in a prompt: each one's text and a blank line."""
     return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
 
 
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
-    """The last segment: the question as ordinary text, then the answer's header."""
+    """The token ids of the last segment: the question as ordinary text, then the answer's header."""
     return (*encode(tokenizer, f"Question: {question.strip()}"), *parts.answer_header)
 
 
 def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
-    """The first n neutral passages that come with kvtool, formatted like chunks.
+    """The token ids of the first n neutral passages that come with kvtool, formatted like chunks.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
 
 
 def _plain() -> tuple[str, str, str]:
-    """Around system text and chunks, for a base model."""
+    """What stands around system text and chunks for a base model, in place of a rendered template."""
     return "", _SEPARATOR, "\nAnswer:"
 
 
@@ -103,7 +103,7 @@ def _rendered(tokenizer: Any) -> tuple[str, str, str]:
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:
-    """The three pieces, if every sentinel stands there once and in order."""
+    """Cut a rendered template at its sentinels; None unless each stands there once and in order."""
     if any(text.count(word) != 1 for word in (_SYSTEM, _PASSAGES + _QUESTION)):
         return None
     head, after = text.split(_PASSAGES + _QUESTION)
@@ -114,14 +114,14 @@ def _cut(text: str) -> tuple[str, str, str] | None:
 
 
 def _prefix_ids(tokenizer: Any, before: str, system: str, between: str) -> list[int]:
-    """One run of the tokenizer as the template's author meant it, unless the instruction spells a control token."""
+    """Tokenise in one run, as the template's author meant it, unless the instruction spells a control token."""
     if not holds_control(tokenizer, system):
         return encode_control(tokenizer, before + system + between)
     return [*encode_control(tokenizer, before), *encode(tokenizer, system), *encode_control(tokenizer, between)]
 
 
 def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
-    """BOS once: where the template leaves it to the tokenizer it is added, where both write it one is dropped."""
+    """Let BOS stand there once: it is added where the template leaves it out, and dropped where it comes twice."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return tuple(ids)

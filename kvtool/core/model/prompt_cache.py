@@ -32,7 +32,7 @@ class BufferLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows, as decoding does."""
+        """Append rows, as decoding does; returns all that are filled."""
         start, self.length = self.length, self.length + key_states.shape[2]
         self.reserve(self.length)
         self.keys[:, :, start : self.length] = key_states

@@ -51,7 +51,7 @@ class Rotary:
         self._dtype = dtype
 
     def table(self, positions: torch.Tensor) -> Table:
-        """cos and sin at `positions` (int64 `[tokens]`)."""
+        """Compute cos and sin at `positions` (int64 `[tokens]`)."""
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
         cos, sin = self._emb(like, position_ids=positions[None])
         return Table(cos.float(), sin.float())
@@ -71,5 +71,5 @@ def _model_function(attention: torch.nn.Module) -> Apply:
             f"{type(attention).__name__} has no rotary function that keys could be moved with",
             "use a causal language model with ordinary rotary attention",
         )
-    found: Apply = apply
-    return found
+    rotate: Apply = apply
+    return rotate

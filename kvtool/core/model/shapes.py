@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,124 +19,86 @@ _SPREAD = 0.02  # of all weights, as the models begin their training with
 _BLOCK = 2**20 + 7  # random numbers that are repeated; odd, so that the rows of a weight differ
 
 
-def _plain(theta: float) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": theta}
+_ROPE = {"rope_type": "default"}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The published architecture of a model.
+
+    Attributes
+    ----------
+    config : the class of its configuration in `transformers`.
+    context : the longest prompt in tokens (`max_position_embeddings`).
+    rope : RoPE parameters, without theta.
+    tied : the LM head is the embedding.
+    more : what else the configuration states.
+    """
+
+    config: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocabulary: int
+    context: int
+    theta: float
+    rope: Mapping[str, Any] = field(default_factory=lambda: _ROPE)
+    epsilon: float = 1e-5
+    tied: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        """The architecture as a `transformers` configuration."""
+        import transformers
+
+        return getattr(transformers, self.config)(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.mlp,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.context,
+            rms_norm_eps=self.epsilon,
+            tie_word_embeddings=self.tied,
+            rope_parameters={**self.rope, "rope_theta": self.theta},
+            **self.more,
+        )
 
 
 def _llama3(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    return {**_LLAMA3_ROPE, "factor": factor}
 
 
-def _sizes(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, words: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": mlp,
-        "vocab_size": words,
-    }
-
-
-def _tiny() -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        **_sizes(64, 4, 4, 2, 16, 128, 512),
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_parameters=_plain(500_000.0),
-    )
-
-
-def _qwen2_5_half_b() -> Any:
-    """Qwen/Qwen2.5-0.5B: biases on Q, K and V, as all of its family."""
-    from transformers import Qwen2Config
-
-    sizes = _sizes(896, 24, 14, 2, 64, 4864, 151936)
-    return Qwen2Config(
-        **sizes,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        use_sliding_window=False,
-        rope_parameters=_plain(1_000_000.0),
-    )
-
-
-def _qwen3_0_6b() -> Any:
-    """Qwen/Qwen3-0.6B."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
-        **_sizes(1024, 28, 16, 8, 128, 3072, 151936),
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        use_sliding_window=False,
-        rope_parameters=_plain(1_000_000.0),
-    )
-
-
-def _llama_3_2_1b() -> Any:
-    """meta-llama/Llama-3.2-1B."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        **_sizes(2048, 16, 32, 8, 64, 8192, 128256),
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        rope_parameters=_llama3(32.0),
-    )
-
-
-def _mistral_7b() -> Any:
-    """mistralai/Mistral-7B-v0.3: no sliding window."""
-    from transformers import MistralConfig
-
-    return MistralConfig(
-        **_sizes(4096, 32, 32, 8, 128, 14336, 32768),
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        sliding_window=None,
-        rope_parameters=_plain(1_000_000.0),
-    )
-
-
-def _llama_3_1_8b() -> Any:
-    """meta-llama/Llama-3.1-8B."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        **_sizes(4096, 32, 32, 8, 128, 14336, 128256),
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        rope_parameters=_llama3(8.0),
-    )
-
-
-SHAPES: dict[str, Callable[[], Any]] = {
-    "tiny": _tiny,
-    "qwen2.5-0.5b": _qwen2_5_half_b,
-    "qwen3-0.6b": _qwen3_0_6b,
-    "llama-3.2-1b": _llama_3_2_1b,
-    "mistral-7b": _mistral_7b,
-    "llama-3.1-8b": _llama_3_1_8b,
+_NO_WINDOW, _NO_BIAS = {"use_sliding_window": False}, {"attention_bias": False}
+SHAPES: dict[str, Shape] = {
+    "tiny": Shape("LlamaConfig", 64, 4, 4, 2, 16, 128, 512, 131072, 5e5),
+    # Qwen/Qwen2.5-0.5B: biases on Q, K and V, as all of its family.
+    "qwen2.5-0.5b": Shape("Qwen2Config", 896, 24, 14, 2, 64, 4864, 151936, 32768, 1e6, epsilon=1e-6, more=_NO_WINDOW),
+    # Qwen/Qwen3-0.6B.
+    "qwen3-0.6b": Shape(
+        "Qwen3Config", 1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e6, epsilon=1e-6, more=_NO_WINDOW | _NO_BIAS
+    ),
+    # meta-llama/Llama-3.2-1B.
+    "llama-3.2-1b": Shape("LlamaConfig", 2048, 16, 32, 8, 64, 8192, 128256, 131072, 5e5, _llama3(32.0), more=_NO_BIAS),
+    # mistralai/Mistral-7B-v0.3: no sliding window.
+    "mistral-7b": Shape(
+        "MistralConfig", 4096, 32, 32, 8, 128, 14336, 32768, 32768, 1e6, tied=False, more={"sliding_window": None}
+    ),
+    # meta-llama/Llama-3.1-8B.
+    "llama-3.1-8b": Shape(
+        "LlamaConfig", 4096, 32, 32, 8, 128, 14336, 128256, 131072, 5e5, _llama3(8.0), tied=False, more=_NO_BIAS
+    ),
 }
 
 
@@ -146,12 +109,12 @@ def shape_config(name: str) -> Any:
     ------
     UsageError : no such shape.
     """
-    make = SHAPES.get(name)
-    if make is None:
+    shape = SHAPES.get(name)
+    if shape is None:
         known = f"known: {', '.join(SHAPES)}"
         guess = did_you_mean(name, SHAPES)
         raise UsageError(f"there is no shape {name!r}", f"{guess} {known}" if guess else known)
-    return make()
+    return shape.make()
 
 
 def parameter_count(name: str) -> int:

@@ -19,7 +19,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideBySide:
-    """Where chunks stand in a packed row.
+    """Says where chunks stand in a packed row, and attends so that each sees itself and the lead-in only.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class SideBySide:
 
     @classmethod
     def of(cls, lengths: Sequence[int], lead_in: Sequence[KV]) -> SideBySide:
-        """Chunks of these lengths, one after the other."""
+        """Place chunks of these lengths one after the other."""
         stops = list(accumulate(lengths))
         return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), lead_in)
 
@@ -67,7 +67,7 @@ class SideBySide:
 
 
 def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The last rows of a causal attention, in the device's own fused kernel."""
+    """Attend with the last rows of a causal attention, in the device's own fused kernel."""
     from torch.nn.attention.bias import causal_lower_right  # it brings torch's compiler with it: 1.5 s on a CPU
 
     mask = causal_lower_right(query.shape[2], key.shape[2])
@@ -76,6 +76,6 @@ def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 
 def _as_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same in what is fast on this CPU."""
+    """Attend with the last rows of a causal attention, in the kernel that is fast on this CPU."""
     last = range(key.shape[2] - query.shape[2], key.shape[2])
     return attend_rows(query, key, value, scale, last, torch.arange(last.start, last.stop))

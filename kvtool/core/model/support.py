@@ -45,7 +45,7 @@ def check_supported(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """What only the built model shows: attention sinks among its weights.
+    """Refuse what only the built model shows: attention sinks among its weights.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def check_model(model: Any) -> None:
 
 
 def context_limit(config: Any) -> int:
-    """Tokens of prompt and answer for which the model's attention is full and its positions are trained."""
+    """How many tokens prompt and answer may have: attention is full and positions are trained up to there."""
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
     rope = _rope(config)
     if rope.get("rope_type") in ("yarn", "linear") and rope.get("original_max_position_embeddings"):
@@ -120,7 +120,7 @@ def _mixed_windows(config: Any) -> str:
 
 
 def _masked(config: Any) -> str:
-    """Masks other than causal ones, sparse or shared attention."""
+    """The reason against masks other than causal ones, and against sparse or shared attention."""
     if getattr(config, "attention_chunk_size", None) and "chunked_attention" in _layer_types(config):
         return "uses chunked attention"
     if getattr(config, "use_bidirectional_attention", None):
@@ -136,7 +136,7 @@ def _softcapping(config: Any) -> str:
 
 
 def _positions(config: Any) -> str:
-    """RoPE that gives a key at a position the same rotation in every prompt."""
+    """The reason against positions that do not give a key the same rotation in every prompt."""
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
         return "marks positions by ALiBi, not RoPE"
     rope = getattr(config, "rope_parameters", None)
@@ -153,14 +153,14 @@ def _positions(config: Any) -> str:
 
 
 def _switched_off_rope(config: Any) -> str:
-    """Hybrids built without recurrent layers may also be built without positions."""
+    """The reason against hybrids that were built without recurrent layers and without positions."""
     kind = getattr(config, "position_embedding_type", "rope")
     hybrid = getattr(config, "mamba_d_state", None) is not None
     return "has no rotary positions (RoPE) in use" if hybrid and kind != "rope" else ""
 
 
 def _sinks(config: Any) -> str:
-    """Learned sinks are weights, not settings: `check_model` finds others."""
+    """The reason against the one family that is known to learn sinks; `check_model` finds others by their weights."""
     return "has learned attention sinks" if getattr(config, "model_type", "") == "gpt_oss" else ""
 
 

@@ -14,12 +14,12 @@ _SWITCH = threading.Lock()  # whether special tokens are parsed is a switch on t
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Ids of ordinary text: nothing is added, no control token is recognised in it."""
+    """Tokenise ordinary text: nothing is added, no control token is recognised in it."""
     return encode_batch(tokenizer, [text])[0]
 
 
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of every text, each on its own (`encode`)."""
+    """Tokenise several ordinary texts, each on its own (see `encode`)."""
     suspicious = any(mark in text for text in texts for mark in "<[{")
     control = _unsplit_controls(tokenizer) if suspicious else None
     pieces = [_pieces(_printable(text), control) for text in texts]
@@ -28,12 +28,12 @@ def encode_batch(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def encode_control(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a piece of chat template: control tokens are recognised, none is added."""
+    """Tokenise a piece of chat template: control tokens are recognised, none is added."""
     return _run(tokenizer, [_printable(text)], special=True)[0]
 
 
 def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
-    """A function from texts to their lengths in tokens, for the chunker."""
+    """Make a function from texts to their lengths in tokens, for the chunker."""
 
     def count(texts: Sequence[str]) -> list[int]:
         return [len(ids) for ids in encode_batch(tokenizer, texts)]
@@ -54,7 +54,7 @@ def _run(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:
 
 
 def _printable(text: str) -> str:
-    """Lone surrogates have no UTF-8 and no token; one character stays one character."""
+    """Replace lone surrogates, which have no UTF-8 and no token; one character stays one character."""
     return _SURROGATE.sub("\ufffd", text)
 
 
@@ -63,7 +63,10 @@ def _is_control(token: Any) -> bool:
 
 
 def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
-    """Control tokens that the library recognises even when told not to: added, but not marked special (`<think>`)."""
+    """A pattern of the control tokens that the library recognises even when told not to.
+
+    These were added, but not marked as special (`<think>`).
+    """
     names = [
         token.content
         for token in tokenizer.added_tokens_decoder.values()
@@ -73,7 +76,7 @@ def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
 
 
 def _pieces(text: str, control: re.Pattern[str] | None) -> list[str]:
-    """The text cut once inside every such token, so that it is spelled out."""
+    """Cut the text once inside every control token, so that the token is spelled out."""
     if control is None:
         return [text]
     cuts = [0, *(match.start() + 1 for match in control.finditer(text)), len(text)]

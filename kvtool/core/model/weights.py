@@ -8,7 +8,7 @@ import torch
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """The weights of some rows: float32 `[heads, rows, keys]`; memory for all of them.
+    """Compute the attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
 
     Parameters
     ----------
