@@ -6,8 +6,8 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from kvtool.core.common.urls import is_url
 from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.errors import KvtoolWarning, UsageError
+from kvtool.core.errors import KvtoolError, KvtoolWarning, UsageError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.options import IngestOptions
@@ -35,6 +35,7 @@ from kvtool.core.remote.transfer_report import TransferReport
 from kvtool.core.remote.urls import open_blobs
 
 if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
     from kvtool.core.pack.give import ExportReport
     from kvtool.core.session.session import Session
     from kvtool.core.upkeep.budget import Budget
@@ -109,16 +110,16 @@ class Cache:
     @_alone
     def ingest(self, paths: Iterable[str | Path], *, events: Events | None = None, **options: Any) -> IngestReport:
         """Bring the store up to date with files; `options` are the fields of `IngestOptions`."""
-        self.close()
         wanted = IngestOptions(paths=tuple(Path(path) for path in paths), **self._model, **options)
-        return ingest(self._folder(), wanted, events or Events(warn=self._warn))
+        with self._beside() as folder:
+            return ingest(folder, wanted, events or Events(warn=self._warn), self._decoder)
 
     @_alone
     def compress(self, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
         """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
-        self.close()
         wanted = CompressOptions(levels=levels, **self._model, **options)
-        return compress(self._folder(), wanted, events or Events(warn=self._warn))
+        with self._beside() as folder:
+            return compress(folder, wanted, events or Events(warn=self._warn), self._decoder)
 
     @_alone
     def query(
@@ -138,40 +139,38 @@ class Cache:
     @_alone
     def push(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Bring a shared store up to date with this one; `options` are those of `core.remote.push.push`."""
-        self.close()
-        with closing(open_blobs(url)) as blobs, Store.open(self._folder()) as store:
+        with self._beside() as folder, closing(open_blobs(url)) as blobs, Store.open(folder) as store:
             return push(store, blobs, events=events or Events(warn=self._warn), **options)
 
     @_alone
     def pull(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Bring this store up to date with a shared one; `options` are those of `core.remote.pull.pull`."""
-        self.close()
-        with closing(open_blobs(url)) as blobs:
-            return pull(self._folder(), blobs, events=events or Events(warn=self._warn), **options)
+        with self._beside() as folder, closing(open_blobs(url)) as blobs:
+            return pull(folder, blobs, events=events or Events(warn=self._warn), **options)
 
     @_alone
     def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are those of `core.pack.give.export`."""
         from kvtool.core.pack.give import export
 
-        self.close()
-        return export(self._folder(), Path(pack), events=events or Events(warn=self._warn), **options)
+        with self._beside() as folder:
+            return export(folder, Path(pack), events=events or Events(warn=self._warn), **options)
 
     @_alone
     def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
         """Take a pack into the store, as `store import` does; `options` are those of `core.pack.take.take`."""
         from kvtool.core.pack.take import take
 
-        self.close()
-        return take(self._folder(), Path(pack), events=events or Events(warn=self._warn), **options)
+        with self._beside() as folder:
+            return take(folder, Path(pack), events=events or Events(warn=self._warn), **options)
 
     @_alone
     def forget(self, *targets: str, **options: Any) -> Plan:
         """Forget documents, by path, folder, glob or chunk's id; `options` are those of `core.upkeep.forget.forget`."""
         from kvtool.core.upkeep.forget import forget
 
-        self.close()
-        return forget(self._folder(), targets, **options)
+        with self._beside() as folder:
+            return forget(folder, targets, **options)
 
     @_alone
     def prune(self, **options: Any) -> PruneReport:
@@ -179,27 +178,27 @@ class Cache:
         from kvtool.core.upkeep.job import prune
         from kvtool.core.upkeep.options import PruneOptions
 
-        self.close()
-        return prune(self._folder(), PruneOptions(**options))
+        with self._beside() as folder:
+            return prune(folder, PruneOptions(**options))
 
     @_alone
     def compact(self, **options: Any) -> Compacted:
         """Give free pages, and what nothing refers to, back to the disk."""
         from kvtool.core.upkeep.compact import compact
 
-        self.close()
-        return compact(self._folder(), **options)
+        with self._beside() as folder:
+            return compact(folder, **options)
 
     @_alone
     def budget(self, *size: int | None) -> Budget:
         """The size budget that the store keeps to, in bytes; with a size it becomes that, with None it is lifted."""
         from kvtool.core.upkeep.budget import keep_budget, read_budget
 
-        self.close()
-        if size:
-            return keep_budget(self._folder(), size[0])
-        with Store.open(self._folder()) as store:
-            return read_budget(store)
+        with self._beside() as folder:
+            if size:
+                return keep_budget(folder, size[0])
+            with Store.open(folder) as store:
+                return read_budget(store)
 
     @_alone
     def close(self) -> None:
@@ -213,6 +212,26 @@ class Cache:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @contextmanager
+    def _beside(self) -> Iterator[Path]:
+        """The store's folder, for what opens it by itself: the model stays loaded, and learns of what was changed."""
+        folder = self._folder()
+        if self._session is not None:
+            self._session.store.flush()
+        try:
+            yield folder
+        finally:
+            if self._session is not None:
+                try:
+                    self._session.refresh()
+                except KvtoolError:  # another store, or another model's: the next question opens it anew
+                    self.close()
+
+    @property
+    def _decoder(self) -> Decoder | None:
+        """The model, if it is loaded."""
+        return self._session.decoder if self._session is not None else None
 
     def _folder(self) -> Path:
         if isinstance(self.path, str):

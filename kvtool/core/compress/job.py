@@ -24,14 +24,21 @@ from kvtool.core.session.levels import ProfileShelf, losses_by_maker
 if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
     from kvtool.core.compress.loss import Question
+    from kvtool.core.model.decoder import Decoder
     from kvtool.core.session.session import Session
 
 FIT_CHUNKS = 64
 _SEED = 0
 
 
-def compress(path: Path, options: CompressOptions, events: Events | None = None) -> CompressReport:
+def compress(
+    path: Path, options: CompressOptions, events: Events | None = None, decoder: Decoder | None = None
+) -> CompressReport:
     """Encode a store's records at some levels. What is there already stays; run again to resume.
+
+    Parameters
+    ----------
+    decoder : the store's model if it is loaded already; a profile is fitted with one that gives gradients.
 
     Raises
     ------
@@ -42,7 +49,7 @@ def compress(path: Path, options: CompressOptions, events: Events | None = None)
     levels = check_levels(options)
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        report = _Job(store, writer, options, events or Events()).run(levels)
+        report = _Job(store, writer, options, events or Events(), decoder).run(levels)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -71,6 +78,7 @@ class _Job:
     writer: Writer
     options: CompressOptions
     events: Events
+    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         from kvtool.core.session.identity import store_identity
@@ -125,13 +133,12 @@ class _Job:
     @cached_property
     def session(self) -> Session:
         """The store with its model loaded."""
-        from kvtool.core.model.options import ModelOptions
         from kvtool.core.session.session import Session
 
+        if self.decoder is not None and not self.options.fit:
+            return Session(self.store, self.identity, self.options, decoder=self.decoder)
         self.events.status(f"loading {self.options.model or self.identity.model}")
-        options = self.options
-        wanted = ModelOptions(model=options.model, device=options.device, dtype=options.dtype, offline=options.offline)
-        return Session.open(self.store, wanted, gradients=True)
+        return Session.open(self.store, self.options, gradients=True)
 
     # ---- the profile ----
 

@@ -155,13 +155,10 @@ class _Job:
     @cached_property
     def session(self) -> Session:
         """The store with its model loaded."""
-        from kvtool.core.model.options import ModelOptions
         from kvtool.core.session.session import Session
 
         self.events.status(f"loading {self.options.model or self.identity.model}")
-        options = self.options
-        wanted = ModelOptions(model=options.model, device=options.device, dtype=options.dtype, offline=options.offline)
-        return Session.open(self.store, wanted, gradients=True)
+        return Session.open(self.store, self.options, gradients=True)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

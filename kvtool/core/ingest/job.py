@@ -24,16 +24,18 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
 from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.lead_in import open_lead_ins
-from kvtool.core.session.levels import ProfileShelf
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.compute import ChunkStorer
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.session.session import Session
 
 _GATE_CHUNKS = 3  # the first ones computed; the gate takes no more
 
 
-def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> IngestReport:
+def ingest(
+    path: Path, options: IngestOptions, events: Events | None = None, decoder: Decoder | None = None
+) -> IngestReport:
     """Bring a store up to date with files.
 
     Only what changed is read further than its bytes; a model is loaded only if a chunk has to be computed. Each file is
@@ -42,6 +44,7 @@ def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> 
     Parameters
     ----------
     path : folder of the store; made on need, not on a dry run.
+    decoder : a model that is loaded already; it is used if it is the store's.
 
     Raises
     ------
@@ -55,7 +58,8 @@ def ingest(path: Path, options: IngestOptions, events: Events | None = None) -> 
 
         Embedder(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
-    report = (_preview if options.dry_run else _run)(path, options, events or Events())
+    events = events or Events()
+    report = _preview(path, options, events) if options.dry_run else _run(path, options, events, decoder)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -68,13 +72,13 @@ def _preview(path: Path, options: IngestOptions, events: Events) -> IngestReport
         return _Job(None, options, events).preview()
 
 
-def _run(path: Path, options: IngestOptions, events: Events) -> IngestReport:
+def _run(path: Path, options: IngestOptions, events: Events, decoder: Decoder | None) -> IngestReport:
     """A store is made only for something: a mistyped path or model leaves none behind."""
-    first = _Job(None, options, events) if _is_new(path) else None
+    first = _Job(None, options, events, decoder) if _is_new(path) else None
     if first is not None:
         first.stream.begin()
     with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        job = _Job(store, options, events)
+        job = _Job(store, options, events, decoder)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
         return job.run(store, writer)
@@ -91,8 +95,10 @@ def _is_new(path: Path) -> bool:
 
 
 class _Job:
-    def __init__(self, store: Store | None, options: IngestOptions, events: Events) -> None:
-        self.options = options
+    def __init__(
+        self, store: Store | None, options: IngestOptions, events: Events, decoder: Decoder | None = None
+    ) -> None:
+        self.options, self._loaded = options, decoder
         self.account = Account(options, events)
         self.choices = Choices(store, options)
         self.stream = Stream(store, options, self.choices, self.account)
@@ -118,7 +124,7 @@ class _Job:
         report, options = self.account.report, self.options
         self.stream.begin()
         self._say_lead_in_change(store)
-        decoder = self._take_files(store, writer)
+        session = self._take_files(store, writer)
         self._keep_identity(writer)
         for entry in self.stream.gone:
             writer.remove_file(entry.path)
@@ -128,8 +134,8 @@ class _Job:
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
         if stale or options.embedder is not None:
             update_index(store, self.account, options.embedder, options.offline)
-        if decoder is not None:
-            self._gate(store, decoder)
+        if session is not None:
+            self._gate(session)
         return report
 
     @property
@@ -151,28 +157,30 @@ class _Job:
 
     # ---- the files ----
 
-    def _take_files(self, store: Store, writer: Writer) -> Decoder | None:
-        """Bring every changed file into the store. Returns the model where it was needed."""
-        novelties, storer = Novelties(store), None
+    def _take_files(self, store: Store, writer: Writer) -> Session | None:
+        """Bring every changed file into the store. Returns the store with its model where that was needed."""
+        novelties, storer, session = Novelties(store), None, None
         try:
             for file in self.stream:
                 self._changed, new = True, novelties.of(file)
                 self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
                 if storer is None and (new or self._needs_prefix(store)):
-                    storer = self._storer(store, writer, new)
+                    session = self._open(store)
+                    storer = self._storer(session, writer, new)
                 if storer is None:
                     self._commit_known(writer, file)
                 else:
                     storer.take(file, new)
             if storer is None and self._needs_prefix(store):
-                storer = self._storer(store, writer, [])
+                session = self._open(store)
+                storer = self._storer(session, writer, [])
             if storer is not None:
                 storer.finish()
         finally:
             self.account.report.chunks.reused = novelties.reused
             if storer is not None:
                 storer.close()
-        return storer.kitchen.decoder if storer is not None else None
+        return session
 
     def _commit_known(self, writer: Writer, file: PreparedFile) -> None:
         """Commit a file whose chunks are all stored: renamed, moved or reverted ones need no model."""
@@ -185,15 +193,15 @@ class _Job:
         identity = self.choices.identity
         return bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
 
-    def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
-        """Load the model; `chunks` are the first to be computed, so that what cannot be is refused before anything."""
+    def _storer(self, session: Session, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
+        """`chunks` are the first to be computed, so that what cannot be is refused before anything."""
         from kvtool.core.ingest.compute import ChunkStorer, Kitchen, check_length
 
-        identity, level, decoder = self.choices.identity, self.options.level, self._load()
+        store, identity, decoder, level = session.store, session.identity, session.decoder, self.options.level
         longest = max((len(chunk.before) + len(chunk.ids) for chunk in chunks), default=0)
         check_length(decoder, len(identity.lead_in.ids), longest)
         self._keep_identity(writer)
-        profile = ProfileShelf(store).current() if level_of(level).nested else None
+        profile = session.profiles.current() if level_of(level).nested else None
         lead_ins = open_lead_ins(store, decoder, identity)
         storer = ChunkStorer(writer, self.account, Kitchen(decoder, lead_ins, level, profile))
         if self._needs_prefix(store):
@@ -202,13 +210,17 @@ class _Job:
 
     # ---- the model ----
 
-    def _load(self) -> Decoder:
-        from kvtool.core.model.decoder import Decoder
-        from kvtool.core.model.load import load_model
+    def _open(self, store: Store) -> Session:
+        """The store with its model loaded."""
+        from kvtool.core.session.session import Session
 
-        files, identity, events = self.choices.files, self.choices.identity, self.account.events
-        events.status(f"loading {files.ref}")
-        loaded = load_model(files, device=self.options.device, dtype=identity.dtype)
+        identity, events, decoder = self.choices.identity, self.account.events, self._loaded
+        if decoder is not None and decoder.loaded.fingerprint != identity.fingerprint:
+            decoder = None
+        if decoder is None:
+            events.status(f"loading {self.choices.files.ref}")
+        session = Session(store, identity, self.options, decoder=decoder)
+        loaded = session.decoder.loaded
         self.account.report.resolved = {
             "model": loaded.files.ref,
             "device": loaded.device,
@@ -217,12 +229,12 @@ class _Job:
             "lead_in": identity.lead_in.mode,
         }
         events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}")
-        return Decoder(loaded)
+        return session
 
-    def _gate(self, store: Store, decoder: Decoder) -> None:
+    def _gate(self, session: Session) -> None:
         from kvtool.core.session.gate import gate_store
 
-        verdict = gate_store(store, decoder, self.choices.identity, self._gated)
+        verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()
             if not verdict.passed:

@@ -1,0 +1,89 @@
+"""A session holds its model through whatever changes the store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtool
+from kvtool.core.api import Cache
+from kvtool.core.cache.store import Store
+from kvtool.core.model import load
+from kvtool.core.query.layout import lay_out
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.session.identity import store_identity
+from kvtool.core.session.session import Session
+
+QUESTION = "Who built the windmill?"
+
+
+@pytest.fixture
+def cache(store: Path) -> Iterator[Cache]:
+    with kvtool.open(store) as opened:
+        opened.query(QUESTION, max_tokens=1)
+        yield opened
+
+
+@pytest.fixture
+def loads(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Models that are loaded from now on."""
+    loaded, load_model = [], load.load_model
+
+    def count(files: Any, **options: Any) -> Any:
+        loaded.append(files)
+        return load_model(files, **options)
+
+    monkeypatch.setattr(load, "load_model", count)
+    return loaded
+
+
+def test_an_ingest_takes_the_loaded_model_and_the_next_question_finds_what_is_new(
+    cache: Cache, loads: list[Any], tmp_path: Path
+) -> None:
+    new = tmp_path / "new.md"
+    new.write_text("The windmill on the hill was built by Zacharias in 1888.")
+    report = cache.ingest([new])
+    assert report.chunks.computed == 1
+    reply = cache.query(QUESTION, max_tokens=1)
+    assert {"new.md"} <= {Path(chunk.source).name for chunk in reply.chunks}
+    assert all(chunk.status != "miss" for chunk in reply.chunks)
+    assert loads == []
+
+
+def test_compressing_and_measuring_take_it_too(cache: Cache, loads: list[Any]) -> None:
+    cache.compress("2", questions=2, predictor="mean")
+    assert {chunk.status for chunk in cache.query(QUESTION, level="2", max_tokens=1).chunks} == {"hit"}
+    assert loads == []
+
+
+def test_what_makes_the_store_smaller_keeps_it(cache: Cache, loads: list[Any]) -> None:
+    before = cache.query(QUESTION, max_tokens=2)
+    cache.compact()
+    cache.forget(Path(before.chunks[0].source))
+    after = cache.query(QUESTION, max_tokens=2)
+    assert before.chunks[0].source not in {chunk.source for chunk in after.chunks}
+    assert loads == []
+
+
+def test_a_store_made_anew_is_opened_anew(cache: Cache, loads: list[Any], corpus: Path, store: Path) -> None:
+    model = store_identity(cache._session.store).model  # type: ignore[union-attr]
+    shutil.rmtree(store)
+    with kvtool.open(store, model=model) as other:
+        other.ingest([corpus])
+    cache.ingest([corpus])
+    assert cache.query(QUESTION, max_tokens=1).chunks
+
+
+def test_a_prompt_is_laid_out_without_the_model(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Store.open(store) as opened:
+        loaded = Session.open(opened)
+        expected = lay_out(loaded, Request(QUESTION), QueryOptions()).plan
+        monkeypatch.setattr(load, "load_model", None)
+        session = Session(opened, store_identity(opened))
+        assert lay_out(session, Request(QUESTION), QueryOptions()).plan == expected
+        assert not session.is_loaded
