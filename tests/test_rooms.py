@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import kvtool
 
@@ -29,15 +33,40 @@ def room_of(parts: tuple[str, ...]) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in ("cli", "lab") else "top"
 
 
-def imports() -> Iterator[tuple[Path, str, str]]:
-    """Every import of kvtool's own, wherever it stands: the file, its room, the imported room."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        here = room_of(("kvtool", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+@dataclass(frozen=True)
+class Import:
+    """An import of kvtool's own, wherever in a file it stands; `typing`: for type checkers alone."""
+
+    module: str
+    imported: str
+    typing: bool
+
+    @property
+    def rooms(self) -> tuple[str, str]:
+        here, there = room_of(tuple(self.module.split("."))), room_of(tuple(self.imported.split(".")))
+        return ("top", "top") if "top" in (here, there) else (here, there)
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    modules = {_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+    found = []
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text("utf-8"))
+        typing = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
+        for node in ast.walk(tree):
             for name in _names(node):
-                there = room_of(tuple(name.split(".")))
-                if "top" not in (here, there) and here != there:
-                    yield path, here, there
+                imported = name if name in modules else name.rpartition(".")[0]
+                found.append(Import(module, imported, node in typing))
+    return tuple(found)
+
+
+def _name(path: Path) -> str:
+    return ".".join(("kvtool", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -49,15 +78,30 @@ def _names(node: ast.AST) -> list[str]:
 
 
 def test_every_room_has_its_place() -> None:
-    assert {room for _, *both in imports() for room in both} <= {*ORDER}
+    assert {room for found in imports() for room in found.rooms} <= {*ORDER, "top"}
 
 
 def test_imports_point_one_way() -> None:
-    wrong = {}
-    for path, here, there in imports():
-        level = ORDER.index(there) < ORDER.index(here)
+    wrong: dict[tuple[str, str], set[str]] = {}
+    for found in imports():
+        here, there = found.rooms
+        if here == there:
+            continue
         apart = any({here, there} <= floor for floor in APART)
-        if not level or apart:
-            wrong.setdefault((here, there), set()).add(path.name)
-    assert {pair: files for pair, files in wrong.items() if pair not in KNOWN} == {}
+        if apart or ORDER.index(there) > ORDER.index(here):
+            wrong.setdefault((here, there), set()).add(found.module)
+    assert {pair: modules for pair, modules in wrong.items() if pair not in KNOWN} == {}
     assert set(wrong) >= KNOWN, "solved: take it out of KNOWN"
+
+
+@pytest.mark.xfail(reason="store and writer of core/cache still import each other", strict=True)
+def test_no_module_imports_itself_over_others() -> None:
+    """Imports inside of functions count too: they would only hide a circle."""
+    graph: dict[str, set[str]] = {}
+    for found in imports():
+        if not found.typing and found.imported != found.module:
+            graph.setdefault(found.module, set()).add(found.imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -19,7 +19,8 @@ import pytest
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model import hub
-from kvtool.core.model.files import resolve, weight_files
+from kvtool.core.model.files import weight_files
+from kvtool.core.model.resolve import resolve
 from tests.families import save_tiny
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -165,7 +166,7 @@ def test_impossible_hub_names(name: str) -> None:
 HUB = """
 import sys
 from kvtool.core.errors import ModelError
-from kvtool.core.model.files import resolve
+from kvtool.core.model.resolve import resolve
 try:
     print(resolve("org/model").folder)
 except ModelError as error:

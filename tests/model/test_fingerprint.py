@@ -222,8 +222,8 @@ def test_no_torch(folder: Path) -> None:
     """A second `ingest` of an unchanged corpus asks only for this, and must not wait for torch."""
     code = f"""
 import sys
-from kvtool.core.model import files, fingerprint, load, packaged, prompt, tokens
-model = files.resolve({str(folder)!r})
+from kvtool.core.model import fingerprint, load, packaged, prompt, resolve, tokens
+model = resolve.resolve({str(folder)!r})
 device = load.resolve_device("cpu")
 fingerprint.model_fingerprint(model, load.resolve_dtype("auto", device, model))
 try:

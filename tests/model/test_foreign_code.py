@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.files import resolve
+from kvtool.core.model.resolve import resolve
 from kvtool.core.retrieval.embed import Embedder
 from tests.cli.working import kvtool
 from tests.families import edit_config, save_tiny

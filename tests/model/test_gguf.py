@@ -19,11 +19,11 @@ import torch
 
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model import gguf as conversion
-from kvtool.core.model.files import resolve
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.gguf import converted
 from kvtool.core.model.gguf_header import read_header
 from kvtool.core.model.load import load_model, load_tokenizer
+from kvtool.core.model.resolve import resolve
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model, tiny_tokenizer
 

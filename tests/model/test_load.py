@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model import load
-from kvtool.core.model.files import ModelFiles, resolve
+from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import load_model, load_tokenizer, resolve_device, resolve_dtype
+from kvtool.core.model.resolve import resolve
 from kvtool.core.model.tokens import encode
 from tests.families import FAMILIES, edit_config, save_tiny, tiny_model, tiny_tokenizer
 

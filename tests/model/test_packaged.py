@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model import packaged
-from kvtool.core.model.files import resolve
+from kvtool.core.model.resolve import resolve
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:

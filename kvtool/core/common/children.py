@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import kvtool
+HOME = Path(__file__).absolute().parents[3]  # where this kvtool is imported from
 
 
 def python(program: str, *args: str) -> list[str]:
@@ -22,9 +22,7 @@ def python(program: str, *args: str) -> list[str]:
 
 def search_path() -> list[str]:
     """This process's search path without the working directory, unless that is where kvtool or Python itself is."""
-    allowed = {
-        os.path.realpath(place) for place in (str(Path(kvtool.__file__).parents[1]), *sysconfig.get_paths().values())
-    }
+    allowed = {os.path.realpath(place) for place in (str(HOME), *sysconfig.get_paths().values())}
     try:
         here = os.path.realpath(os.getcwd())
     except OSError:  # it was removed: no relative entry means anything

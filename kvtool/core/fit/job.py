@@ -120,10 +120,10 @@ class _Job:
     @cached_property
     def ids(self) -> Ids:
         """Of the warm lead-in behind the store's own instruction."""
-        from kvtool.core.model.files import resolve
         from kvtool.core.model.lead_in import lead_in_ids
         from kvtool.core.model.load import load_tokenizer
         from kvtool.core.model.prompt import PromptParts
+        from kvtool.core.model.resolve import resolve
 
         files = resolve(self.options.model or self.identity.model, offline=self.options.offline)
         parts = PromptParts(self.identity.prefix, self.identity.answer_header)

@@ -10,9 +10,10 @@ from typing import Any
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
-from kvtool.core.model.files import ModelFiles, resolve
+from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL
+from kvtool.core.model.resolve import resolve
 from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model
 from kvtool.core.session.lead_in import LEARNED, learned_lead_in
 

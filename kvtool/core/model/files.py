@@ -1,10 +1,9 @@
-"""From what the user calls a model to a folder that can be loaded. No torch, except to convert a GGUF once."""
+"""The files of a model's folder: what has to be there, and what they say. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _LFS = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000  # the safetensors format's own bound
 _MAX_CONFIG = 50_000_000
@@ -51,59 +49,6 @@ class ModelFiles:
     ref: str
     folder: Path
     kind: str
-
-
-def resolve(ref: str, *, offline: bool = False) -> ModelFiles:
-    """Find a model: a folder, a `*.gguf` file, `smollm2`, or else a name on the model hub.
-
-    A hub name is downloaded on first use, a GGUF file converted on first use (`model/gguf.py`).
-
-    Raises
-    ------
-    ModelError : not found, incomplete, not loadable, or out of reach.
-    """
-    if not ref.strip():
-        raise ModelError("the model's name is empty", WAYS_OUT)
-    if ref == PACKAGED:
-        return _packaged()
-    path = Path(ref).expanduser()
-    try:
-        exists = path.exists()
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{ref!r} is neither a file name nor a model's name: {error}", WAYS_OUT) from error
-    if exists or looks_local(ref):
-        return _local(path)
-    if not _HUB_NAME.fullmatch(ref):
-        raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
-    from kvtool.core.model import hub
-
-    return ModelFiles(ref, hub.fetched(ref, offline=offline), "hub")
-
-
-def _packaged() -> ModelFiles:
-    from kvtool.core.model.gguf import converted
-    from kvtool.core.model.packaged import find_packaged
-
-    return ModelFiles(PACKAGED, converted(find_packaged()), "packaged")
-
-
-def looks_local(ref: str) -> bool:
-    """Whether a reference is spelled like a path, so that a typo in it is not looked for on the hub."""
-    return ref.startswith(("/", ".", "~")) or "\\" in ref or ref.count("/") > 1 or ref.lower().endswith(".gguf")
-
-
-def _local(path: Path) -> ModelFiles:
-    path = path.absolute()
-    if path.is_dir():
-        check_folder(path)
-        return ModelFiles(str(path), path, "folder")
-    if path.suffix.lower() == ".gguf":
-        from kvtool.core.model.gguf import converted
-
-        return ModelFiles(str(path), converted(path), "gguf")
-    if path.exists():
-        raise ModelError(f"{path} is not a model folder and not a GGUF file", WAYS_OUT)
-    raise ModelError(f"there is no model at {path}", WAYS_OUT)
 
 
 def check_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import looks_local
+from kvtool.core.model.resolve import looks_local
 from kvtool.core.retrieval.tables import Array
 
 _PICKLE = "pytorch_model.bin"

@@ -11,10 +11,11 @@ from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError
-from kvtool.core.model.files import ModelFiles, resolve
+from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.load import resolve_dtype
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.resolve import resolve
 from kvtool.core.records.wanted import WantedChunk
 
 if TYPE_CHECKING:
