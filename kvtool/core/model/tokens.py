@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +44,16 @@ def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
 def holds_control(tokenizer: Any, text: str) -> bool:
     """Whether the text contains the spelling of a control token."""
     return any(token.content in text for token in tokenizer.added_tokens_decoder.values() if _is_control(token))
+
+
+def whole_characters(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[int, int, str]]:
+    """The text of some ids in pieces of as few tokens as make whole characters: from … to, and the piece."""
+    start = 0
+    for stop in range(1, len(ids) + 1):
+        text = tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False)
+        if not text.endswith("\ufffd") or stop == len(ids):
+            yield start, stop, text
+            start = stop
 
 
 def _run(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Segment
+from kvtool.core.model.tokens import whole_characters
 
 HOLE = "hole"
 
@@ -65,15 +66,11 @@ def _fates(fused: Fused, segment: Segment) -> list[str]:
 def _runs(segment: Segment, fates: Sequence[str], tokenizer: Any) -> Iterator[Run]:
     """Runs of whole characters: a token that ends inside of one goes with the next."""
     start, text, fate = 0, "", ""
-    begin = 0
-    for stop in range(1, len(segment.ids) + 1):
-        piece = tokenizer.decode(segment.ids[begin:stop], clean_up_tokenization_spaces=False)
-        if piece.endswith("\ufffd") and stop < len(segment.ids):
-            continue
+    for begin, stop, piece in whole_characters(tokenizer, segment.ids):
         own = next((fates[place] for place in range(begin, stop) if fates[place]), "")
         if own != fate and begin > start:
             yield Run(start, begin, text, fate)
             start, text = begin, ""
-        fate, text, begin = own, text + piece, stop
+        fate, text = own, text + piece
     if segment.ids:
         yield Run(start, len(segment.ids), text, fate)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS
+from kvtool.core.options.option import Option, options_of
 from kvtool.core.query.options import QueryOptions
 
 RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
@@ -72,18 +71,19 @@ def parse_run(text: str) -> RunSpec:
             f"run {text!r}: there is no fusion mode {mode!r}",
             did_you_mean(mode, SELECTORS) or f"known: {', '.join(SELECTORS)}; {_HINT}",
         )
-    knob = SELECTORS[mode].knob
-    if not colon:
-        return RunSpec(mode, knob, getattr(QueryOptions(), knob) if knob else None)
-    if not knob:
+    knob = _knob(mode)
+    if knob is None and colon:
         raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {mode}")
-    return RunSpec(mode, knob, _ratio(text, amount) if _is_share(knob) else _tokens(text, amount))
+    if knob is None:
+        return RunSpec(mode)
+    return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default)
 
 
 def default_runs() -> Iterator[str]:
     """Every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
     for mode, kind in SELECTORS.items():
-        if kind.knob and _is_share(kind.knob):
+        knob = _knob(mode)
+        if knob is not None and knob.unit == "percentage":
             yield from (f"{mode}:{ratio}" for ratio in RATIOS)
         elif not kind.lossless:
             yield parse_run(mode).name
@@ -95,34 +95,12 @@ def ordered(names: Iterable[str]) -> list[str]:
 
     def place(name: str) -> tuple[int, float, str]:
         mode, _, amount = name.partition(":")
-        return modes.index(mode) if mode in modes else len(modes), _number(amount) or 0.0, name
+        return modes.index(mode) if mode in modes else len(modes), float(amount or 0), name
 
     return sorted(names, key=place)
 
 
-def _is_share(knob: str) -> bool:
-    """Whether an amount is a share of the context; else it is a number of tokens."""
-    return isinstance(getattr(QueryOptions(), knob), float)
-
-
-def _ratio(text: str, amount: str) -> float:
-    value = _number(amount.removesuffix("%"))
-    if value is not None and amount.endswith("%"):
-        value = float(f"{value / 100:.12g}")
-    if value is None or not 0 <= value <= 1:
-        raise UsageError(f"run {text!r}: {amount!r} is no ratio", "a number from 0 to 1, or such as 15%")
-    return value
-
-
-def _tokens(text: str, amount: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", amount):
-        raise UsageError(f"run {text!r}: {amount!r} is no number of tokens", "a whole number, such as epic:16")
-    return int(amount)
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def _knob(mode: str) -> Option | None:
+    """The option of a query that says how much a mode recomputes."""
+    knob = SELECTORS[mode].knob
+    return options_of(QueryOptions)[knob] if knob else None

@@ -71,13 +71,14 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sections(desk: Desk, value: Mapping[str, Any]) -> Iterator[Section]:
-    from kvtool.lab.measure.pieces import pieces
+    from kvtool.core.model.tokens import whole_characters
 
     info = desk.store.chunk_info(bytes.fromhex(value["id"]))
     ids = info.token_ids if info is not None else ()
     weights = value["sensitivity"] or [0.0] * len(ids)
     scale = sorted(weights)[int(0.98 * (len(weights) - 1))] or 1.0
-    shaded = [(text, weight / scale) for text, weight in pieces(ids, weights, desk.session.tokenizer)]
+    pieces = whole_characters(desk.session.tokenizer, ids)
+    shaded = [(text, max(weights[start:stop]) / scale) for start, stop, text in pieces]
     text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."
     yield Section("Text", (text,), shaded=(Shaded(tuple(shaded)),))
     levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,13 @@ def _hits(plan: Plan) -> list[Segment]:
 
 def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
     """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
-    from kvtool.lab.measure.pieces import pieces
+    from kvtool.core.model.tokens import whole_characters
 
-    left = iter(worth)
-    return [list(pieces(one.ids, [next(left) for _ in one.ids], tokenizer)) for one in _hits(plan)]
+    ends = itertools.accumulate((len(segment.ids) for segment in _hits(plan)), initial=0)
+    return [
+        [(text, max(worth[at + start : at + stop])) for start, stop, text in whole_characters(tokenizer, segment.ids)]
+        for at, segment in zip(ends, _hits(plan), strict=False)
+    ]
 
 
 def _told(value: Mapping[str, Any], read_at: str) -> Iterator[str | Table]:
