@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     _share_cores()
     out = Out.asked(args)
-    with _signals():
+    with _signals(), out.spinning("starting"):
         try:
             return _guarded(args, out)
         except SystemExit as exit:  # a closed stdout, or a command's own

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.out import error_json
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
@@ -53,6 +53,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         place = run.folder
         if book:
             book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
+        run.out.doing("reading files")
         with Watch(run) as watch:
             events = book.listening(watch.events) if book else watch.events
             report = run_ingest(place, options, events)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.out import counted
+from kvtool.cli.text import counted
 from kvtool.cli.transfer import told
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch

@@ -205,6 +205,7 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
 def _answer(run: Run, session: Session, request: Request, options: QueryOptions) -> None:
     from kvtool.core.query.answer import answer
 
+    run.out.doing("answering")
     reply = answer(session, request, options, on_text=lambda piece: run.out.print(piece, end=""))
     run.out.result(reply.to_json(), human=run.out.end_line if reply.answer else run.out.print)
     _show_decision(run, reply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.out import error_json
+from kvtool.cli.json_out import error_json
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.summary import numbers, summarise

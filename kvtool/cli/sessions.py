@@ -27,6 +27,8 @@ def open_session(run: Run, store: Store) -> Session:
     from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
 
-    session = Session(store, store_identity(store), run.get(ModelOptions), warn=run.out.warning)
+    identity = store_identity(store)
+    run.out.doing(f"loading the model {identity.model}")
+    session = Session(store, identity, run.get(ModelOptions), warn=run.out.warning)
     _ = session.decoder
     return session

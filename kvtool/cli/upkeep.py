@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.out import counted
+from kvtool.cli.text import counted
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import shown_size as sized
 from kvtool.core.common.sizes import size_in_bytes

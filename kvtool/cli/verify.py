@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.out import counted
+from kvtool.cli.text import counted
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
 from kvtool.core.errors import EXIT_DAMAGED
 

@@ -18,7 +18,7 @@ class Watch:
         self.events = Events(
             step=self._step,
             advance=self._advance,
-            status=self._out.detail,
+            status=self._out.doing,
             warn=self._out.warning,
             failed=self._out.failed,
             skipped=lambda path, reason: self._out.detail(f"skipped {path}: {reason}"),

@@ -9,7 +9,8 @@ import pytest
 from kvtool.cli import reference
 from kvtool.cli.app import main
 from kvtool.cli.help import TOPICS, page
-from kvtool.cli.out import SCHEMA, Out
+from kvtool.cli.json_out import SCHEMA
+from kvtool.cli.out import Out
 
 Capture = pytest.CaptureFixture[str]
 

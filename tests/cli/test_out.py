@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvtool.cli import out as module
-from kvtool.cli.out import Out, OutputClosed, clean, counted, degrade, one_line, to_json
+from kvtool.cli import progress as module
+from kvtool.cli.json_out import to_json
+from kvtool.cli.out import Out, OutputClosed
+from kvtool.cli.text import clean, counted, degrade, one_line
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
 

@@ -61,6 +61,7 @@ class Desk:
         """The store with its model, which is loaded when it is first needed."""
         from kvtool.core.session.session import Session
 
+        self.events.status(f"loading the model {self.identity.model}")
         return Session(self.store, self.identity, self.get(ModelOptions), warn=self.events.warn)
 
 

@@ -1,0 +1,44 @@
+"""Streams that take any text and never fail because of what it holds."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import suppress
+from typing import IO
+
+from kvtool.cli.text import degrade
+
+
+class SafeStream(io.TextIOBase):
+    """A text stream that takes any text; what `rich` draws on, too."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self.stream = stream  # None where the process was started without it
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        with suppress(ValueError, AttributeError):
+            return self.stream is not None and self.stream.isatty()
+        return False
+
+    def write(self, text: str) -> int:
+        if self.stream is not None:
+            self.stream.write(degrade(text, self.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        if self.stream is not None:
+            self.stream.flush()
+
+
+def silence(stream: IO[str] | None) -> None:
+    """Send what is still buffered to nowhere, so that the interpreter's last flush cannot fail."""
+    with suppress(Exception):
+        assert stream is not None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -1,0 +1,147 @@
+"""Words on the terminal while a command is silent: there from the first half second, and in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtool.cli import spinner
+from kvtool.cli.out import Out
+from kvtool.cli.streams import SafeStream
+from tests.cli.working import QUESTION, SHORT, command, environment
+
+
+class Terminal:
+    """What was written to a terminal."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        self.encoding, self.text = encoding, ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        return None
+
+    @property
+    def line(self) -> str:
+        """What stands on its last line now."""
+        return self.text.rsplit("\n", 1)[-1].rsplit("\r\x1b[2K", 1)[-1]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """One on which a spinner says "starting" at once."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(spinner, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(spinner, "_EVERY_S", 0.001)
+    terminal = Terminal()
+    with spinner.spinning("starting", SafeStream(terminal)):  # type: ignore[arg-type]
+        wait_for(terminal, "starting")
+        yield terminal
+
+
+def wait_for(terminal: Terminal, words: str) -> None:
+    """Until these words stand on the last line."""
+    until = time.monotonic() + 5
+    while not terminal.line.endswith(words):
+        assert time.monotonic() < until, terminal.text
+        time.sleep(0.001)
+
+
+def test_words_change_and_come_back_behind_a_warning(terminal: Terminal) -> None:
+    out = Out(stderr=terminal, stdout=Terminal())  # type: ignore[arg-type]
+    out.doing("reading a\nfile")
+    wait_for(terminal, "reading a file")
+    out.warning("mind the gap")
+    assert "\x1b[2K" in terminal.text.partition("mind the gap")[0][-30:]
+    wait_for(terminal, "reading a file")
+
+
+def test_an_answer_takes_the_line_away_until_there_are_new_words(terminal: Terminal) -> None:
+    out = Out(stdout=terminal, stderr=terminal)  # type: ignore[arg-type]
+    out.print("An ans", end="")
+    time.sleep(0.02)
+    assert terminal.line == "An ans"
+    out.print("wer")
+    out.doing("sorting")
+    wait_for(terminal, "sorting")
+
+
+def test_nothing_is_left_of_it(terminal: Terminal) -> None:
+    with spinner.aside(until_new_words=True):
+        terminal.write("the end")
+    time.sleep(0.02)
+    assert terminal.line == "the end"
+
+
+def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(spinner, "PATIENCE_S", 0.0)
+    terminal = Terminal("ascii")
+    with spinner.spinning("starting", SafeStream(terminal)):  # type: ignore[arg-type]
+        wait_for(terminal, "starting")
+    assert "?" not in terminal.text
+    assert terminal.line == ""
+
+
+def on_a_terminal(*args: object, **variables: str) -> tuple[str, str, int]:
+    """Run kvtool with a terminal as its stderr; returns stdout, what stood on the terminal, and the exit code."""
+    mine, its = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while piece := os.read(mine, 4096):
+                shown.extend(piece)
+        except OSError:  # the other side is closed
+            return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        env = environment(**{"TERM": "xterm"} | variables)
+        done = subprocess.run(command(*args), stdout=subprocess.PIPE, stderr=its, env=env, timeout=120, check=False)
+    finally:
+        os.close(its)
+        reader.join()
+        os.close(mine)
+    return done.stdout.decode(), shown.decode(), done.returncode
+
+
+def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
+    out, shown, code = on_a_terminal("query", QUESTION, "--store", store, *SHORT, "--json")
+    assert code == 0
+    assert json.loads(out)["question"] == QUESTION
+    assert "starting" in shown
+    assert re.search(r"loading the model|answering", shown)
+    last = shown.rsplit("\r\x1b[2K", 1)[1]
+    assert "starting" not in last
+    assert "first token after" in shown
+
+
+@pytest.mark.parametrize(("more", "term"), [(("-q",), "xterm"), ((), "dumb")])
+def test_quiet_and_a_dumb_terminal_have_none(more: tuple[str, ...], term: str, store: Path) -> None:
+    _, shown, code = on_a_terminal("query", QUESTION, "--store", store, *SHORT, *more, TERM=term)
+    assert code == 0
+    assert "starting" not in shown
+    assert shown == "" or term == "dumb"
+
+
+def test_a_command_that_is_quick_shows_nothing() -> None:
+    out, shown, _ = on_a_terminal("config", "--json")
+    assert json.loads(out)["settings"]
+    assert shown == ""
