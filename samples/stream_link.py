@@ -29,8 +29,8 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.streaming import rungs_of
+from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.push import push
-from kvtool.core.remote.tier import open_shared
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.estimate import make_estimator

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def open_any_store(run: Run) -> Store:
     """The store of `--store`, a folder or a URL; what a shared one has to say is told to the user."""
-    from kvtool.core.remote.tier import open_store
+    from kvtool.core.remote.opening import open_store
 
     timeout = run.get(RemoteOptions).remote_timeout
     return open_store(run.get(StoreOptions).place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)

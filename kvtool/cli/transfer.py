@@ -114,10 +114,10 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 def _in_words(one: TransferReport) -> str:
     what = f"{one.direction} --dry-run" if one.dry_run else one.direction
     would = "would be " if one.dry_run else ""
-    removed = f"{one.removed} {would}removed" + (f" ({one.removed_bytes / 1e6:,.1f} MB)" if one.removed_bytes else "")
+    removed = f"{one.removed} {would}removed" + (f" ({one.bytes_freed / 1e6:,.1f} MB)" if one.bytes_freed else "")
     forgotten = f", {one.forgotten} documents {would}forgotten" if one.forgotten else ""
     return (
         f"{what} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level {would}moved "
-        f"({one.bytes / 1e6:,.1f} MB), {one.files.there} and {one.chunks.there} there already, "
+        f"({one.bytes / 1e6:,.1f} MB), {one.files.unchanged} and {one.chunks.unchanged} there already, "
         f"{removed}{forgotten}, {one.seconds:.1f} s"
     )

@@ -28,9 +28,9 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
+from kvtool.core.remote.opening import open_store
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.tier import open_store
 from kvtool.core.remote.transfer_report import TransferReport
 from kvtool.core.remote.urls import open_blobs
 

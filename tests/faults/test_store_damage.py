@@ -11,8 +11,8 @@ import lmdb
 import pytest
 
 from kvtool.core.cache import keys, tables
-from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.tree_check import check_data_file
 from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.cache.making import LAYERS, check_file, id_of, make_store, payload_of, put
 

@@ -69,7 +69,7 @@ def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path
     assert losses_of(tmp_path / "new", chunk) == {"2": 0.004}
     again = take(tmp_path / "new", pack)
     assert (again.files.moved, again.chunks.moved, again.damaged) == (0, 0, [])
-    assert again.files.there == 2
+    assert again.files.unchanged == 2
 
 
 def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import front
+from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.push import push
-from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.pins import pin

@@ -21,13 +21,13 @@ from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEn
 from kvtool.core.cache.record import Kind, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreFormatError
-from kvtool.core.remote import local
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of
+from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.tier import open_shared
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, LEAD_IN, header_of, id_of, ids_of, make_store, payload_of, put
 from tests.remote.test_blobs import in_the_way
@@ -279,7 +279,7 @@ def test_every_part_of_a_file() -> None:
         parts = [b"j" + json.dumps(one).encode() for one in (first, second)]
         payload = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
         try:
-            found, (own,) = local.open_file(key, seal(key, Kind.FILE, payload))
+            found, (own,) = values.open_file(key, seal(key, Kind.FILE, payload))
         except DamagedError:
             continue
         assert found.path == "f0"
@@ -294,10 +294,10 @@ def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, A
     """Whoever reads it afterwards meets types that he knows, and can write them down again."""
     for mutant in mutants(state):
         try:
-            found = local.open_meta(name, seal(name.encode(), Kind.MANIFEST, json.dumps(mutant).encode()))
+            found = values.open_meta(name, seal(name.encode(), Kind.MANIFEST, json.dumps(mutant).encode()))
         except DamagedError:
             continue
-        assert unseal(name.encode(), Kind.MANIFEST, local.sealed_meta(name, found))
+        assert unseal(name.encode(), Kind.MANIFEST, values.sealed_meta(name, found))
 
 
 def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.reading import read_chunk
 from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import ProfileShelf
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store

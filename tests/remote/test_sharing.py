@@ -20,7 +20,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote import blobs as blobs_module
-from kvtool.core.remote import local, sweep
+from kvtool.core.remote import survey, sweep
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
 from kvtool.core.remote.pull import pull
@@ -136,7 +136,7 @@ def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
     forget(store, "f2")
     report = push(store, blobs, delete=True)
     assert report.removed == 2 * (LAYERS + 1) + 1 + 1  # two chunks, a file, a catalogue
-    assert report.removed_bytes > 0
+    assert report.bytes_freed > 0
     assert blobs.get(list(values)) == list(values.values())
     assert is_whole(blobs)
 
@@ -219,7 +219,7 @@ def test_a_rehearsal_counts_and_changes_nothing(store: Store, blobs: Blobs) -> N
     expected = push(store, blobs, delete=True, dry_run=True)
     assert {name: blobs.get([name]) for name in blobs.names()} == before
     done = push(store, blobs, delete=True, yes=True)
-    for field in ("files", "chunks", "bytes", "removed", "removed_bytes", "forgotten"):
+    for field in ("files", "chunks", "bytes", "removed", "bytes_freed", "forgotten"):
         assert getattr(expected, field) == getattr(done, field), field
     assert done.forgotten == 2
     assert expected.dry_run
@@ -462,16 +462,16 @@ def test_what_is_dropped_while_it_is_pushed_is_not_named_there(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a prune: else every pull would miss it, and the next pushes would take it for there."""
-    survey = local.survey
+    surveyed = survey.survey
 
     def then_pruned(*given: Any) -> Any:
-        found = survey(*given)
+        found = surveyed(*given)
         with Store.open(store.path) as other, other.writer() as writer:
             writer.drop_level([id_of("f1.0")], "raw")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(local, "survey", then_pruned)
+        patch.setattr(survey, "survey", then_pruned)
         assert [row["reason"] for row in push(store, blobs).damaged] == ["layer 0 is not stored"]
     assert pull(tmp_path / "pulled", blobs).damaged == []
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.tier import local_place, open_shared
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import make_store
 

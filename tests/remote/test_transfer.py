@@ -89,7 +89,7 @@ def test_only_what_is_missing(store: Store, blobs: Blobs, tmp_path: Path) -> Non
         add_file(writer, "f2", ["f2.0", "f0.1"])  # a chunk that is there already
     assert sent(store, blobs) == (1, 1)
     report = pull(tmp_path / "other", blobs)
-    assert (report.files.moved, report.chunks.moved, report.chunks.there) == (1, 1, 4)
+    assert (report.files.moved, report.chunks.moved, report.chunks.unchanged) == (1, 1, 4)
 
 
 def test_a_push_that_was_cut_off_goes_on(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_a_push_that_was_cut_off_goes_on(store: Store, blobs: Blobs, monkeypatch
     left[0] = 1000
     there = set(blobs.names())
     report = push(store, blobs)
-    assert report.chunks.there
-    assert report.chunks.moved + report.chunks.there == 4
+    assert report.chunks.unchanged
+    assert report.chunks.moved + report.chunks.unchanged == 4
     assert there < set(blobs.names())
 
 

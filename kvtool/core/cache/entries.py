@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ class DocumentEntry:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DocumentEntry:
         """Inverse of :meth:`to_bytes`; raises DamagedError."""
-        with _Reading("document"):
+        with _reading("document"):
             value = _unpack(data)
             chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
             return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks)
@@ -77,7 +79,7 @@ class FileEntry:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FileEntry:
         """Inverse of :meth:`to_bytes`; raises DamagedError."""
-        with _Reading("file entry"):
+        with _reading("file entry"):
             value = _unpack(data)
             return cls(
                 path=_text(value["path"]),
@@ -119,7 +121,7 @@ class ChunkInfo:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ChunkInfo:
         """Inverse of :meth:`to_bytes`; raises DamagedError."""
-        with _Reading("chunk"):
+        with _reading("chunk"):
             count, lead_bytes, layers, side_bytes = _CHUNK.unpack_from(data)
             lead_at = _CHUNK.size + 4 * count
             side_at = lead_at + lead_bytes
@@ -141,18 +143,13 @@ _TROUBLE = (
 )
 
 
-class _Reading:
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
     """Any trouble with an entry's bytes is damage, and says of what."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, _TROUBLE):
-            raise DamagedError(f"a stored {self._what} cannot be read: {type(error).__name__}") from error
+    try:
+        yield
+    except _TROUBLE as error:
+        raise DamagedError(f"a stored {what} cannot be read: {type(error).__name__}") from error
 
 
 def _text(value: Any) -> str:

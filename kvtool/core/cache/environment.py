@@ -17,9 +17,9 @@ import lmdb
 
 from kvtool.core.cache import layout, space
 from kvtool.core.cache.gate import Gate, Transaction, Visit
-from kvtool.core.cache.pages import check_data_file
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.tree import DataFile
+from kvtool.core.cache.tree_check import check_data_file
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")

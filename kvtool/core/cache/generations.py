@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache import layout, space
-from kvtool.core.cache.pages import check_data_file
+from kvtool.core.cache.tree_check import check_data_file
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

@@ -18,18 +18,18 @@ KVRead = tuple[KVHeader, memoryview]
 class RecordReader(Protocol):
     """What gives the KV of chunks: a store, whatever stands behind it."""
 
-    def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
-        """Bytes of the records of each level that can be read, by level, sorted."""
-        ...
-
-    def made_with(self, chunk_id: bytes, level: str) -> str | None:
-        """Digest, in hex, of the profile that the records of a lossy level name; None where it cannot be told."""
+    def levels(self, chunk_id: bytes) -> list[str]:
+        """Levels of which all layers can be read."""
         ...
 
     def read_layer(
         self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = ...
     ) -> list[KVRead | KvtoolError | None]:
-        """One layer of many chunks; for each its header and payload, None, or what is wrong with it."""
+        """One layer of many chunks; for each its header and payload, None, or what is wrong with it.
+
+        Payloads are private, writable and 64-byte aligned in memory; `before` is told each chunk's number before its
+        record is read.
+        """
         ...
 
 

@@ -149,11 +149,6 @@ def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
     return _kv_header(fields, payload.nbytes), payload
 
 
-def peek_header(data: Bytes) -> KVHeader:
-    """Header of a KV record, **without** checking the digest: for sizes and listings only."""
-    return _kv_header(_parse_header(_flat(data), Kind.KV), None)
-
-
 def payload_part(data: Bytes, part: slice) -> bytes:
     """A part of a value's payload, **without** checking the digest, from the value or its beginning."""
     return bytes(_flat(data)[HEADER_BYTES + part.start : HEADER_BYTES + part.stop])
@@ -234,7 +229,7 @@ def _open(key: bytes, data: Bytes, kind: Kind) -> tuple[_Fields, memoryview]:
     return fields, covered[HEADER_BYTES:]
 
 
-def _kv_header(fields: _Fields, length: int | None) -> KVHeader:
+def _kv_header(fields: _Fields, length: int) -> KVHeader:
     dtype = _DTYPE_NAMES.get(fields.dtype)
     if dtype is None:
         raise DamagedError(f"unknown dtype code {fields.dtype}")

@@ -1,14 +1,66 @@
-"""Whether the pages of a store's data file fit together: what no single look-up can tell."""
+"""Whether a store's data file is whole, and whether its pages fit together: what no single look-up can tell."""
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
-from kvtool.core.cache.pages import Counts
-from kvtool.core.cache.tree import Branch, Leaf, Tree
-from kvtool.core.errors import DamagedError
+from kvtool.core.cache.layout import REBUILD
+from kvtool.core.cache.pages import Counts, Meta, newest_meta
+from kvtool.core.cache.tree import BIG_HEADER_BYTES, Branch, DataFile, Leaf, Tree
+from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 _FREE, _DATA = 0, 1
+_GIVEN_UP = 2**30  # bytes that a transaction may have taken at the end of the file and given up again, at most
+
+
+def check_data_file(generation: Path) -> None:
+    """Refuse a ``data.mdb`` that would hang, be taken for a new store, or kill the process when LMDB reads it.
+
+    Raises
+    ------
+    StoreFormatError : not a regular file, or not LMDB 0.9's.
+    DamagedError : missing, empty or shorter than the pages in use.
+    """
+    path = generation / "data.mdb"
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise StoreFormatError(f"{path} is not a regular file", REBUILD)
+        with path.open("rb") as file:
+            meta = newest_meta(path, file)
+            size = os.fstat(file.fileno()).st_size
+        short = meta.file_bytes - size
+        if short > _GIVEN_UP or (short > 0 and not _holds_all(path, meta, size)):
+            raise DamagedError(f"{path} is truncated: {size} bytes of {meta.file_bytes}", REBUILD)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing", REBUILD) from error
+    except OSError as error:
+        raise KvtoolError(f"cannot read {path}: {error.strerror}", "check who owns the folder") from error
+
+
+def _holds_all(path: Path, meta: Meta, size: int) -> bool:
+    """Whether every page in use lies inside a file that is shorter than its last page.
+
+    That happens without damage: LMDB does not write a page that one transaction took at the end and gave up again.
+    """
+    with closing(DataFile(path)) as file:
+        tree = Tree(file, meta)
+        try:
+            return all(_fits(tree, node, size) for number in (_FREE, _DATA) for _, _, node in tree.pages(number))
+        except DamagedError:  # a page of the tree lies outside, or cannot be read
+            return False
+
+
+def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
+    """Whether the large values of a page lie inside a file of this size."""
+    return all(
+        tree.page_of(node, at) * tree.meta.page_size + BIG_HEADER_BYTES + length <= size
+        for at, (_, length, big) in enumerate(node.values if isinstance(node, Leaf) else ())
+        if big and isinstance(node, Leaf)
+    )
 
 
 def damaged_pages(tree: Tree) -> Iterator[str]:

@@ -18,7 +18,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.records.reading import Unusable, read_layer
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.link import RecordReader
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
 
@@ -67,13 +67,13 @@ class KVSource(Protocol):
 class StoreSource:
     """Records of a store; every one is verified against its digest, its shape and the wanted level."""
 
-    store: Store
+    store: RecordReader
     shape: tuple[int, int]  # kv_heads, head_dim
     profiles: Profiles = no_profiles
     device: torch.device | None = None  # where a codec may decode; None: in main memory
 
     @classmethod
-    def of(cls, store: Store, decoder: Decoder, profiles: Profiles = no_profiles) -> StoreSource:
+    def of(cls, store: RecordReader, decoder: Decoder, profiles: Profiles = no_profiles) -> StoreSource:
         """Records for this model; they are decoded on its device where that can be done."""
         there = torch.device(decoder.device) if decodes_there(decoder.device) else None
         return cls(store, (decoder.kv_heads, decoder.head_dim), profiles, there)

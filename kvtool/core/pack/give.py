@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.pack.container import PackWriter, writing
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import to_safetensors
-from kvtool.core.remote import local
+from kvtool.core.remote import survey, values
 from kvtool.core.remote.catalogue import (
     Catalogue,
     Chunk,
@@ -131,8 +131,8 @@ class _Export:
         return files, list(wanted)
 
     def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
-        key, value = keys.name_key(entry.path), local.file_value(self.store, entry)
-        _, documents = local.open_file(key, value)
+        key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
+        _, documents = values.open_file(key, value)
         files[key.hex()] = File(digest_of(value), entry.mtime_ns)
         self.out.add(file_name(key.hex(), files[key.hex()]), value)
         wanted.update((ref.chunk_id, None) for document in documents for ref in document.chunks)
@@ -145,7 +145,7 @@ class _Export:
             if chunk_id == self.identity.prefix_id:  # an empty one has no record
                 return
             raise DamagedError("its description is lost")
-        key, value = chunk_id.hex(), local.chunk_value(chunk_id, info)
+        key, value = chunk_id.hex(), values.chunk_value(chunk_id, info)
         found = chunks[key] = Chunk(digest_of(value), info.layers, {})
         self.out.add(chunk_name(key, found), value)
         there = self.store.levels(chunk_id)
@@ -158,12 +158,12 @@ class _Export:
         """A level, behind the one that it refines."""
         if level in chunk.levels:
             return
-        records = local.records_of(self.store, chunk_id, level, chunk.layers)
-        base = local.base_of(chunk_id, level, records[0])
+        records = survey.records_of(self.store, chunk_id, level, chunk.layers)
+        base = survey.base_of(chunk_id, level, records[0])
         if base is not None:
             self._level(chunk_id, chunk, base)
         maker = self.store.made_with(chunk_id, level)
-        chunk.levels[level] = Level(sum(map(len, records)), local.mark_of_records(records), base, maker)
+        chunk.levels[level] = Level(sum(map(len, records)), survey.mark_of_records(records), base, maker)
         try:
             self.out.add(kv_member(chunk_id.hex(), chunk, level), to_safetensors(chunk_id, level, records))
         except DamagedError:
@@ -183,14 +183,14 @@ class _Export:
         return tuple(sound)
 
     def _profile(self, digest: str, sound: list[str]) -> None:
-        self.out.add(f"profile/{digest}", local.profile_value(self.store, digest))
+        self.out.add(f"profile/{digest}", values.profile_value(self.store, digest))
         sound.append(digest)
 
     def _meta(self) -> dict[str, str]:
-        values = {name: local.meta_value(self.store, name) for name in local.META}
-        for name, value in values.items():
+        meta = {name: values.meta_value(self.store, name) for name in values.META}
+        for name, value in meta.items():
             self.out.add(f"meta/{name}-{digest_of(value)}", value)
-        return {name: digest_of(value) for name, value in values.items()}
+        return {name: digest_of(value) for name, value in meta.items()}
 
     def _noting(self, what: str, give: Callable[[], None]) -> None:
         """What is damaged in the store is left out, and said."""

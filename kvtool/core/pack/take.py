@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.pack.container import PackReader
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import MOST_HEADER, from_safetensors
-from kvtool.core.remote import local
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import ReadInTurn
 from kvtool.core.remote.catalogue import Catalogue, digest_of, unseal_head
 from kvtool.core.remote.limits import most_bytes
 from kvtool.core.remote.pull import adopt
-from kvtool.core.remote.reading import check_same_identity
 from kvtool.core.remote.transfer_report import TransferReport
 
 _AGAIN = "get the pack again, or export it again"
@@ -42,9 +42,12 @@ def take(
         there = _catalogue(reader)
         blobs = PackBlobs(reader, there)
         _check_manifest(blobs, there, pack)
-        _check_identity(path, there, pack)
         with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
-            return adopt(store, writer, blobs, there, None, newer=True, timeout=_SECONDS, events=events)
+            try:
+                return adopt(store, writer, blobs, there, None, newer=True, timeout=_SECONDS, events=events)
+            except StoreFormatError as error:  # made with another model or other settings
+                hint = f"import {pack.name} into a store of its own: --store FOLDER"
+                raise StoreFormatError(f"{error.message} than {pack}", hint) from error
 
 
 @contextmanager
@@ -71,24 +74,10 @@ def _check_manifest(blobs: PackBlobs, there: Catalogue, pack: Path) -> None:
     with _of_the_pack(pack):
         name = f"meta/manifest-{there.meta.get('manifest', '')}"
         value = blobs.value(name, most_bytes(name))
-        if value is None or not local.is_sound(name, value):
+        if value is None or not values.is_sound(name, value):
             raise DamagedError("it does not say what it was made with")
-        if local.open_meta("manifest", value).get("identity") != there.identity:
+        if values.open_meta("manifest", value).get("identity") != there.identity:
             raise DamagedError("it was made with something else than its index says")
-
-
-def _check_identity(path: Path, there: Catalogue, pack: Path) -> None:
-    try:
-        with Store.open(path) as store:
-            mine = store.manifest()
-    except (StoreNotFoundError, DamagedError):  # made anew, or told of when it is opened for writing
-        return
-    if mine:
-        try:
-            check_same_identity(there.identity, mine.get("identity", {}), str(path))
-        except StoreFormatError as error:
-            hint = f"import {pack.name} into a store of its own: --store FOLDER"
-            raise StoreFormatError(f"{error.message} than {pack}", hint) from error
 
 
 class PackBlobs:
@@ -127,24 +116,6 @@ class PackBlobs:
             return None
         return self._records.get(name, b"")
 
-    def reader(self) -> _Reader:
+    def reader(self) -> ReadInTurn:
         """See Readable."""
-        return _Reader(self)
-
-
-class _Reader:
-    def __init__(self, blobs: PackBlobs) -> None:
-        self._blobs = blobs
-        self._asked: list[tuple[str, int]] = []
-
-    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
-        """See Reader."""
-        self._asked += zip(names, most, strict=True)
-
-    def take(self) -> bytes | None:
-        """See Reader."""
-        return self._blobs.value(*self._asked.pop(0))
-
-    def close(self) -> None:
-        """See Reader."""
-        self._asked.clear()
+        return ReadInTurn(self.value)

@@ -16,8 +16,7 @@ from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.link import KVRead
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.link import KVRead, RecordReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +26,13 @@ class Unusable:
     reason: str
 
 
-def exact_level(store: Store, chunk_id: bytes) -> str | None:
+def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
     """A level that loses nothing and is stored, or None."""
     return next(iter(exact(store.levels(chunk_id))), None)
 
 
 def read_layer(
-    store: Store,
+    store: RecordReader,
     chunk_ids: Sequence[bytes],
     level: str,
     layer: int,
@@ -90,7 +89,7 @@ def _opened(
         return Unusable(f"damaged: {error.message}"), None
 
 
-def read_records(store: Store, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
+def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
     """One layer of several chunks.
 
     Raises
@@ -106,7 +105,9 @@ def read_records(store: Store, chunk_ids: Sequence[bytes], level: str, layer: in
     return items
 
 
-def read_chunk(store: Store, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles) -> ChunkKV:
+def read_chunk(
+    store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
+) -> ChunkKV:
     """All layers of a chunk as tensors; raises DamagedError."""
     sides = [
         CODECS[level].decode(read_records(store, [chunk_id], level, layer), layer, profiles)[0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
@@ -24,6 +25,30 @@ class Reader(Protocol):
     def close(self) -> None:
         """Stop; what was asked for and not taken is given up."""
         ...
+
+
+class ReadInTurn:
+    """A reader for a place that cannot be asked ahead: a value is read when it is taken.
+
+    Parameters
+    ----------
+    read : the value of a name, of at most so many bytes.
+    """
+
+    def __init__(self, read: Callable[[str, int], bytes | None]) -> None:
+        self._read, self._asked = read, deque[tuple[str, int]]()
+
+    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
+        """See Reader."""
+        self._asked.extend(zip(names, most, strict=True))
+
+    def take(self) -> bytes | None:
+        """See Reader."""
+        return self._read(*self._asked.popleft())
+
+    def close(self) -> None:
+        """See Reader."""
+        self._asked.clear()
 
 
 class Readable(Protocol):

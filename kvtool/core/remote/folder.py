@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -18,7 +17,7 @@ from filelock import FileLock, Timeout
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import seconds_held
+from kvtool.core.remote.blobs import ReadInTurn, seconds_held
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.descend import Writing, again_if_gone, is_left_behind, opened
 from kvtool.core.remote.limits import MOST_BYTES, most_bytes
@@ -106,9 +105,9 @@ class FolderBlobs:
                             os.unlink(name.rpartition("/")[2], dir_fd=folder)
                 self._remove_if_empty(parts)
 
-    def reader(self) -> FolderReader:
-        """See Blobs."""
-        return FolderReader(self)
+    def reader(self) -> ReadInTurn:
+        """See Blobs. A file system cannot be told to hurry: a read takes what it takes."""
+        return ReadInTurn(self._read)
 
     def hold(self, name: str) -> None:
         """See Blobs. The file's time counts, which the file system sets."""
@@ -220,22 +219,3 @@ def _size_of(path: Path) -> int:
 
 def _name_of(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix()
-
-
-class FolderReader:
-    """Files in the order asked for. A file system cannot be told to hurry: a read takes what it takes."""
-
-    def __init__(self, blobs: FolderBlobs) -> None:
-        self._blobs, self._asked = blobs, deque[tuple[str, int]]()
-
-    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
-        """See Reader."""
-        self._asked.extend(zip(names, most, strict=True))
-
-    def take(self) -> bytes | None:
-        """See Reader."""
-        return self._blobs._read(*self._asked.popleft())
-
-    def close(self) -> None:
-        """See Reader."""
-        self._asked.clear()

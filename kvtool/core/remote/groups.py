@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtool.core.remote import local
+from kvtool.core.remote import values
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Readable
 from kvtool.core.remote.limits import MOST_BYTES
@@ -82,4 +82,4 @@ def _trouble(name: str, value: bytes | None, left: int) -> str:
         return f"{name} is missing there"
     if left < 0:
         return f"{name} is larger than the catalogue says"
-    return "" if local.is_sound(name, value) else f"{name} is damaged there"
+    return "" if values.is_sound(name, value) else f"{name} is damaged there"

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
-from kvtool.core.remote import local
+from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
-from kvtool.core.remote.bundles import Bundle, bundles, with_bases
-from kvtool.core.remote.catalogue import Catalogue, Chunk, File, chunk_name, digest_of, file_name, kv_names
+from kvtool.core.remote.catalogue import Catalogue, Chunk, chunk_name, digest_of, file_name, kv_names
 from kvtool.core.remote.groups import Group, Groups
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.wanted import Bundle, only_here, wanted_files, wanted_records, with_bases
 
 _DESCRIBED_AT_ONCE = 1024
 
@@ -102,7 +100,7 @@ def preview(
             if mine := store.manifest():
                 check_same_identity(there.identity, mine.get("identity", {}), str(path))
             files = wanted_files(store, there, newer)
-            records, report.chunks.there = wanted_records(store, there, levels)
+            records, report.chunks.unchanged = wanted_records(store, there, levels)
             report.removed = len(only_here(store, there)) if delete else 0
     except StoreNotFoundError:
         files = list(there.files)
@@ -110,7 +108,7 @@ def preview(
             (key, Bundle(tuple(with_bases(chunk, chunk.levels if levels is None else levels))))
             for key, chunk in there.chunks.items()
         ]
-    report.files.moved, report.files.there = len(files), len(there.files) - len(files)
+    report.files.moved, report.files.unchanged = len(files), len(there.files) - len(files)
     report.chunks.moved = sum(len(one.levels) for _, one in records)
     report.bytes = sum(there.chunks[key].levels[level].size for key, one in records for level in one.levels)
     report.seconds = time.perf_counter() - started
@@ -150,9 +148,9 @@ class _Pull:
 
     def _fetched(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:
         """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
-        for group, values in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups):
-            self.report.bytes += sum(map(len, values))
-            yield group, values
+        for group, whole in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups):
+            self.report.bytes += sum(map(len, whole))
+            yield group, whole
 
     def _single(self, groups: Iterable[Group]) -> Iterator[tuple[Group, bytes]]:
         for group, (value,) in self._fetched(groups):
@@ -173,7 +171,7 @@ class _Pull:
         the store's own, and what the tier knows besides."""
         put = {"codec": self.writer.set_codec_state, "lead-in": self.writer.set_lead_in_state}
         own = {name: self._own_state(name) for name in put}
-        differ = [name for name in put if there.meta.get(name) != digest_of(local.sealed_meta(name, own[name]))]
+        differ = [name for name in put if there.meta.get(name) != digest_of(values.sealed_meta(name, own[name]))]
         for name, theirs in self._metas(there, differ).items():
             joined = theirs
             if not mirror:
@@ -183,7 +181,7 @@ class _Pull:
 
     def _own_state(self, name: str) -> dict[str, Any]:
         try:
-            return self.store.codec_state() if name == "codec" else self.store.lead_in_state()
+            return values.META[name](self.store)
         except DamagedError:  # replaced by the tier's
             return {}
 
@@ -192,7 +190,7 @@ class _Pull:
         found = {}
         for group, value in self._single(groups):
             with self._noted(group):
-                found[group.key] = local.open_meta(group.key, value)
+                found[group.key] = values.open_meta(group.key, value)
         return found
 
     def _profiles(self, there: Catalogue) -> None:
@@ -200,7 +198,7 @@ class _Pull:
         missing = [digest for digest in there.profiles if digest not in known]
         for group, value in self._single(Group(one, f"profile {one}", [f"profile/{one}"]) for one in missing):
             with self._noted(group):
-                self.writer.add_profile(bytes.fromhex(group.key), local.open_profile(group.key, value))
+                self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
     def _describe(self, there: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
@@ -212,7 +210,7 @@ class _Pull:
         for group, value in self._single(groups):
             chunk_id = bytes.fromhex(group.key)
             with self._noted(group):
-                infos[chunk_id] = local.open_chunk(chunk_id, value, there.identity, there.chunks[group.key].layers)
+                infos[chunk_id] = values.open_chunk(chunk_id, value, there.identity, there.chunks[group.key].layers)
                 size += len(value)
             if len(infos) == _DESCRIBED_AT_ONCE or size > MOST_BYTES // 64:
                 self.writer.describe(infos)
@@ -220,7 +218,7 @@ class _Pull:
         self.writer.describe(infos)
 
     def _records(self, there: Catalogue, levels: Sequence[str] | None) -> None:
-        wanted, self.report.chunks.there = wanted_records(self.store, there, levels)
+        wanted, self.report.chunks.unchanged = wanted_records(self.store, there, levels)
         self.events.step("chunks", sum(len(one.levels) for _, one in wanted), "chunks")
         for group, records in self._fetched(_records_of(key, there.chunks[key], one) for key, one in wanted):
             with self._noted(group):
@@ -236,7 +234,7 @@ class _Pull:
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, own in by_level.items():
-            local.check_level(chunk_id, chunk, level, own)
+            survey.check_level(chunk_id, chunk, level, own)
             base = chunk.levels[level].base
             if base is not None and base not in by_level and not self.writer.has_level(chunk_id, base):
                 raise DamagedError(f"level {base}, which it refines, did not come")
@@ -248,12 +246,12 @@ class _Pull:
 
     def _files(self, there: Catalogue, newer: bool) -> None:
         wanted = wanted_files(self.store, there, newer)
-        self.report.files.there = len(there.files) - len(wanted)
+        self.report.files.unchanged = len(there.files) - len(wanted)
         for group, value in self._single(
             Group(key, f"file {key}", [file_name(key, there.files[key])]) for key in wanted
         ):
             with self._noted(group):
-                self.writer.commit_file(*local.open_file(bytes.fromhex(group.key), value))
+                self.writer.commit_file(*values.open_file(bytes.fromhex(group.key), value))
                 self.report.files.moved += 1
 
     @contextmanager
@@ -272,37 +270,6 @@ class _Pull:
         self.writer.collect(keep=[bytes.fromhex(key) for key in there.chunks])
 
 
-def wanted_records(
-    store: Store, there: Catalogue, levels: Sequence[str] | None
-) -> tuple[list[tuple[str, Bundle]], int]:
-    """What of a tier's KV a store lacks, by chunk, and how many chunks at a level it has already."""
-    wanted: list[tuple[str, Bundle]] = []
-    known = 0
-    for key, chunk in there.chunks.items():
-        chunk_id = bytes.fromhex(key)
-        asked = with_bases(chunk, chunk.levels if levels is None else levels)
-        is_theirs = functools.partial(local.holds_level, store, chunk_id, chunk)
-        found = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
-        known += len(asked) - sum(len(one.levels) for one in found)
-        wanted += [(key, one) for one in found]
-    return wanted, known
-
-
-def wanted_files(store: Store, there: Catalogue, newer: bool) -> list[str]:
-    """Keys of the files that a store lacks, or has in another version."""
-    mine = {}
-    for entry in store.files():
-        with suppress(DamagedError):  # replaced by the tier's
-            mark = digest_of(local.file_value(store, entry))
-            mine[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
-    return [key for key, one in there.files.items() if _is_wanted(one, mine.get(key), newer)]
-
-
-def only_here(store: Store, there: Catalogue) -> list[str]:
-    """Paths of the files that the tier does not have."""
-    return [entry.path for entry in store.files() if keys.name_key(entry.path).hex() not in there.files]
-
-
 def _check_share(store: Store, there: Catalogue, url: str) -> None:
     gone, count = len(only_here(store, there)), sum(1 for _ in store.files())
     if gone > max(1, count // 2):
@@ -317,9 +284,3 @@ def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
     what = f"chunk {key} at level {', '.join(bundle.levels)}"
     most = sum(chunk.levels[level].size for level in bundle.levels)
     return Group(key, what, names, most, bundle.levels, bundle.replaces)
-
-
-def _is_wanted(there: File, mine: File | None, newer: bool) -> bool:
-    if mine is None or mine.mark == there.mark:
-        return mine is None
-    return not newer or (there.mtime_ns, there.mark) > (mine.mtime_ns, mine.mark)

@@ -9,7 +9,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
-from kvtool.core.remote import local
+from kvtool.core.remote import survey
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import (
     HEAD,
@@ -82,7 +82,7 @@ class _Push:
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
         head, there = self._there()
         listed = own_names(self.blobs) if delete else set()
-        mine = local.survey(self.store, there, self.report.note_damage)
+        mine = survey.survey(self.store, there, self.report.note_damage)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -132,7 +132,7 @@ class _Push:
 
     def _is_whole(self, mine: Catalogue) -> bool:
         """Else what is damaged or lost here may be whole there."""
-        return not self.report.damaged and local.is_complete(self.store, mine)
+        return not self.report.damaged and survey.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, there: Catalogue | None, joined: Catalogue) -> bool:
         packed = joined.pack()

@@ -10,7 +10,7 @@ from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.remote import local
+from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, chunk_name, file_name, kv_names
 from kvtool.core.remote.lease import Lease
@@ -56,7 +56,7 @@ class Sender:
                 chunks[key] = self._send_chunk(key, chunk, gaps) if gaps else chunk
                 moved = len(gaps)
                 self.report.chunks.moved += moved
-                self.report.chunks.there += len(chunk.levels) - moved
+                self.report.chunks.unchanged += len(chunk.levels) - moved
                 self.events.advance(len(chunk.levels))
         return mine.with_chunks(chunks)
 
@@ -66,20 +66,20 @@ class Sender:
         lost: set[str] = set()
         for level, names in gaps.items():
             try:
-                records = local.records_of(self.store, bytes.fromhex(key), level, chunk.layers)
+                records = survey.records_of(self.store, bytes.fromhex(key), level, chunk.layers)
             except DamagedError as error:
                 self.report.note_damage(f"chunk {key} at level {level}", error.message)
                 lost.add(level)
                 continue
-            if local.mark_of_records(records) != chunk.levels[level].mark:
+            if survey.mark_of_records(records) != chunk.levels[level].mark:
                 if not again:
                     raise _changed()
-                own = local.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
+                own = survey.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
                 if own is None:
                     raise _changed()
                 return self._send_chunk(key, own, self._gaps({key: own})[0], again=False)
-            values = dict(zip(kv_names(key, chunk, level), records, strict=True))
-            self._put({name: values[name] for name in names})
+            by_name = dict(zip(kv_names(key, chunk, level), records, strict=True))
+            self._put({name: by_name[name] for name in names})
         return _without(chunk, lost)
 
     def _gaps(self, chunks: dict[str, Chunk]) -> list[Gaps]:
@@ -101,39 +101,39 @@ class Sender:
         for at in range(0, len(names), _READ_AT_ONCE):
             some = names[at : at + _READ_AT_ONCE]
             for name, value in zip(some, self.blobs.get(some), strict=True):
-                found[name] = len(value) if value is not None and local.is_sound(name, value) else 0
+                found[name] = len(value) if value is not None and values.is_sound(name, value) else 0
         return found
 
     # ---- all the rest ----
 
     def _send_small(self, mine: Catalogue, there: Catalogue | None) -> None:
-        values, sent = self._small_values(mine), set[str]()
-        while batch := dict(islice(values, _SMALL_AT_ONCE)):
+        left, sent = self._small_values(mine), set[str]()
+        while batch := dict(islice(left, _SMALL_AT_ONCE)):
             sizes = self._sound_sizes(list(batch))
             missing = {name: value for name, value in batch.items() if sizes[name] != len(value)}
-            if not all(local.is_sound(name, value) for name, value in missing.items()):
+            if not all(values.is_sound(name, value) for name, value in missing.items()):
                 raise _changed()
             self._put(missing)
             sent |= missing.keys()
         known = {file_name(key, one) for key, one in there.files.items()} if there is not None else set()
         files = {file_name(key, one) for key, one in mine.files.items()}
-        self.report.files.there = len(files & known - sent)
-        self.report.files.moved = len(files) - self.report.files.there
+        self.report.files.unchanged = len(files & known - sent)
+        self.report.files.moved = len(files) - self.report.files.unchanged
 
     def _small_values(self, mine: Catalogue) -> Iterator[tuple[str, bytes]]:
         for name, mark in mine.meta.items():
-            yield f"meta/{name}-{mark}", local.meta_value(self.store, name)
+            yield f"meta/{name}-{mark}", values.meta_value(self.store, name)
         for digest in mine.profiles:
-            yield f"profile/{digest}", local.profile_value(self.store, digest)
+            yield f"profile/{digest}", values.profile_value(self.store, digest)
         for entry in self.store.files():
             key = keys.name_key(entry.path).hex()
             if key in mine.files:
-                yield file_name(key, mine.files[key]), local.file_value(self.store, entry)
+                yield file_name(key, mine.files[key]), values.file_value(self.store, entry)
         for key, chunk in mine.chunks.items():
             info = self.store.chunk_info(bytes.fromhex(key))
             if info is None:
                 raise _changed()
-            yield chunk_name(key, chunk), local.chunk_value(bytes.fromhex(key), info)
+            yield chunk_name(key, chunk), values.chunk_value(bytes.fromhex(key), info)
 
     def _put(self, values: dict[str, bytes]) -> None:
         self.lease.renew()

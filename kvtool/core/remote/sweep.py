@@ -150,7 +150,7 @@ class Sweep:
         return head, {HEAD, catalogue_name(unseal_head(head).catalogue), *found.blobs()}
 
     def _delete(self, names: list[str]) -> None:
-        self._report.removed_bytes += sum(self.blobs.sizes(names))
+        self._report.bytes_freed += sum(self.blobs.sizes(names))
         self._report.removed += len(names)
         self.blobs.delete(names)
 

@@ -2,165 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.chunks import read_record
-from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.link import KVRead
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import level_of, nested
-from kvtool.core.common.places import cache_dir
-from kvtool.core.common.types import Warn, warn_nobody
-from kvtool.core.common.urls import place_of
+from kvtool.core.codec.levels import level_of
+from kvtool.core.common.types import Warn
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
-    NoSpaceError,
     RemoteError,
-    StoreFormatError,
-    StoreLockedError,
 )
 from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.blobs import TIMEOUT, Blobs
+from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, Level, digest_of, kv_names
-from kvtool.core.remote.front import bytes_of, default_budget, make_room
+from kvtool.core.remote.front import bytes_of, make_room
 from kvtool.core.remote.limits import MOST_BYTES
-from kvtool.core.remote.mirror import drop_stale, read_before
-from kvtool.core.remote.pull import adopt
-from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.urls import open_blobs
 
 Place = tuple[bytes, str]  # chunk id, level
-_ADOPTED = "remote/adopted.json"
-_CATALOGUE = "remote/catalogue"  # the one that was taken over last
-_MOST_TOLD = 10  # damages, one by one
-_RULES = 2  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
-
-
-# ---- opening -----------------------------------------------------------------------------------------------------
-
-
-def open_store(
-    place: Path | str,
-    *,
-    timeout: float = TIMEOUT,
-    lock_wait: float = 0.0,
-    warn: Warn = warn_nobody,
-) -> Store:
-    """The store at a folder or a URL. Raises as `Store.open` and `open_shared` do."""
-    if isinstance(place, Path):
-        return Store.open(place)
-    return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
-
-
-def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
-    """The local store in front of the tier of a URL, with the tier behind it.
-
-    Where the tier does not answer, or cannot be used, the store stands alone with what is here already.
-
-    Parameters
-    ----------
-    timeout : seconds to wait for a value.
-
-    Raises
-    ------
-    RemoteError : it does not answer, and nothing of it is here yet.
-    StoreNotFoundError : nothing was pushed there.
-    """
-    blobs, place = open_blobs(url, timeout), local_place(url)
-    try:
-        there = read_catalogue(blobs)
-    except (RemoteError, DamagedError) as error:
-        blobs.close()
-        return _alone(place, warn, error)
-    store: Store | None = None
-    try:
-        store = Store.create_or_open(place)
-        packed = there.pack()
-        if _take_over(store, blobs, there, packed, timeout, lock_wait, warn):
-            store.link = Tier(store, blobs, there, digest_of(packed), timeout, warn)
-        return store
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise
-    finally:
-        if store is None or store.link is None:
-            blobs.close()
-
-
-def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
-    """What is here already, if anything is."""
-    with suppress(KvtoolError):
-        store = Store.open(place)
-        if store.manifest():
-            warn(f"{error.message}: only what is here already is used", error.hint)
-            return store
-        store.close()
-    raise error
-
-
-def _take_over(
-    store: Store, blobs: Blobs, there: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
-) -> bool:
-    """Bring the store up to date with a catalogue; False: the tier cannot be used, what is here can."""
-    mine = store.manifest()
-    try:
-        if mine:
-            check_same_identity(mine.get("identity", {}), there.identity, blobs.url)
-        _adopt(store, blobs, there, packed, timeout, lock_wait, warn)
-    except StoreFormatError as error:
-        warn(f"{error.message}: only what is here already is used", f"start anew: remove {store.path}")
-        return False
-    except (StoreLockedError, NoSpaceError) as error:
-        if not store.manifest():
-            raise
-        warn(f"what is new at {blobs.url} was not taken over: {error.message}", "")
-    except RemoteError as error:
-        if not store.manifest():
-            raise
-        warn(f"{error.message}: only what is here already is used", error.hint)
-        return False
-    if any(level not in one.makers for one in there.chunks.values() for level in nested(one.levels)):
-        text = f"{blobs.url} does not say which profile its lossy records are of: --level auto leaves them alone"
-        warn(text, "push to it again")
-    return True
-
-
-def _adopt(
-    store: Store, blobs: Blobs, there: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
-) -> None:
-    """Take over what the catalogue describes, once for each catalogue."""
-    last, done = store.side_file(_CATALOGUE), {"catalogue": digest_of(packed), "rules": _RULES}
-    if read_side(store, _ADOPTED) == done:
-        return
-    with store.writer(lock_wait) as writer:
-        report = adopt(store, writer, blobs, there, levels=(), delete=True, timeout=timeout, mirror=True)
-        if store.budget() is None and not last.exists():  # later on it is what its owner wants
-            writer.set_budget(default_budget(store.path))
-        drop_stale(store, writer, there, read_before(last))
-        atomic_write(last, packed)
-    for damage in report.damaged[:_MOST_TOLD]:
-        warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
-    if len(report.damaged) > _MOST_TOLD:
-        warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
-    if not report.damaged:
-        write_side(store, _ADOPTED, done)
-
-
-def local_place(url: str) -> Path:
-    """The folder of the local store in front of a URL; what is in it can be fetched again."""
-    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return cache_dir() / "remote" / digest
-
-
-# ---- the link ----------------------------------------------------------------------------------------------------
+CATALOGUE = "remote/catalogue"  # the one that was taken over last, beside the local store
 
 
 class Tier:
@@ -311,7 +175,7 @@ class Tier:
     def _is_in_force(self) -> bool:
         """Whether the catalogue that was taken over last is the one that was fetched by. Writer lock held."""
         with suppress(OSError):
-            return digest_of(self._store.side_file(_CATALOGUE).read_bytes()) == self._digest
+            return digest_of(self._store.side_file(CATALOGUE).read_bytes()) == self._digest
         return False
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -11,7 +11,7 @@ class Counts:
     """Values that went over, and those that were there already."""
 
     moved: int = 0
-    there: int = 0
+    unchanged: int = 0
 
 
 @dataclass
@@ -21,7 +21,7 @@ class TransferReport:
     Attributes
     ----------
     chunks : at a level each. `bytes` : of all that was moved.
-    removed : files of a store, or values of a tier (`removed_bytes`), `forgotten` : documents of a tier.
+    removed : files of a store, or values of a tier (`bytes_freed`), `forgotten` : documents of a tier.
     spared : values of a tier that were to go and did not, because another push was running.
     dry_run : nothing was changed; these are the counts of what would have been.
     damaged : what could not be moved, and why; it was left out.
@@ -32,7 +32,7 @@ class TransferReport:
     files: Counts = field(default_factory=Counts)
     chunks: Counts = field(default_factory=Counts)
     removed: int = 0
-    removed_bytes: int = 0
+    bytes_freed: int = 0
     forgotten: int = 0
     spared: int = 0
     bytes: int = 0
@@ -46,17 +46,4 @@ class TransferReport:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` shows it."""
-        return {
-            "direction": self.direction,
-            "url": self.url,
-            "files": {"moved": self.files.moved, "unchanged": self.files.there},
-            "chunks": {"moved": self.chunks.moved, "unchanged": self.chunks.there},
-            "removed": self.removed,
-            "bytes_freed": self.removed_bytes,
-            "forgotten": self.forgotten,
-            "spared": self.spared,
-            "dry_run": self.dry_run,
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-            "damaged": self.damaged,
-        }
+        return asdict(self)

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.writer import Writer
 from kvtool.core.upkeep.inventory import kept_always
 from kvtool.core.upkeep.profiles import old_profiles
 
@@ -44,13 +43,8 @@ def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:
     NoSpaceError : it has not; what nothing refers to is dropped all the same.
     """
     with Store.open(path) as store, store.writer(lock_wait) as writer:
-        return compact_with(store, writer)
-
-
-def compact_with(store: Store, writer: Writer) -> Compacted:
-    """The same with a writer at hand."""
-    before = space.folder_bytes(store.path)
-    chunks = writer.collect(keep=kept_always(store))
-    profiles = writer.drop_profiles(old_profiles(store))
-    writer.compact()
-    return Compacted(before, space.folder_bytes(store.path), chunks, profiles)
+        before = space.folder_bytes(store.path)
+        chunks = writer.collect(keep=kept_always(store))
+        profiles = writer.drop_profiles(old_profiles(store))
+        writer.compact()
+        return Compacted(before, space.folder_bytes(store.path), chunks, profiles)

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import UsageError
 from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
 from kvtool.core.upkeep.inventory import Inventory, take_inventory
 from kvtool.core.upkeep.naming import named_documents
-from kvtool.core.upkeep.plan import Growing, Plan
+from kvtool.core.upkeep.plan import Plan
+from kvtool.core.upkeep.prune import Planner, Wanted
 
 
 def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
     """These documents, and the chunks that only they refer to. Pins are not looked at."""
     wanted = set(sources)
-    referring = Counter(chunk for document in inventory.documents for chunk in document.refs)
-    step = Growing("documents")
-    for document in inventory.documents:
-        if document.source in wanted:
-            step.sources.append(document.source)
-            step.size += document.size
-            referring.subtract(document.refs)
-    step.sources += sorted(wanted - set(step.sources))  # files that gave no document
-    for chunk in (chunk for document in inventory.documents for chunk in document.chunks):
-        if not referring[chunk]:
-            step.loose.append(chunk)
-            levels = inventory.chunks[chunk].levels if chunk in inventory.chunks else {}
-            step.size += sum(levels.values())
-            step.drops += [(chunk, level) for level in levels]
-    done = step.done()
-    return Plan((done,) if done.sources else (), inventory.used - inventory.free - done.size)
-
-
-def forget_documents(store: Store, writer: Writer, sources: Iterable[str]) -> Plan:
-    """Forget documents by their sources, pinned or not; returns what went.
-
-    Raises
-    ------
-    DamagedError : a document cannot be read, so what only these refer to is unknown; nothing was dropped.
-    """
-    plan = plan_forget(take_inventory(store), sources)
-    apply(store, writer, plan)
-    return plan
+    planner = Planner(inventory, Wanted())
+    step = planner.documents(lambda document: document.source in wanted)
+    gave_nothing = sorted(wanted - set(step.sources))  # files without documents
+    step = replace(step, sources=(*step.sources, *gave_nothing))
+    return Plan((step,) if step.sources else (), planner.expected)
 
 
 def forget(

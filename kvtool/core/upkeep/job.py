@@ -81,7 +81,7 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
         if options.dry_run:
             return _rehearse(store, limit, wanted, options)
         with store.writer(options.lock_wait) as writer:
-            report = prune_with(store, writer, limit, wanted, options)
+            report = _prune(store, writer, limit, wanted, options)
         if any(step.sources for step in report.steps):
             bring_index_up_to_date(store)
         return report
@@ -124,11 +124,7 @@ def _rehearse(store: Store, limit: int | None, wanted: Wanted, options: PruneOpt
     return report
 
 
-def prune_with(
-    store: Store, writer: Writer, limit: int | None, wanted: Wanted, options: PruneOptions | None = None
-) -> PruneReport:
-    """The same with a writer at hand: also what a store in front of a tier makes room with."""
-    options = options or PruneOptions(yes=True)
+def _prune(store: Store, writer: Writer, limit: int | None, wanted: Wanted, options: PruneOptions) -> PruneReport:
     writer.fold_access()
     report = PruneReport(limit, wanted.goal, space.folder_bytes(store.path))
     report.profiles = writer.drop_profiles(old_profiles(store))

@@ -45,10 +45,12 @@ def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
     what is cold. Only then, and only as far as the goal asks: exact records where a level with a measured loss stands,
     finer levels before coarser, all KV of chunks whose text stays, and last the documents that may be forgotten.
     """
-    return _Planner(inventory, wanted).plan()
+    return Planner(inventory, wanted).plan()
 
 
-class _Planner:
+class Planner:
+    """Takes steps, and counts what is expected to be left after each."""
+
     def __init__(self, inventory: Inventory, wanted: Wanted) -> None:
         self.inventory, self.wanted = inventory, wanted
         self.left = {chunk: dict(held.levels) for chunk, held in inventory.chunks.items()}
@@ -63,7 +65,7 @@ class _Planner:
     def _steps(self) -> Iterator[Step]:
         yield self._unreferenced()
         if not self.wanted.as_needed:
-            yield self._documents()
+            yield self.documents(self.wanted.forgets)
         if self.wanted.cold_before is not None:
             yield self._cold(self.wanted.cold_before)
         if self.wanted.goal is not None:
@@ -72,7 +74,7 @@ class _Planner:
                 yield self._levels(f"level {level}", _finer(level))
             yield self._levels("kv", lambda levels, measured: list(levels))
             if self.wanted.as_needed:
-                yield self._documents()
+                yield self.documents(self.wanted.forgets)
 
     @property
     def _enough(self) -> bool:
@@ -95,22 +97,17 @@ class _Planner:
 
     def _levels(self, name: str, ladder: Ladder) -> Step:
         step = Growing(name)
-        for document in self.inventory.documents:
-            if self._enough:
-                break
-            if document.source not in self.gone:
-                for chunk in document.chunks:
-                    held = self.inventory.chunks.get(chunk)
-                    if held is not None and not held.pinned:
-                        self._take(step, chunk, ladder(self.left[chunk], held.measured))
+        for chunk, held in self._of_documents(until_enough=True):
+            self._take(step, chunk, ladder(self.left[chunk], held.measured))
         return step.done()
 
-    def _documents(self) -> Step:
+    def documents(self, forgets: Callable[[Held], bool]) -> Step:
+        """Forget documents, the least recently used first, with the chunks that nobody refers to then."""
         step = Growing("documents")
         for document in self.inventory.documents:
             if self.wanted.as_needed and self._enough:
                 break
-            if self.wanted.forgets(document):
+            if forgets(document):
                 step.sources.append(document.source)
                 self.gone.add(document.source)
                 self._free(step, document.size)
@@ -123,9 +120,11 @@ class _Planner:
 
     # ---- helpers ----
 
-    def _of_documents(self) -> Iterator[tuple[bytes, Holding]]:
-        """Chunks that may be touched, in the order of their documents."""
+    def _of_documents(self, until_enough: bool = False) -> Iterator[tuple[bytes, Holding]]:
+        """Chunks that may be touched, in the order of their documents; a document is taken whole."""
         for document in self.inventory.documents:
+            if until_enough and self._enough:
+                return
             for chunk in document.chunks if document.source not in self.gone else ():
                 held = self.inventory.chunks.get(chunk)
                 if held is not None and not held.pinned:

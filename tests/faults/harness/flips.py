@@ -125,7 +125,7 @@ class Range:
         if part == "store":
             return Store.open(self._copy(part))
         if part == "tier":
-            from kvtool.core.remote.tier import open_shared
+            from kvtool.core.remote.opening import open_shared
 
             return open_shared(f"file://{self._copy(part)}", warn=lambda text, hint: warned.append(text))
         return import_pack(self._copy(part), self.place / "imported", warned)

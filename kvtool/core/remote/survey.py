@@ -1,0 +1,136 @@
+"""What a local store holds, as a catalogue says it: files, chunks and levels with their marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvtool.core.cache import keys, tables
+from kvtool.core.cache.chunks import read_record
+from kvtool.core.cache.record import DIGEST_BYTES, decode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import level_of, nested
+from kvtool.core.codec.refines import base_level, check_of, stated_check
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.remote import values
+from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
+
+Damaged = Callable[[str, str], None]  # what, why
+
+
+def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
+    """All records of a chunk at a level as they stand in the store's folder; raises DamagedError."""
+    records = []
+    with store.snapshot() as snapshot:
+        for layer in range(layers):
+            data = snapshot.get(tables.RECORDS, keys.record_key(chunk_id, level, layer))
+            if data is None:
+                raise DamagedError(f"layer {layer} is not stored")
+            checked = read_record(chunk_id, level, layer, data)
+            if isinstance(checked, KvtoolError):
+                raise checked
+            records.append(bytes(data))
+    return records
+
+
+def mark_of_records(records: Sequence[bytes]) -> str:
+    """Digest of all records of a level, from their own."""
+    return digest_of(b"".join(record[-DIGEST_BYTES:] for record in records))
+
+
+def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
+    """The coarser level that a record refines; raises DamagedError."""
+    return base_level(level, decode_record(chunk_id, record)[1])
+
+
+def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
+    """The coarser level that a stored one refines; None: none, or its record cannot be read."""
+    try:
+        record = store.read_kv(chunk_id, level, 0)
+        return base_level(level, record[1]) if record is not None else None
+    except DamagedError:
+        return None
+
+
+def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes]) -> None:
+    """Raises DamagedError where the records of a level are not those that a catalogue means."""
+    meant = chunk.levels[level]
+    if mark_of_records(records) != meant.mark or sum(map(len, records)) != meant.size:
+        raise DamagedError("these are not the records that the catalogue names")
+    if any(base_of(chunk_id, level, record) != meant.base for record in records):
+        raise DamagedError("they refine another level than the catalogue says")
+
+
+def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool:
+    """Whether a store's records of a level are those that a catalogue means, and sound."""
+    try:
+        return mark_of_records(records_of(store, chunk_id, level, chunk.layers)) == chunk.levels[level].mark
+    except DamagedError:
+        return False
+
+
+def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue:
+    """What a store holds. KV is read only where `known` does not tell its mark.
+
+    Parameters
+    ----------
+    known : of the tier: a level of the same size is taken for the same there, unless another lossy one differs.
+    damaged : told what cannot be sent.
+    """
+    files = {}
+    for entry in store.files():
+        try:
+            mark = digest_of(values.file_value(store, entry))
+            files[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
+        except DamagedError as error:
+            damaged(entry.path, error.message)
+    chunks = {}
+    for chunk_id in store.chunk_ids():
+        try:
+            there = known.chunks.get(chunk_id.hex()) if known is not None else None
+            found = survey_chunk(store, chunk_id, there, damaged)
+        except DamagedError as error:
+            damaged(f"chunk {chunk_id.hex()}", error.message)
+        else:
+            if found is not None:
+                chunks[chunk_id.hex()] = found
+    meta = {name: digest_of(values.meta_value(store, name)) for name in values.META}
+    profiles = tuple(digest.hex() for digest in store.profile_digests())
+    return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
+
+
+def survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Damaged) -> Chunk | None:
+    """One chunk of it; None: it is described nowhere. `there` is what `known` says of it. Raises DamagedError."""
+    info = store.chunk_info(chunk_id)
+    if info is None:
+        return None
+    sizes = store.level_sizes(chunk_id)
+    known = there.levels if there is not None else {}
+    same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
+    if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
+        same = {level: one for level, one in same.items() if not level_of(level).nested}
+    levels = {}
+    for level, size in sizes.items():
+        try:
+            one = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
+            levels[level] = replace(one, maker=store.made_with(chunk_id, level))
+        except DamagedError as error:
+            damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
+    mark = digest_of(values.chunk_value(chunk_id, info))
+    return Chunk(mark, info.layers, levels)
+
+
+def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: int) -> Level:
+    records = records_of(store, chunk_id, level, layers)
+    base = base_of(chunk_id, level, records[0])
+    if base is not None:
+        for record, refined in zip(records, records_of(store, chunk_id, base, layers), strict=True):
+            check, other = (decode_record(chunk_id, one)[1] for one in (record, refined))
+            if stated_check(check) not in (0, check_of([other])):
+                raise DamagedError(f"it refines another record of level {base} than is stored")
+    return Level(size, mark_of_records(records), base)
+
+
+def is_complete(store: Store, mine: Catalogue) -> bool:
+    """Whether the store's catalogue has all chunks that its documents consist of."""
+    return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)
