@@ -1,4 +1,4 @@
-"""`kvtool compress`: its contract (CLI.md), its exit codes, its forms."""
+"""`kvtool compress`: its JSON (kvtool/docs/json.md), its exit codes, its forms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def form(request: pytest.FixtureRequest) -> Any:
 
 
 def check_report(row: dict[str, Any], path: Path, before: dict[str, Any]) -> None:
-    """The JSON of CLI.md, against the store's own counts before and after."""
+    """The JSON that scripts rely on, against the store's own counts before and after."""
     with Store.open(path) as store:
         after = store.stats()
     for level in row["levels"]:

@@ -1,6 +1,7 @@
 """One LMDB environment, with what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
 
-Default flags are crash-safe (STORE.md, fact 1). Buffers are never let out of their transaction: every value is copied.
+Default flags are crash-safe (kvtool/docs/store-format.md). Buffers are never let out of their transaction: every value
+is copied.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ class Environment:
 
 
 def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
-    """Open LMDB with the flags that STORE.md found safe, in a smaller map where address space is short."""
+    """Open LMDB with its default flags, which are crash-safe, in a smaller map where address space is short."""
     size = _bytes_from_environment("KVTOOL_MAP_START", _MAP_START)
     size = min(size, _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT))
     while True:

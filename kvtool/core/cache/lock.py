@@ -1,6 +1,6 @@
 """The writer's lock: one writer a store, found out in time, with the holder's name.
 
-LMDB's own write lock waits for ever and ignores Ctrl-C (STORE.md, fact 4); this one is taken before it.
+LMDB's own write lock waits for ever and ignores Ctrl-C (kvtool/docs/store-format.md); this one is taken before it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Levels `1` to `4`: small records with a stated loss (CacheGen, and what was measured to do better; CODEC.md)."""
+"""Levels `1` to `4`: small records with a stated loss (CacheGen, with what was better here: kvtool/docs/codec.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Directions are weighted by the sensitivity, so that a unit of error costs the same everywhere, in every layer; a KLT of
 what comes out packs it into few coefficients; one step for all does the allocation of bits by itself (reverse
-water-filling: what stays below the step costs next to nothing). CODEC.md, "Rate and loss".
+water-filling: what stays below the step costs next to nothing). kvtool/docs/codec.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.transform import finest_numbers
 
-# Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token (README).
+# Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 1.1e-5
 WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy

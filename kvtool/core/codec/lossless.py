@@ -21,7 +21,7 @@ _ZSTD_LEVEL = 1  # level 19 takes 2 % off the whole record (smollm2) and far lon
 
 
 class Lossless(SelfContained):
-    """Exponents are few and compress well, signs and mantissas are noise and do not (CODEC.md, "Modelling").
+    """Exponents are few and compress well, signs and mantissas are noise and do not (kvtool/docs/codec.md).
 
     Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and three bits more)
     and the sign stands last among the mantissa's bits. Layout, little-endian:

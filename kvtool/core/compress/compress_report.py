@@ -41,7 +41,7 @@ class LevelReport:
 
 @dataclass(slots=True)
 class CompressReport:
-    """The result of a compression (CLI.md).
+    """The result of a compression (kvtool/docs/json.md).
 
     Attributes
     ----------

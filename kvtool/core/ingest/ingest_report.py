@@ -30,7 +30,7 @@ class Chunks:
 
 @dataclass(slots=True)
 class IngestReport:
-    """The result of an ingest (CLI.md); `tokens` and `kv_bytes` count what was computed in this run.
+    """The result of an ingest (kvtool/docs/json.md); `tokens` and `kv_bytes` count what was computed in this run.
 
     Attributes
     ----------

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
 
 PROBED = 8  # answer tokens whose probability says how sure a round is
-DEFAULT_THRESHOLD = 0.6  # README, "Loading by relevance"
+DEFAULT_THRESHOLD = 0.6  # samples/results/deferred-loading.md
 
 Origin = Literal["asked for", "calibrated", "default"]
 

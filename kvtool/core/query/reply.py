@@ -1,4 +1,4 @@
-"""What a query was asked for, and what came of it (CLI.md)."""
+"""What a query was asked for, and what came of it (kvtool/docs/json.md)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from kvtool.lab.bench.prompts import Prompt, Stored
 PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind
 _FIT_TOKENS = 2048
 # Of the finest level, in standard deviations of a layer's side: level 1 then takes 3.8 bits of white noise and level 2
-# takes 2.2, what they take of real models' KV (README, "Compression").
+# takes 2.2, what they take of real models' KV (samples/results/codec.md).
 _STEP = 0.3
 
 
