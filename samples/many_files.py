@@ -11,6 +11,7 @@ first on PYTHONPATH.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import random
@@ -77,13 +78,30 @@ def ingest(folder: Path, name: str, count: int) -> None:
     """Ingest in a process of its own, and print what it took."""
     command = [sys.executable, "-P", "-m", "kvtool", "ingest", str(folder / "files"), "--store", str(folder / "store")]
     command += ["--model", str(folder / "model"), "--offline", "--device", "cpu", "--quiet"]
-    started = time.perf_counter()
+    started, own = time.perf_counter(), 0.0
     process = subprocess.Popen(command, cwd=folder, env=os.environ | {"KVTOOL_HOME": str(folder / "home")})
-    _, status, usage = os.wait4(process.pid, 0)
+    ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+    while not ended:
+        own = max(own, own_memory(process.pid))
+        time.sleep(0.1)
+        ended, status, usage = os.wait4(process.pid, os.WNOHANG)
     if status:
         raise SystemExit("error: kvtool ingest failed")
     seconds, peak = time.perf_counter() - started, usage.ru_maxrss / 1024
-    print(f"{name}: {count:,} files, {seconds:.1f} s, {count / seconds:.0f} files/s, peak {peak:.0f} MiB", flush=True)
+    print(
+        f"{name}: {count:,} files, {seconds:.1f} s, {count / seconds:.0f} files/s, "
+        f"peak {peak:.0f} MiB (ru_maxrss), of that {own:.0f} MiB its own (no mapped files)",
+        flush=True,
+    )
+
+
+def own_memory(process: int) -> float:
+    """MiB of memory that is no mapped file's: the pages of the store that are mapped can be dropped at any time."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
 
 
 def main() -> None:
