@@ -21,14 +21,20 @@ class FoundFile:
 
     Parameters
     ----------
-    path : absolute; the folder part is resolved, the last name is kept as it was found.
+    name : its path, absolute; the folder part is resolved, the last name is kept as it was found. A `Path` would take
+        several times as much memory, and there may be a million of them.
     size : bytes.
     mtime_ns : time of the last change, in nanoseconds.
     """
 
-    path: Path
+    name: str
     size: int
     mtime_ns: int
+
+    @property
+    def path(self) -> Path:
+        """The same as a path."""
+        return Path(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,7 @@ class _Search:
 
     def result(self) -> Walked:
         return Walked(
-            sorted(self.found.values(), key=lambda file: str(file.path)),
+            sorted(self.found.values(), key=lambda file: file.name),
             sorted(self.failures.values(), key=lambda failure: failure.path),
             sorted(self.skipped.values(), key=lambda skipped: skipped.path),
             self.missing,
@@ -176,13 +182,13 @@ class _Search:
         if is_foreign(path):
             self._skip(path, Skip.UNSUPPORTED, f"{path.suffix} files are not read: convert it to text first")
             return False
-        file = FoundFile(path, status.st_size, status.st_mtime_ns)
+        file = FoundFile(str(path), status.st_size, status.st_mtime_ns)
         real = os.path.realpath(path)
         if real in self.left_out:
             return False
         known = self.found.get(real)
         if known is None or _rank(file, real) < _rank(known, real):
-            self.found[real] = file
+            self.found[file.name if file.name == real else real] = file  # mostly one string serves as both
         return True
 
     def _walk(self, root: Path) -> Iterator[Path]:
@@ -256,7 +262,7 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _rank(file: FoundFile, real: str) -> tuple[bool, str]:
-    return str(file.path) != real, str(file.path)
+    return file.name != real, file.name
 
 
 def _missing(given: Path, error: OSError) -> UsageError:

@@ -151,7 +151,7 @@ class _Job:
     def _say_lead_in_change(self, store: Store) -> None:
         known, identity = self.choices.known, self.choices.identity
         if known is not None and known.lead_in != identity.lead_in:
-            read = {str(file.path) for file in self.stream.walked.files}
+            read = {file.name for file in self.stream.walked.files}
             gone = {entry.path for entry in self.stream.gone}
             self.account.warn(*lead_in_change(store, known, identity, read, gone))
 

@@ -36,7 +36,7 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
         documents.append(cut)
         chunks.extend(wanted)
     entry = FileEntry(
-        path=str(file.found.path),
+        path=file.found.name,
         size=file.found.size,
         mtime_ns=file.found.mtime_ns,
         digest=file.digest,

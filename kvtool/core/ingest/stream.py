@@ -67,7 +67,7 @@ class Stream:
         """Files of the store that `--sync` forgets."""
         if not self._options.sync or self.store is None:
             return []
-        return list(gone(self._options.paths, self.store, {str(file.path) for file in self.walked.files}))
+        return list(gone(self._options.paths, self.store, {file.name for file in self.walked.files}))
 
     def begin(self) -> None:
         """Read up to the first file that can be taken.
@@ -118,7 +118,7 @@ class Stream:
             self._choices.identity,
             self._choices.tokenizer,
         )  # if these are wrong, it is no file's fault
-        path, file = str(changed.found.path), None
+        path, file = changed.found.name, None
         try:
             file = prepare(changed, identity, tokenizer)
         except Exception as error:

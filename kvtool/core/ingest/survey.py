@@ -48,7 +48,7 @@ def survey(file: FoundFile, store: Store | None, settings: str) -> Outcome:
     ----------
     settings : digest of what chunks depend on besides the text; other settings make every file changed.
     """
-    path = str(file.path)
+    path = file.name
     known = store.file(path) if store is not None else None
     try:
         return _look(file, known, store, settings)
@@ -83,7 +83,7 @@ def _look(file: FoundFile, known: FileEntry | None, store: Store | None, setting
 
 def _unreadable(file: FoundFile, known: FileEntry | None, error: UnreadableFile) -> Failure | Skipped:
     """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
-    path = str(file.path)
+    path = file.name
     if known is not None and known.documents:
         return Failure(path, f"{error.message}; what was read from it before stays in the store")
     if isinstance(error, EmptyFile):

@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,7 @@ _KEY, _MARK = 20, 16  # bytes
 _STATE = f"state{TABLES}"
 _TRIES = 3
 _GROWTH = 4  # a segment is merged with the one after it unless it is so many times as large
+_TEXT_AT_ONCE = 1 << 22  # characters
 _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process's, about to be named
 
 
@@ -115,11 +116,12 @@ class Index:
             self.revision = store.documents_revision()
             now = store.file_marks()
             changed = [key for key, mark in now.items() if self._files.get(key) != mark]
-            added = [document for key in changed for document in self._changed(store, key)]
+            added = (document for key in changed for document in self._changed(store, key))
+            segments = [IndexSegment.build(some) for some in _batches(added)]
         self._bury([key for key in self._files if key not in now])
         self._files = now
-        if added:
-            self.parts.append(Part(IndexSegment.build(added)))
+        if segments:
+            self.parts.append(Part(segments[0] if len(segments) == 1 else IndexSegment.merged(segments)))
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[Marked]:
@@ -205,6 +207,20 @@ class Index:
             raise
         except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedError(f"{folder} cannot be read: {error}") from error
+
+
+def _batches(documents: Iterable[Marked]) -> Iterator[list[Marked]]:
+    """Documents as they come, so many at once that their texts take little memory beside the model's."""
+    batch: list[Marked] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.entry.text)
+        if size >= _TEXT_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _clean(folder: Path, kept: set[str]) -> None:
