@@ -168,9 +168,9 @@ def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: 
         spread = max(_rms(side - side.mean(0)), _LEAST_SPREAD * _rms(side))
         # At one step their errors are alike, so the bits decide.
         step = plain.step_of(wanted[0], number, layer, layers, spread)
-        made = [plain.quantise(one, side, step) for one in wanted]
+        made = [plain.quantise(predicted, side, step) for predicted in wanted]
         chosen.append(min(made, key=plain.bits) if len(made) > 1 else made[0])
-    restored = torch.stack([torch.from_numpy(one.values) for one in chosen]).to(dtype).float()
+    restored = torch.stack([torch.from_numpy(quantised.values) for quantised in chosen]).to(dtype).float()
     return plain.pack((chosen[0], chosen[1]), number, sides.shape[1], _errors(sides, restored))
 
 

@@ -65,9 +65,9 @@ def fine_tables(counts: Counts) -> tuple[Tables, npt.NDArray[np.int64]]:
     classes = np.empty(len(counts), np.int64)
     classes[order] = np.arange(len(counts)) * FINE_CLASSES // len(counts)
     tables = []
-    for one in range(classes.max() + 1):
+    for number in range(classes.max() + 1):
         for context in range(3):
             table = np.zeros(ALPHABET)
-            table[ZERO - 1 : ZERO + 2] = some[classes == one, context].sum(0)
+            table[ZERO - 1 : ZERO + 2] = some[classes == number, context].sum(0)
             tables.append(quantised(table))
     return np.stack(tables), classes * 3

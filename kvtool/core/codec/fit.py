@@ -76,9 +76,9 @@ def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, ste
     """Rows of one step of a coefficient each, `[groups, size, size]`, the coefficient of the widest spread first."""
     out = torch.empty((layout.groups, layout.size, layout.size))
     for group in range(layout.groups):
-        own = slice(group * layout.size, (group + 1) * layout.size)
-        root, inverse = _roots(sensitivity[own, own])
-        weighted = centred[:, own] @ root
+        channels = slice(group * layout.size, (group + 1) * layout.size)
+        root, inverse = _roots(sensitivity[channels, channels])
+        weighted = centred[:, channels] @ root
         spread = weighted.T @ weighted / max(1, len(weighted))
         directions = torch.linalg.eigh(spread.double())[1].flip(1).float()
         out[group] = step * (directions.T @ inverse)

@@ -64,21 +64,21 @@ class DeviceNumbers:
         wanted = torch.from_numpy(columns.numbers).to(device)
         rows = torch.cat([torch.arange(start, start + job.rows) for start, job in zip(starts, jobs, strict=True)])
         rows = rows.to(device)
-        found = (self.tensor[rows[:, None], wanted] == ESCAPE - ZERO).nonzero()
+        escaped = (self.tensor[rows[:, None], wanted] == ESCAPE - ZERO).nonzero()
         ends = np.fromiter(accumulate(job.rows for job in jobs), np.int64)
-        of_stream = np.searchsorted(ends, found[:, 0].cpu().numpy(), side="right")
-        if np.bincount(of_stream, minlength=len(jobs)).tolist() != [len(own) for own in marked]:
+        of_stream = np.searchsorted(ends, escaped[:, 0].cpu().numpy(), side="right")
+        if np.bincount(of_stream, minlength=len(jobs)).tolist() != [*map(len, marked)]:
             raise DamagedError("an encoded stream whose escapes are not those that were kept")
-        if len(found):
+        if len(escaped):
             values = torch.from_numpy(np.concatenate(marked)).to(device)
-            self.tensor[rows[found[:, 0]], wanted[found[:, 1]]] = values
+            self.tensor[rows[escaped[:, 0]], wanted[escaped[:, 1]]] = values
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
         """See Numbers."""
-        own = self.tensor[start : start + rows].view(-1)
+        numbers = self.tensor[start : start + rows].view(-1)
         if not len(escapes.places):
             return
-        if int(escapes.places[-1]) >= own.numel():
+        if int(escapes.places[-1]) >= numbers.numel():
             raise DamagedError("a compressed record with an escape outside of it")
-        places = torch.from_numpy(escapes.places.astype(np.int64)).to(own.device)
-        own[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(own.device)
+        places = torch.from_numpy(escapes.places.astype(np.int64)).to(numbers.device)
+        numbers[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(numbers.device)

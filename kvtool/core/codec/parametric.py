@@ -52,4 +52,4 @@ def made() -> npt.NDArray[np.uint16]:
     zeros = np.zeros(ALPHABET)
     zeros[ZERO] = 1.0
     spreads = np.geomspace(0.12, 42, 48)
-    return np.stack([frequencies(one) for one in (zeros, *map(bell, spreads))])
+    return np.stack([frequencies(probabilities) for probabilities in (zeros, *map(bell, spreads))])

@@ -237,10 +237,10 @@ def _header(payload: Payload) -> tuple[Any, ...]:
 
 
 def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
-    found = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
-    if not _ascends(found.places):
+    escapes = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
+    if not _ascends(escapes.places):
         raise DamagedError("a compressed record whose escapes are out of order")
-    return found
+    return escapes
 
 
 def _stream_parts(stream: Stream) -> list[Payload]:

@@ -188,7 +188,7 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
     about = _About(coded.side)
     parameters = [about.of(predictor, channels) for predictor in coded.predictors]
     ids = [about.ids(columns) for _ in range(count)]
-    if coded.columns != columns or about.left or coded.base or max(int(one.max()) for one in ids) >= len(tables):
+    if coded.columns != columns or about.left or coded.base or int(np.stack(ids).max()) >= len(tables):
         raise DamagedError("a compressed record that does not fit its channels")
     anchors = int(is_anchor(coded.tokens).sum())
     heights = [coded.tokens - anchors if p is Predictor.ANCHOR else coded.tokens for p in coded.predictors]
@@ -199,10 +199,10 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
     for stream, chosen, end, height in zip(coded.streams, ids, ends.tolist(), heights, strict=True):
         decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
     coded.escapes.place(whole_rows, "int16")
-    found = np.flatnonzero(whole_rows == ESCAPE - ZERO)
-    if len(found) != len(coded.escapes.marked):
+    escaped = np.flatnonzero(whole_rows == ESCAPE - ZERO)
+    if len(escaped) != len(coded.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")
-    whole_rows.reshape(-1)[found] = coded.escapes.marked
+    whole_rows.reshape(-1)[escaped] = coded.escapes.marked
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
         return _restored(coded, parameters, [part[:, :channels] for part in parts])
 

@@ -101,8 +101,8 @@ class Profile:
 
     def coded(self, level: str, layer: int) -> CodedColumns:
         """The columns that are coded."""
-        found = self._coded.get((level, layer))
-        if found is None:
+        coded = self._coded.get((level, layer))
+        if coded is None:
             at, groups = NESTED.index(level), SIDES * self.layout.groups
             places = self.layout.places(self.active[at, layer])
             columns = columns_of(places)
@@ -111,36 +111,36 @@ class Profile:
             fine = None
             if at < len(self.fine_ids):
                 fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
-            found = CodedColumns(alone, fine, tuple(widths.tolist()))
-            self._coded[level, layer] = found
-        return found
+            coded = CodedColumns(alone, fine, tuple(widths.tolist()))
+            self._coded[level, layer] = coded
+        return coded
 
     # ---- the transform -------------------------------------------------------------------------------------------
 
     def forward(self, layer: int) -> torch.Tensor:
         """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError where there is none."""
-        found = self._forward.get(layer)
-        if found is None:
-            found, singular = torch.linalg.inv_ex(self.basis[layer].float())
+        forward = self._forward.get(layer)
+        if forward is None:
+            forward, singular = torch.linalg.inv_ex(self.basis[layer].float())
             if singular.any():
                 raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
-            self._forward[layer] = found
-        return found
+            self._forward[layer] = forward
+        return forward
 
     def backward(
         self, layer: int, level: str, dtype: torch.dtype, device: torch.device = _CPU
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`[2, groups, padded, size]`, and means `[2, groups, size]`: numbers times the one, plus the other."""
         key = (layer, level, dtype, device)
-        found = self._backward.get(key)
-        if found is None:
+        backward = self._backward.get(key)
+        if backward is None:
             steps = float(_WIDENING ** NESTED.index(level))
             bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
             bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
             means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
-            found = bases.to(device), means.to(device)
-            self._backward[key] = found
-        return found
+            backward = bases.to(device), means.to(device)
+            self._backward[key] = backward
+        return backward
 
     @cached_property
     def _coded(self) -> dict[tuple[str, int], CodedColumns]:

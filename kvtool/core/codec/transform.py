@@ -51,25 +51,25 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool, b
     ----------
     base_check : of the coarser level's record.
     """
-    own = profile.coded(level, layer)
+    coded = profile.coded(level, layer)
     marked = np.empty(0, np.int16)
-    if refine and own.fine is not None:
-        taken = _taken(profile.layout, own, numbers)
+    if refine and coded.fine is not None:
+        taken = _taken(profile.layout, coded, numbers)
         symbols, contexts = whole.refinement(taken, whole.coarsened(taken))
-        stream = encode(symbols, own.fine, contexts)
+        stream = encode(symbols, coded.fine, contexts)
     else:
-        symbols, escapes = to_symbols(numbers, own.alone)
-        stream = encode(symbols, own.alone)
+        symbols, escapes = to_symbols(numbers, coded.alone)
+        stream = encode(symbols, coded.alone)
         if escapes:
             rows, which = np.divmod(np.flatnonzero(symbols == ESCAPE), symbols.shape[1])
-            marked = numbers[rows, own.alone.numbers[which]]
-    places = _outside(profile.layout, own, numbers)
+            marked = numbers[rows, coded.alone.numbers[which]]
+    places = _outside(profile.layout, coded, numbers)
     return Coded(
         predictors=_BOTH,
         level=NESTED.index(level) + 1,
         base=NESTED.index(level) + 2 if refine else 0,
         tokens=len(numbers),
-        columns=len(own.alone),
+        columns=len(coded.alone),
         streams=(stream,),
         escapes=Escapes(places.astype(np.uint32), numbers.reshape(-1)[places], marked),
         profile=profile.digest,
@@ -77,24 +77,24 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool, b
     )
 
 
-def _taken(layout: Layout, own: CodedColumns, numbers: I16) -> I16:
+def _taken(layout: Layout, coded: CodedColumns, numbers: I16) -> I16:
     """The columns that are coded, side by side."""
-    if len(own.alone) == layout.stride:
+    if len(coded.alone) == layout.stride:
         return numbers
     starts = range(0, layout.stride, layout.padded)
-    return np.concatenate([numbers[:, at : at + width] for at, width in zip(starts, own.widths, strict=True)], 1)
+    return np.concatenate([numbers[:, at : at + width] for at, width in zip(starts, coded.widths, strict=True)], 1)
 
 
-def _outside(layout: Layout, own: CodedColumns, numbers: I16) -> npt.NDArray[np.int64]:
+def _outside(layout: Layout, coded: CodedColumns, numbers: I16) -> npt.NDArray[np.int64]:
     """Flat places, ascending, of the numbers other than 0 in the other columns."""
-    found = [np.empty(0, np.int64)]
-    for group, width in enumerate(own.widths):
+    places = [np.empty(0, np.int64)]
+    for group, width in enumerate(coded.widths):
         first, end = group * layout.padded + width, (group + 1) * layout.padded
         rest = numbers[:, first:end]
         if rest.any():
             rows, columns = np.nonzero(rest)
-            found.append(rows * layout.stride + first + columns)
-    return np.sort(np.concatenate(found))
+            places.append(rows * layout.stride + first + columns)
+    return np.sort(np.concatenate(places))
 
 
 def sides_of(
@@ -153,12 +153,12 @@ def fill(
     """
     if not items:
         return
-    own = profile.coded(NESTED[items[0][0].level - 1], layer)
+    level_columns = profile.coded(NESTED[items[0][0].level - 1], layer)
     alone = [number for number, (coded, _) in enumerate(items) if not coded.base]
     refined = [number for number, (coded, _) in enumerate(items) if coded.base]
-    there = [starts[number] for number in refined]
-    fill(profile, layer, [_base_of(*items[number]) for number in refined], there, numbers)
-    for some, columns in ((alone, own.alone), (refined, own.fine)):
+    starts_of_refined = [starts[number] for number in refined]
+    fill(profile, layer, [_base_of(*items[number]) for number in refined], starts_of_refined, numbers)
+    for some, columns in ((alone, level_columns.alone), (refined, level_columns.fine)):
         if some:
             records = [items[number][0] for number in some]
             numbers.decode(_fitting(profile, columns, records), records, [starts[number] for number in some])

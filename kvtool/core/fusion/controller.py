@@ -80,13 +80,13 @@ def decide(
     """
     prompts = {level: PromptRows(spans, speeds) for level, spans in choices.items()}
     at_floor = {level: prompt.seconds(selector.cost(prompt)) for level, prompt in prompts.items()}
-    level = next(one for one in prompts if at_floor[one] <= min(at_floor.values()) * (1 + NOISE))
+    level = next(level for level in prompts if at_floor[level] <= min(at_floor.values()) * (1 + NOISE))
     prompt = prompts[level]
     options = _lossless(prompts, lossless)
     best = min(options, key=lambda option: option.seconds)
     keep = best.seconds <= at_floor[level] * (1 + NOISE)
     chosen = selector if keep else selector.with_amount(hidden_ratio(prompt, selector))
-    expected = {mode.name: min(one.seconds for one in options if one.mode == mode.name) for mode in lossless}
+    expected = {mode.name: min(option.seconds for option in options if option.mode == mode.name) for mode in lossless}
     expected[chosen.name] = prompt.seconds(chosen.cost(prompt))
     lossless_mode = best.mode if keep else None
     return Decision(
@@ -94,7 +94,7 @@ def decide(
         ratio=None if keep else chosen.amount,
         level=best.level if keep else level,
         expected_ms={mode: (before_s + took) * 1e3 for mode, took in expected.items()},
-        level_ms={one: (before_s + took) * 1e3 for one, took in at_floor.items()},
+        level_ms={name: (before_s + took) * 1e3 for name, took in at_floor.items()},
         reasons=tuple(_notes(prompt, chosen, selector.amount, at_floor, level, expected, lossless_mode)),
     )
 
@@ -114,11 +114,11 @@ def _lossless(prompts: Mapping[str, PromptRows], modes: Sequence[Selector]) -> l
     A mode that ignores the cache would leave a hole a hole; one that uses it stores what it computes.
     """
     holes = next(iter(prompts.values())).holes
-    found = []
-    for mode in sorted(modes, key=lambda one: one.uses_cache is not holes):
+    options = []
+    for mode in sorted(modes, key=lambda selector: selector.uses_cache is not holes):
         for level, prompt in list(prompts.items())[: None if mode.uses_cache else 1]:
-            found.append(_Option(mode.name, level if mode.uses_cache else None, prompt.seconds(mode.cost(prompt))))
-    return found
+            options.append(_Option(mode.name, level if mode.uses_cache else None, prompt.seconds(mode.cost(prompt))))
+    return options
 
 
 def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
@@ -155,7 +155,7 @@ def _notes(
     load = _ms(prompt.load(*CACHED).seconds)
     yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
     if len(at_floor) > 1:
-        levels = ", ".join(f"{one} {_ms(took)}" for one, took in at_floor.items())
+        levels = ", ".join(f"{other} {_ms(took)}" for other, took in at_floor.items())
         yield f"{chosen.name} at {floor:.0%} by level: {levels}; level {level} is read"
     yield "expected: " + ", ".join(f"{mode} {_ms(took)}" for mode, took in expected.items())
     if lossless:

@@ -49,13 +49,13 @@ class HotSource:
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """One layer's keys and values of several segments; see KVSource."""
-        found = {segment.start: self._get(segment, layer) for segment in segments}
-        missing = [segment for segment in segments if found[segment.start] is None]
+        layers = {segment.start: self._get(segment, layer) for segment in segments}
+        missing = [segment for segment in segments if layers[segment.start] is None]
         if missing:
             for segment, kv in zip(missing, self._inner.read(missing, layer, stats), strict=True):
-                found[segment.start] = kv
+                layers[segment.start] = kv
                 self._keep(segment, layer, kv, self._mark(*_key(segment)))
-        return [kv for kv in found.values() if kv is not None]
+        return [kv for kv in layers.values() if kv is not None]
 
     def hold(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold KV that came from elsewhere, each `[layers, kv_heads, tokens, head_dim]`, un-rotated."""
@@ -95,14 +95,14 @@ class HotSource:
 
     def _keep(self, segment: Segment, layer: int, kv: LayerKV, mark: bytes | None) -> None:
         # A view would hold all that was decoded with it.
-        own = kv[0].clone(), kv[1].clone()
-        if own[0].is_cuda:  # the next question reads it from another stream
-            torch.cuda.current_stream(own[0].device).synchronize()
+        copies = kv[0].clone(), kv[1].clone()
+        if copies[0].is_cuda:  # the next question reads it from another stream
+            torch.cuda.current_stream(copies[0].device).synchronize()
         with self._lock:
             layers = self._held.setdefault(_key(segment), {})
             if layer not in layers:
-                layers[layer] = own
-                self._bytes += _size(own)
+                layers[layer] = copies
+                self._bytes += _size(copies)
                 self._marks.setdefault(_key(segment), mark)
             while self._bytes > self._limit:
                 self._drop(next(iter(self._held)))

@@ -106,12 +106,12 @@ class Plan:
 
     def sensitivity(self) -> torch.Tensor:
         """float32 `[length]`: what was kept of each cached token, the mean of these where nothing was."""
-        found = torch.full((self.length,), torch.nan)
+        values = torch.full((self.length,), torch.nan)
         for segment in self.cached:
             if segment.source.sensitivity:
                 kept = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)
-                found[segment.start : segment.stop] = kept.float()
-        return found.nan_to_num(found.nanmean().nan_to_num(1.0).item())
+                values[segment.start : segment.stop] = kept.float()
+        return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
     def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
         """The plan with `segment`'s record given up: a hole, and nothing behind it is exact any more by luck."""

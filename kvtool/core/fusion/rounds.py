@@ -89,7 +89,7 @@ def _sum(a: FuseTiming, b: FuseTiming) -> FuseTiming:
 def _copy(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
     """The first `length` rows in buffers of their own, with as much room."""
     copy = decoder.new_cache(cache.buffers[0].keys.shape[2])
-    for own, old in zip(copy.buffers, cache.buffers, strict=True):
-        own.keys[:, :, :length] = old.keys[:, :, :length]
-        own.values[:, :, :length] = old.values[:, :, :length]
+    for new, old in zip(copy.buffers, cache.buffers, strict=True):
+        new.keys[:, :, :length] = old.keys[:, :, :length]
+        new.values[:, :, :length] = old.values[:, :, :length]
     return copy

@@ -75,18 +75,18 @@ class StoreSource:
     @classmethod
     def of(cls, store: RecordReader, decoder: Decoder, profiles: Profiles = no_profiles) -> StoreSource:
         """Records for this model; they are decoded on its device where that can be done."""
-        there = torch.device(decoder.device) if decodes_there(decoder.device) else None
-        return cls(store, (decoder.kv_heads, decoder.head_dim), profiles, there)
+        device = torch.device(decoder.device) if decodes_there(decoder.device) else None
+        return cls(store, (decoder.kv_heads, decoder.head_dim), profiles, device)
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        found: dict[int, LayerKV] = {}
+        by_start: dict[int, LayerKV] = {}
         for level in sorted({segment.source.level or RAW for segment in segments}):
             some = [s for s in segments if (s.source.level or RAW) == level]
             items = self._encoded(some, level, layer, stats)
             started = time.perf_counter()
-            found.update(zip((s.start for s in some), self._decoded(some, items, level, layer), strict=True))
+            by_start.update(zip((s.start for s in some), self._decoded(some, items, level, layer), strict=True))
             stats.decode_s += time.perf_counter() - started
-        return [found[segment.start] for segment in segments]
+        return [by_start[segment.start] for segment in segments]
 
     def _decoded(self, segments: Sequence[Segment], items: list[Encoded], level: str, layer: int) -> list[LayerKV]:
         codec = CODECS[level]
@@ -127,5 +127,5 @@ class MemorySource:
     chunks: dict[bytes, ChunkKV]
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        found = [self.chunks[segment.source.chunk_id] for segment in segments]
-        return [(chunk.keys[layer], chunk.values[layer]) for chunk in found]
+        chunks = [self.chunks[segment.source.chunk_id] for segment in segments]
+        return [(chunk.keys[layer], chunk.values[layer]) for chunk in chunks]

@@ -108,8 +108,8 @@ def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:
 
 def fit_pass(samples: Sequence[tuple[float, float, float]]) -> PassSpeed:
     """Speed from samples of (rows, keys, seconds)."""
-    found = fit([(1.0, rows, keys) for rows, keys, _ in samples], [seconds for *_, seconds in samples])
-    return PassSpeed(*found)
+    coefficients = fit([(1.0, rows, keys) for rows, keys, _ in samples], [seconds for *_, seconds in samples])
+    return PassSpeed(*coefficients)
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -125,11 +125,11 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
         for used in itertools.combinations(range(count), size):
             part = matrix[:, used]
             scale = np.abs(part).max(0)
-            found = np.linalg.lstsq(part / scale, np.ones(len(target)), rcond=None)[0] / scale
-            residual = float(np.square(part @ found - 1).sum())
-            if (found >= 0).all() and residual < error - 1e-9:
+            solution = np.linalg.lstsq(part / scale, np.ones(len(target)), rcond=None)[0] / scale
+            residual = float(np.square(part @ solution - 1).sum())
+            if (solution >= 0).all() and residual < error - 1e-9:
                 best = [0.0] * count
-                for column, value in zip(used, found.tolist(), strict=True):
+                for column, value in zip(used, solution.tolist(), strict=True):
                     best[column] = value
                 error = residual
     return best

@@ -124,8 +124,8 @@ class Book:
 
     @property
     def unwanted(self) -> list[int]:
-        found = self._missing & (self._closed | self._passed_over) - self._chunks_flying
-        return [chunk for chunk in reversed(self._ladders) if chunk in found]
+        unwanted = self._missing & (self._closed | self._passed_over) - self._chunks_flying
+        return [chunk for chunk in reversed(self._ladders) if chunk in unwanted]
 
     def have(self, chunk: int) -> None:
         if chunk not in self._chunks_flying:  # else what comes is taken
@@ -146,7 +146,7 @@ class Book:
         return self._now if fetch.chunk in self._closed else None
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
-        flight = next(one for one in self._flying if one.fetch == fetch)
+        flight = next(flight for flight in self._flying if flight.fetch == fetch)
         self._flying.remove(flight)
         self._now = self._last_end = max(self._now, ended)
         decision = flight.decision
@@ -192,12 +192,12 @@ class Book:
 
     def _coming(self, ladder: Ladder) -> set[str]:
         """Levels of a chunk's parts that are there or under way."""
-        flying = {part.level for one in self._flying if one.fetch.chunk == ladder.chunk for part in one.fetch.parts}
-        return self._held[ladder.chunk] | flying
+        flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
+        return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
 
     @property
     def _chunks_flying(self) -> frozenset[int]:
-        return frozenset(one.fetch.chunk for one in self._flying)
+        return frozenset(flight.fetch.chunk for flight in self._flying)
 
     @property
     def _rate(self) -> float | None:
@@ -212,7 +212,7 @@ class Book:
 
     def _arrival(self, now: float, size: int, rate: float) -> float:
         """When so many bytes asked for now are expected, behind what is outstanding."""
-        waiting = sum(one.fetch.size for one in self._flying)
+        waiting = sum(flight.fetch.size for flight in self._flying)
         free = max(now, self._busy_since + waiting / rate) if self._flying else now
         return free + size / rate
 

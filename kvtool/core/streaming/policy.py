@@ -126,7 +126,7 @@ class Adaptive(Book):
         """A refinement is expected to be decoded by the deadline."""
         rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
-        queued = sum(decode(self._ladders[one.fetch.chunk].tokens, one.fetch.level) for one in self._flying)
+        queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
         return max(arrival, self._decoded_at + queued) + decode(ladder.tokens, rung.level) <= deadline
 
     # ---- times -------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Adaptive(Book):
     def _last_hope(self) -> float:
         """The latest moment at which the oldest outstanding base, or the next one, may arrive so that all the others
         could still come in time, on a link that comes back."""
-        first = next((one.fetch.size for one in self._flying if self._is_base(one.fetch)), 0)
+        first = next((flight.fetch.size for flight in self._flying if self._is_base(flight.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._open()) - first
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
@@ -158,18 +158,18 @@ class Adaptive(Book):
         rate = self._rate
         if rate is None or not self._on_course(self._now, rate):
             return -math.inf
-        ahead = [one.fetch for one in self._flying]
-        waiting = sum(one.size for one in ahead[: ahead.index(fetch) + 1])
+        ahead = [flight.fetch for flight in self._flying]
+        waiting = sum(flight.size for flight in ahead[: ahead.index(fetch) + 1])
         return self._busy_since + waiting / rate
 
     def _as_long_as_text(self, fetch: Fetch) -> float:
         """When waiting for the outstanding bases up to this one has taken as long as computing them would."""
         missing, waited = self._missing, 0.0
-        for one in self._flying:
-            if self._is_base(one.fetch):
-                waited += self._text_seconds(one.fetch.chunk, missing)
-                missing -= {one.fetch.chunk}
-            if one.fetch == fetch:
+        for flight in self._flying:
+            if self._is_base(flight.fetch):
+                waited += self._text_seconds(flight.fetch.chunk, missing)
+                missing -= {flight.fetch.chunk}
+            if flight.fetch == fetch:
                 break
         return self._busy_since + waited
 
@@ -191,7 +191,7 @@ class Adaptive(Book):
         return self._chunks_flying & self._missing
 
     def _is_base(self, fetch: Fetch) -> bool:
-        first = next((one.fetch for one in self._flying if one.fetch.chunk == fetch.chunk), None)
+        first = next((flight.fetch for flight in self._flying if flight.fetch.chunk == fetch.chunk), None)
         return fetch == first and fetch.chunk in self._missing
 
     def _slow_to_decode(self, ladder: Ladder) -> bool:
