@@ -12,7 +12,7 @@ import torch
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.lab.bench import codec, codec_tasks, first_call
 from tests.cli.working import LAYERS, damages, kvtool, listing
 

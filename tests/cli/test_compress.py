@@ -10,7 +10,8 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
-from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
+from kvtool.core.codec.levels import DEFAULT_LOSSY
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import DamagedError
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, files_below, kvtool, process
 from tests.compress.making import (

@@ -19,7 +19,7 @@ from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.encoder import to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened, refinement
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.numbers import HostNumbers
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy import native
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError

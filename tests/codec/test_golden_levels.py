@@ -22,7 +22,7 @@ from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.cachegen import encode_nested
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import FORMAT, Coded, Predictor
 from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
 from kvtool.core.codec.profile import Profile

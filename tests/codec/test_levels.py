@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kvtool.core.codec.levels import LEVELS, NESTED, RAW, check_level, coarser, exact, known, level_of, lossy, nested
+from kvtool.core.codec.levels import LEVELS, RAW, check_level, exact, known, level_of, lossy, nested
+from kvtool.core.codec.nested import NESTED, coarser
 from kvtool.core.errors import UsageError
 
 

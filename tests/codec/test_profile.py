@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from kvtool.core.codec.clusters import TABLES
 from kvtool.core.codec.fit import WHOLE_LAYER, default_groups
 from kvtool.core.codec.layout import BLOCK, Layout
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError
 from tests.codec.synthetic import LAYERS, STEP, fitted, model, profile

@@ -13,7 +13,7 @@ import torch
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting, loss

@@ -13,8 +13,8 @@ from kvtool.core.cache import writer as writers
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
-from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.compress import encode
 from kvtool.core.errors import DamagedError
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool

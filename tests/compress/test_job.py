@@ -10,7 +10,8 @@ import pytest
 
 from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED
+from kvtool.core.codec.levels import DEFAULT_LOSSY
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import NO_PROFILE, Predictor
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import fitting

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.compact import compact
 from kvtool.core.upkeep.job import PruneReport, prune

@@ -12,7 +12,8 @@ from kvtool.core.cache.link import KVRead, Link
 from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part
 from kvtool.core.cache.snapshot import Snapshot
-from kvtool.core.codec.levels import MAKER, level_of
+from kvtool.core.codec.levels import level_of
+from kvtool.core.codec.nested import MAKER
 from kvtool.core.errors import DamagedError, KvtoolError
 
 

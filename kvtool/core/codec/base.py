@@ -30,8 +30,8 @@ class Encoded:
 
     Attributes
     ----------
-    shape : of K and of V, `[kv_heads, tokens, head_dim]`.
-    dtype : of the tensors before encoding.
+    shape : `[kv_heads, tokens, head_dim]`, that of K and that of V.
+    dtype : what the tensors were before encoding.
     base : the coarser level that this one refines.
     """
 

@@ -14,12 +14,11 @@ from kvtool.core.codec import plain, transform
 from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, no_profiles
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.levels import NESTED, coarser
+from kvtool.core.codec.nested import NESTED, check_of, coarser
 from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
-from kvtool.core.codec.refines import check_of
 from kvtool.core.errors import DamagedError, KvtoolError
 
 PREDICTORS = {"mean": Predictor.MEAN, "anchor": Predictor.ANCHOR}
@@ -39,7 +38,7 @@ class CacheGen:
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> list[Payload]:
-        """One layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
+        """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
         return encode_nested(keys, values, layer, [self.level], profile)[self.level]
 
     def decode(
@@ -53,7 +52,7 @@ class CacheGen:
 
         Parameters
         ----------
-        device : where transformed records are decoded, by triton; None: by the CPU, as plain ones always are.
+        device : transformed records are decoded on it, by triton; None: by the CPU, as plain ones always are.
 
         Raises
         ------
@@ -81,7 +80,7 @@ class CacheGen:
         return NESTED[base - 1] if base else None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Of K and of V: RMS of the difference over RMS, as the record states it."""
+        """The error of K and that of V, RMS of the difference over RMS, as the record states them."""
         return Coded.parse(payload).errors
 
     def _parsed(self, item: Encoded) -> Coded:
@@ -125,7 +124,7 @@ def encode_nested(
     keys, values : `[kv_heads, tokens, head_dim]`.
     bases : records of this layer at coarser levels that are stored already, made with this profile.
     predictor : `auto`, `mean` or `anchor`: without a profile; `auto` takes the cheaper one for each side.
-    layers : of the model.
+    layers : how many the model has.
 
     Returns
     -------

@@ -18,7 +18,7 @@ from kvtool.core.codec.clusters import fine_tables, shared_tables
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.transform import finest_numbers
 
@@ -51,7 +51,7 @@ def fit_profile(
     ----------
     sample : un-rotated keys and values of some chunks at a layer.
     sensitivity : float32 `[2, layers, C, C]`: the loss, in nats, of an error e in one token is e @ this @ e / 2.
-    groups : of channels that are transformed together.
+    groups : into how many the channels are divided; those of one are transformed together.
     advance : told after each layer.
     """
     layers, channels = sensitivity.shape[1:3]

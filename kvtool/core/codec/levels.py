@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import UsageError
 
 RAW = "raw"
-NO_PROFILE = bytes(16)  # what a record names that was made without one
-MAKER = slice(64, 80)  # of a nested record's payload: the digest of its profile (payload.py)
 MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 
@@ -39,8 +38,7 @@ class Level:
         return self.name if self.lossless else RAW
 
 
-NESTED = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
-DEFAULT_LOSSY = "2"
+DEFAULT_LOSSY = "2"  # what `compress` makes unless it is told
 
 # The finest first; of those that lose nothing the largest first.
 _LEVELS = (
@@ -87,9 +85,3 @@ def check_level(name: str) -> str:
     if name not in LEVELS:
         raise UsageError(f"there is no level {name!r}", f"known: {', '.join(LEVELS)}")
     return name
-
-
-def coarser(name: str) -> str | None:
-    """The next coarser level that a record of this level may refine; None: it always stands alone."""
-    at = NESTED.index(name) + 1 if name in NESTED else len(NESTED)
-    return NESTED[at] if at < len(NESTED) else None

@@ -35,7 +35,7 @@ class Lossless(SelfContained):
     """
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None) -> list[Payload]:
-        """One layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
+        """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`."""
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
         sides = [_rotated(side) for side in (keys, values)]
         first = [compressor.compress(np.ascontiguousarray(side[:, -1]).data) for side in sides]

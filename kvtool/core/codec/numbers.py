@@ -39,7 +39,7 @@ class Numbers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostNumbers:
-    """In main memory, decoded by the CPU.
+    """Numbers in main memory, which the CPU decodes.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class HostNumbers:
         return self.tensor.view(torch.int16).numpy().view(HELD[self.form])
 
     def decode(self, columns: Columns, records: Sequence[Coded], starts: Sequence[int]) -> None:
-        """See Numbers."""
+        """Fulfil `Numbers`."""
         marked, marks = None, [len(coded.escapes.marked) for coded in records]
         if not columns.refines:
             marked = in_form(np.concatenate([coded.escapes.marked for coded in records]), self.form)
@@ -72,5 +72,5 @@ class HostNumbers:
         (refine if columns.refines else decode)(job)
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        """See Numbers."""
+        """Fulfil `Numbers`."""
         escapes.place(self._held[start : start + rows], self.form)

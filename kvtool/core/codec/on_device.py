@@ -25,7 +25,7 @@ def decodes_there(device: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNumbers:
-    """Int16 on a device (see numbers.Numbers). What it does is put on the device's current stream."""
+    """Numbers on a device, int16. What it does is put on the device's current stream."""
 
     tensor: torch.Tensor
 
@@ -35,7 +35,7 @@ class DeviceNumbers:
         return cls(torch.zeros(shape, dtype=torch.int16, device=device))
 
     def decode(self, columns: Columns, records: Sequence[Coded], starts: Sequence[int]) -> None:
-        """See Numbers."""
+        """Fulfil `Numbers`."""
         jobs = [
             CudaDecoding(
                 coded.streams[0],
@@ -74,7 +74,7 @@ class DeviceNumbers:
             self.tensor[rows[escaped[:, 0]], wanted[escaped[:, 1]]] = values
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        """See Numbers."""
+        """Fulfil `Numbers`."""
         numbers = self.tensor[start : start + rows].view(-1)
         if not len(escapes.places):
             return

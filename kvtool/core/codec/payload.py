@@ -45,7 +45,7 @@ from kvtool.core.codec.base import Payload
 from kvtool.core.codec.entropy.columns import address
 from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
-from kvtool.core.codec.levels import NESTED, NO_PROFILE
+from kvtool.core.codec.nested import NESTED, NO_PROFILE
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
@@ -90,8 +90,9 @@ class Escapes:
 
     Attributes
     ----------
-    places, placed : in columns that are not coded: uint32, flat in the numbers `[rows, stride]`; and int16.
-    marked : in columns that are, int16: for each symbol ESCAPE, stream by stream, row by row.
+    places, placed : where they stand in columns that are not coded, uint32, flat in the numbers `[rows, stride]`; and
+        which numbers they are, int16.
+    marked : those in columns that are coded, int16: one for each symbol ESCAPE, stream by stream, row by row.
     """
 
     places: npt.NDArray[np.uint32]
@@ -99,7 +100,7 @@ class Escapes:
     marked: npt.NDArray[np.int16]
 
     def pack(self) -> list[Payload]:
-        """As they stand in a record."""
+        """The parts as they stand in a record."""
         return [
             self.places.astype("<u4").tobytes(),
             self.placed.astype("<i2").tobytes(),
@@ -139,8 +140,8 @@ class Coded:
     Attributes
     ----------
     base : number of the level it refines; 0: it stands alone.
-    base_check : of the record it refines (`check_of`); 0: it is not stated.
-    columns : of the first stream.
+    base_check : `check_of` the record that it refines; 0: it is not stated.
+    columns : how many the first stream has.
     escapes : numbers that no symbol of their table stands for.
     """
 

@@ -39,7 +39,7 @@ I16 = npt.NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a layer, quantised.
+    """A side of a layer that is quantised.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
 
 
 def step_of(predictor: Predictor, level: int, layer: int, layers: int, spread: float) -> float:
-    """One step for a side of a layer, as a float32 number; `spread` is its RMS around the channel means."""
+    """The step of a side of a layer, as a float32 number; `spread` is its RMS around the channel means."""
     factor = STEPS[predictor][level - 1]
     if predictor is Predictor.ANCHOR:
         factor *= _THIRDS[min(2, 3 * layer // max(1, layers))]
@@ -177,7 +177,7 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
 
 
 def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
-    """Both sides, float32 `[tokens, C]`.
+    """Decode both sides, float32 `[tokens, C]`.
 
     Raises
     ------
@@ -208,7 +208,7 @@ def unpack(coded: Coded, channels: int) -> tuple[F32, F32]:
 
 
 def _restored(coded: Coded, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
-    """Both sides, of their rows, the anchors' rows, and the means or anchors' steps."""
+    """Both sides from their rows, the anchors' rows, and the means or anchors' steps."""
     more = iter(parts[2:])
     sides = []
     for number, (predictor, about) in enumerate(zip(coded.predictors, parameters, strict=True)):

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from kvtool.core.codec.entropy.columns import Columns, columns_of
 from kvtool.core.codec.entropy.tables import TableSet
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import DamagedError
 
 FORMAT = 1
@@ -35,7 +35,7 @@ class CodedColumns:
     Attributes
     ----------
     alone : columns of a record that stands alone.
-    fine : of one that refines the next coarser level; None: there is none.
+    fine : columns of a record that refines the next coarser level; None: there is none.
     widths : how many columns each group has, its first ones: K's groups, then V's.
     """
 
@@ -180,7 +180,7 @@ class Profile:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Profile:
-        """Inverse of `data`.
+        """Read what `data` has written.
 
         Raises
         ------

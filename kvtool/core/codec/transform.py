@@ -15,12 +15,11 @@ from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.encoder import encode, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
-from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.nested import NESTED, check_of
 from kvtool.core.codec.numbers import HostNumbers, Numbers
 from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
 from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.raw import DTYPES
-from kvtool.core.codec.refines import check_of
 from kvtool.core.errors import DamagedError
 
 I16 = npt.NDArray[np.int16]
@@ -49,7 +48,7 @@ def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool, b
 
     Parameters
     ----------
-    base_check : of the coarser level's record.
+    base_check : `check_of` the coarser level's record.
     """
     coded = profile.coded(level, layer)
     marked = np.empty(0, np.int16)

@@ -13,7 +13,8 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.encode import encode_levels
-from kvtool.core.codec.levels import coarser, exact, known, level_of, nested
+from kvtool.core.codec.levels import exact, known, level_of, nested
+from kvtool.core.codec.nested import coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events

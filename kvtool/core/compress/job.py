@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, NO_PROFILE, exact, level_of, lossy
+from kvtool.core.codec.levels import DEFAULT_LOSSY, exact, level_of, lossy
+from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.options import AUTO, CompressOptions

@@ -63,7 +63,7 @@ class PromptRows:
     context : cached tokens of chunks, which a ratio is a share of.
     hit_chunks : tokens of each cached chunk whose rows are not what full prefill gives.
     holes : a segment that should be stored is not.
-    layers : of the model.
+    layers : how many the model has.
     """
 
     def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:

@@ -56,7 +56,7 @@ class Fused:
     Attributes
     ----------
     logits : float32 `[vocabulary]`.
-    plan : as computed; segments whose records turned out unusable are misses in it.
+    plan : what was computed; segments whose records turned out unusable are misses in it.
     recomputed : bool `[length]`, the cached rows computed at the last layer.
     reasons : why: names of reasons, each with its rows (bool `[length]`); no row has two.
     """

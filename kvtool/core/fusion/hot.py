@@ -48,7 +48,7 @@ class HotSource:
             return len(self._held.get(_key(segment), {})) == layers
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """One layer's keys and values of several segments; see KVSource."""
+        """One layer's keys and values of several segments (KVSource): from memory, else from the source behind it."""
         layers = {segment.start: self._get(segment, layer) for segment in segments}
         missing = [segment for segment in segments if layers[segment.start] is None]
         if missing:

@@ -64,8 +64,8 @@ class Placing:
 
 
 class CudaPlacing(Placing):
-    """The same for buffers on a GPU, by a stream of its own: from one pinned buffer of one layer's size, or from where
-    a codec has decoded them.
+    """Places into buffers on a GPU, by a stream of its own: from one pinned buffer of one layer's size, or from where a
+    codec has decoded them.
 
     Parameters
     ----------

@@ -120,7 +120,7 @@ class Plan:
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
     def without_all(self, unusable: Sequence[tuple[Segment, str]], stored: bool = False) -> Plan:
-        """The same for several, each with its reason."""
+        """The plan with the records of several segments given up, each for its reason."""
         plan = self
         for segment, reason in unusable:
             plan = plan.without(segment, reason, stored)

@@ -57,8 +57,8 @@ def question_attention(
     Parameters
     ----------
     layers : whose attention counts; the mean is taken over them.
-    pooling : of a layer's rows: the L2 norm over all of them (`rows`, InfoFlow KV), the `last` row, which the answer
-        begins at, or the geometric mean of the two (`both`).
+    pooling : what a layer's rows become: the L2 norm over all of them (`rows`, InfoFlow KV), the `last` row, which the
+        answer begins at, or the geometric mean of the two (`both`).
 
     Returns
     -------

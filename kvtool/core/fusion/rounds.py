@@ -50,7 +50,7 @@ def fuse_further(
 
 
 def joined(before: Fused, now: Fused) -> Fused:
-    """All rounds up to a further one, as if they were one pass: the whole prompt's plan, counts summed, times summed.
+    """The rounds before and a further one as if they were one pass: the whole prompt's plan, counts and times summed.
 
     `tokens.rows` counts every question that was computed, `tokens.fresh` the last one only.
     """

@@ -25,7 +25,7 @@ class PassSpeed:
     key: float
 
     def seconds(self, rows: float, keys: float) -> float:
-        """Of `rows` rows that see `keys` keys, added up over the rows."""
+        """The time of a pass over so many rows, which see so many keys in all."""
         return self.fixed + self.row * rows + self.key * keys
 
 
@@ -55,12 +55,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """One machine, device, model and dtype.
+    """The speeds of one machine, device, model and dtype.
 
     Attributes
     ----------
-    loads : by codec level, and `MEMORY`.
-    cores : that this process may use. `threads` : of these, that a pass uses.
+    loads : speeds of loading, by codec level and `MEMORY`.
+    cores : how many this process may use. `threads` : how many of these a pass uses.
     own_memory : the device computes by itself (a GPU), so that loading takes no core from it.
     """
 
@@ -72,7 +72,7 @@ class Speeds:
     own_memory: bool = False
 
     def load(self, tokens: Mapping[str, int]) -> Load:
-        """Of so many tokens by level; every level must have been measured."""
+        """What loading so many tokens of each level takes; every level must have been measured."""
         seconds = {level: self.loads[level].fixed + self.loads[level].token * n for level, n in tokens.items() if n}
         busy = sum(self.loads[level].busy * took for level, took in seconds.items())
         return Load(sum(seconds.values()), busy)

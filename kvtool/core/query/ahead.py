@@ -101,7 +101,7 @@ class Ahead:
             self._thread.join()
 
     def bytes_read(self, levels: Mapping[int, str | None]) -> int:
-        """Of the records that were decoded at the level at which their chunk stands in the end."""
+        """Bytes of the records that were decoded at the level at which their chunk stands in the end."""
         return sum(
             one.stats.bytes_read for number, one in self._ahead.items() if one.segment.source.level == levels[number]
         )

@@ -34,7 +34,7 @@ class Driver:
         self._last_end = 0.0
 
     def run(self) -> None:
-        """Until the policy wants no more, or the tier is gone."""
+        """Fetch until the policy wants no more, or the tier is gone."""
         try:
             self._arrivals = self._link.arrivals()
             while self._ask():

@@ -51,10 +51,10 @@ class Streamed:
     plan : with each chunk at the level that it reached; those that reached none, and were not computed meanwhile, are
         holes.
     source : where its KV is read; some of what was fetched is decoded already.
-    holes : of the plan before, which were computed meanwhile: worth storing.
+    holes : segments that were holes and were computed meanwhile: they are worth storing.
     rows : the decisions, `stream` of the reply.
-    bytes_read : of the records that are decoded already.
-    ms : that it took.
+    bytes_read : what was read of the records that are decoded already.
+    ms : how long streaming took.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ def stream_prompt(session: Session, asked: Asked, options: QueryOptions, selecto
 
     Parameters
     ----------
-    selector : of the mode that will answer: only what it reads is fetched.
+    selector : the mode that will answer: only what it reads is fetched.
     """
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
     warm_up(session.identity.dtype)
@@ -132,7 +132,7 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
 def _ladders(
     store: Store, link: Link, plan: Plan, options: QueryOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
-    """Of the segments that are read and lack something here, by their number in the prompt; the most relevant first.
+    """The ladders of the segments that are read and lack something here, the most relevant first.
 
     The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
     """

@@ -28,7 +28,8 @@ import zstandard
 
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
-from kvtool.core.codec.levels import LEVELS, coarser, nested
+from kvtool.core.codec.levels import LEVELS, nested
+from kvtool.core.codec.nested import coarser
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import checks
 from kvtool.core.remote.limits import MOST_LAYERS, MOST_LEVEL_BYTES

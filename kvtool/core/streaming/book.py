@@ -12,7 +12,7 @@ from kvtool.core.streaming.ladder import Ladder, Part
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One request to the remote tier: these parts of one chunk, which then stands at `level`.
+    """A request to the remote tier: these parts of one chunk, which then stands at `level`.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One question's chunks.
+    """What is to be fetched for one question.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class Book:
         return self._ladders[chunk].rungs[number].level if number >= 0 else None
 
     def _count(self, chunk: int) -> None:
-        """Where a chunk stands after a fetch of it has begun or ended."""
+        """Note where a chunk stands after a fetch of it has begun or ended."""
         ladder = self._ladders[chunk]
         self._reached[chunk] = ladder.reached(self._held[chunk])
         self._reaching[chunk] = ladder.reached(self._coming(ladder))
@@ -218,7 +218,7 @@ class Book:
 
 
 def text_row(chunk: int, decision: str) -> dict[str, Any]:
-    """Of a chunk that is computed from its text."""
+    """The log's row of a chunk that is computed from its text."""
     return _row(chunk, None, decision)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All records of one chunk at one stored level, in bytes; what is fetched or not fetched as a whole."""
+    """The records of one chunk at one stored level, in bytes; they are fetched as a whole or not at all."""
 
     level: str
     size: int
@@ -54,7 +54,7 @@ class Ladder:
 
     @classmethod
     def of(cls, chunk: int, tokens: int, rungs: Iterable[Rung]) -> Ladder:
-        """Of rungs in any order. One that is as large as another that loses no more is never worth fetching."""
+        """Make a ladder of rungs in any order. One as large as another that loses no more is never worth fetching."""
         kept: list[Rung] = []
         for rung in sorted(rungs, key=lambda rung: (rung.loss, rung.size)):
             if not kept or rung.size < kept[-1].size:

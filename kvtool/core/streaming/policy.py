@@ -148,7 +148,7 @@ class Adaptive(Book):
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
-        """All bases are expected in time."""
+        """Whether all bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._open() if self._reaching[ladder.chunk] < 0)
         decoded = max(now, self._decoded_at) + self._open_decode()
         return max(self._arrival(now, left, rate), decoded) <= self._all_by()

@@ -26,7 +26,8 @@ from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.tables import ZERO
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.levels import LEVELS, NESTED, exact
+from kvtool.core.codec.levels import LEVELS, exact
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.plain import padded

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LEVELS, NESTED
+from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.answer import answer
 from kvtool.core.query.layout import lay_out

@@ -60,7 +60,7 @@ class Columns:
 
     @cached_property
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Where in a row of an output each column is."""
+        """Where each column stands in a row of an output."""
         return columns_of(self.places)
 
     @cached_property
@@ -73,12 +73,12 @@ class Columns:
 
     @cached_property
     def first_slots(self) -> U32:
-        """Of each column's table among the tables' slots."""
+        """The first slot of each column's table among all tables'."""
         return self.ids.astype(np.uint32) * np.uint32(SLOTS)
 
     @cached_property
     def first_entries(self) -> U32:
-        """Of each column's table among an encoder's entries, the last column first."""
+        """The first entry of each column's table among an encoder's, the last column first."""
         return self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
 
 

@@ -63,7 +63,7 @@ class Scaling:
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """Of scale and of offset."""
+        """The addresses of scale and of offset."""
         return address(self.scale), address(self.offset)
 
 
@@ -200,7 +200,7 @@ def run(kernel: native.Kernel, job: Decoding, some: Sequence[int]) -> tuple[list
 
 
 def _marks(job: Decoding) -> list[tuple[int, int]]:
-    """Of each stream: the address of its first marked value, and the number of its last one; one may always be read."""
+    """For each stream the address of its first marked value and the number of its last; one may always be read."""
     if job.marked is None or not len(job.marked):
         return [(address(_NOTHING), 0)] * len(job.streams)
     first, size, last = address(job.marked), job.marked.itemsize, len(job.marked) - 1
@@ -211,7 +211,7 @@ def _marks(job: Decoding) -> list[tuple[int, int]]:
 
 
 def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
-    """Of the words, with as much behind them as a kernel may read, the states or else zeros; and of the states."""
+    """The address of the words, behind which a kernel may read (the states, or else zeros), and that of the states."""
     if stream.address:
         return stream.address, stream.address + 2 * len(stream.words)
     kept.append(np.concatenate([stream.words, _BEHIND]))
@@ -261,7 +261,7 @@ def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
 
 
 def _decode_in_numpy(kind: str, job: Decoding) -> None:
-    """The same by the reference."""
+    """Decode by the reference what no kernel was made for."""
     wanted = job.columns.numbers
     ends = list(accumulate(job.marks))
     for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):

@@ -84,7 +84,7 @@ class Body:
         self.do(f"store {kind} {value}, ptr {self.at(element, pointer, index)}, align {_ALIGNMENT[element]}")
 
     def text(self) -> str:
-        """All lines."""
+        """The lines written so far, as one text."""
         return "\n".join(self._lines)
 
 

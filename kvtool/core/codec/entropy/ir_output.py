@@ -97,7 +97,7 @@ def _float16(body: Body, width: int, values: str) -> str:
 
 
 def _float16_by_cpu(body: Body, width: int, values: str) -> str:
-    """The same where the CPU converts."""
+    """Store bfloat16 numbers where the CPU itself converts to them."""
     halves = body(f"fptrunc {vector(width, 'float')} {values} to {vector(width, 'half')}")
     shorts = body(f"bitcast {vector(width, 'half')} {halves} to {vector(width, 'i16')}")
     return body(f"zext {vector(width, 'i16')} {shorts} to {vector(width, 'i32')}")

@@ -1,4 +1,4 @@
-"""What a nested record refines, told from its first bytes (payload.py) without importing torch."""
+"""The levels whose records may refine one another, and what their first bytes say (payload.py); needs no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from collections.abc import Iterable
 
 import xxhash
 
-from kvtool.core.codec.levels import NESTED, coarser, level_of
+from kvtool.core.codec.base import Payload
 from kvtool.core.errors import DamagedError
 
-Payload = bytes | bytearray | memoryview
+NESTED = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
+NO_PROFILE = bytes(16)  # what a record names that was made without one
+MAKER = slice(64, 80)  # of a payload: the digest of its profile
 _BASE, _CHECK = 7, slice(40, 44)
+
+
+def coarser(level: str) -> str | None:
+    """The next coarser level that a record of this one may refine; None: it always stands alone."""
+    at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)
+    return NESTED[at] if at < len(NESTED) else None
 
 
 def base_level(level: str, payload: Payload) -> str | None:
     """The coarser level that a record of this level refines; None: it stands alone. Raises DamagedError."""
-    if not level_of(level).nested:
+    if level not in NESTED:
         return None
     base = coarser(level)
     number = payload[_BASE] if len(payload) > _CHECK.stop else None
@@ -27,7 +35,7 @@ def base_level(level: str, payload: Payload) -> str | None:
 
 
 def stated_check(payload: Payload) -> int:
-    """Of the very record that is refined (:func:`check_of`); 0: an older record, which does not state it."""
+    """`check_of` the very record that is refined; 0: an older record, which does not state it."""
     return int.from_bytes(payload[_CHECK], "little")
 
 
