@@ -16,7 +16,6 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.question import question_attention
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
-from kvtool.core.fusion.selectors.ranking import hit_rows
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, plain_model, same_bits, tokens
@@ -84,7 +83,7 @@ def test_infoflow_recomputes_what_is_looked_at_most(llama: Case, ratio: float) -
     fused = llama.fuse(plan, Infoflow(ratio))
     count = math.ceil(round(ratio * CONTEXT, 6))
     attention = ours(llama, plan, range(LAYERS // 2, LAYERS))
-    attention[~hit_rows(plan)] = -1
+    attention[~plan.hit_rows()] = -1
     assert set(fused.recomputed.nonzero()[:, 0].tolist()) == set(attention.topk(count).indices.tolist())
     assert fused.tokens.recomputed == count
     assert fused.tokens.rows == (count + len(QUESTION),) * LAYERS
@@ -110,7 +109,7 @@ def test_nobody_asks_where_the_answer_changes_nothing(llama: Case, kind: Any, mo
 
 
 def chosen_by(worth: torch.Tensor, plan: Plan, count: int) -> Sequence[int]:
-    worth = torch.where(hit_rows(plan), worth, torch.full_like(worth, -1))
+    worth = torch.where(plan.hit_rows(), worth, torch.full_like(worth, -1))
     return sorted(worth.topk(count).indices.tolist())
 
 

@@ -92,6 +92,11 @@ class Plan:
         return [segment for segment in self.chunks if segment.cached]
 
     @property
+    def context_tokens(self) -> int:
+        """Cached tokens of chunks: what a ratio is a share of."""
+        return sum(len(segment.ids) for segment in self.cached_chunks)
+
+    @property
     def levels(self) -> list[str]:
         """The levels at which its chunks are read, finest first."""
         return known(segment.source.level for segment in self.cached_chunks)
@@ -103,6 +108,12 @@ class Plan:
             if segment.status in statuses:
                 mask[segment.start : segment.stop] = True
         return mask
+
+    def hit_rows(self) -> torch.Tensor:
+        """Bool `[length]`: rows of chunks whose stored KV is not what full prefill gives."""
+        rows = self.mask("hit")
+        rows[: self.segments[0].stop] = False
+        return rows
 
     def sensitivity(self) -> torch.Tensor:
         """float32 `[length]`: what was kept of each cached token, the mean of these where nothing was."""

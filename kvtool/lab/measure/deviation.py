@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.fusion.selectors.ranking import share_of
+from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
 from kvtool.lab.measure.reused import Queries, ReusedPrompt

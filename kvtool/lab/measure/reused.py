@@ -12,7 +12,6 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.selectors.ranking import hit_rows
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -50,7 +49,7 @@ class ReusedPrompt:
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
         """Raises UsageError where nothing of the prompt is reused."""
-        hits = hit_rows(plan).nonzero()[:, 0]
+        hits = plan.hit_rows().nonzero()[:, 0]
         if not len(hits):
             raise UsageError(
                 "nothing of this prompt is reused from another place", "take more chunks (--top-k, --documents)"

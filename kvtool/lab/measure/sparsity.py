@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.selectors.ranking import share_of
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.packed import RETURNED_BYTES

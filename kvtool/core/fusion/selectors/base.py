@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Cost, PromptRows
 
 Pooling = Literal["rows", "last", "both"]  # see fusion/question.py
+
+
+def share_of(share: float, context: int) -> int:
+    """⌈share · context⌉ of the decimal that was meant: 0.07 · 100 is 7, though the product is 7.000000000000001."""
+    return math.ceil(round(share * context, 6))
 
 
 class Selector(ABC):

@@ -10,8 +10,7 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.selectors.ranking import context_tokens, hit_rows, share_of, squared_error
+from kvtool.core.fusion.selectors.base import Selector, share_of
 
 Metric = Literal["v_sse", "k_sse", "kv_sse", "k_l1"]
 
@@ -41,7 +40,7 @@ class Blend(Selector):
     filter_layers: int = 3
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
-        return hit_rows(plan) if self.ratio > 0 else plan.mask()
+        return plan.hit_rows() if self.ratio > 0 else plan.mask()
 
     def cost(self, prompt: PromptRows) -> Cost:
         narrowed = self._narrowed(prompt.context, prompt.layers)
@@ -52,7 +51,7 @@ class Blend(Selector):
         return Cost(beside=total / prompt.layers)
 
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
-        return self._narrowed(context_tokens(plan), layers)
+        return self._narrowed(plan.context_tokens, layers)
 
     def _narrowed(self, context: int, layers: int) -> dict[int, int]:
         if self.ratio == 0 or not context:
@@ -72,4 +71,9 @@ class Blend(Selector):
         if self.metric == "k_l1":
             return (new[0].float() - old[0].float()).abs().sum((0, 1, 3))
         sides = {"v_sse": [1], "k_sse": [0], "kv_sse": [0, 1]}[self.metric]
-        return torch.stack([squared_error(new[side], old[side]) for side in sides]).sum(0)
+        return torch.stack([_squared_error(new[side], old[side]) for side in sides]).sum(0)
+
+
+def _squared_error(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Squared distance by row, float32 `[rows]`, of keys or of values `[1, kv_heads, rows, head_dim]`."""
+    return (new.float() - old.float()).square().sum((0, 1, 3))

@@ -9,8 +9,7 @@ import torch
 
 from kvtool.core.fusion.cost import Cost, PromptRows
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Pooling, Selector
-from kvtool.core.fusion.selectors.ranking import context_tokens, highest, hit_rows, share_of
+from kvtool.core.fusion.selectors.base import Pooling, Selector, share_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,17 @@ class Infoflow(Selector):
         return Cost(behind=rows)
 
     def asked(self, plan: Plan, layers: int) -> range:
-        ranks = 0 < self.ratio < 1 and bool(hit_rows(plan).any())
+        ranks = 0 < self.ratio < 1 and bool(plan.hit_rows().any())
         return range(min(int(self.from_depth * layers), layers - 1), layers) if ranks else range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         if attention is None:
-            return hit_rows(plan) if self.ratio > 0 else plan.mask()
-        return highest(self.weighed(plan, attention), hit_rows(plan), share_of(self.ratio, context_tokens(plan)))
+            return plan.hit_rows() if self.ratio > 0 else plan.mask()
+        places = plan.hit_rows().nonzero()[:, 0]
+        count = min(share_of(self.ratio, plan.context_tokens), len(places))
+        rows = plan.mask()
+        rows[places[self.weighed(plan, attention)[places].topk(count).indices]] = True
+        return rows
 
     def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
         """What recomputing each position is worth, float32 `[plan.length]`."""
