@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.help import TOPICS
+from kvtool.cli.lazy import LazyGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "kvtool" / "docs"
@@ -18,6 +20,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *ROOT.glob("samples/*.md
 README_BYTES = 8 * 1024
 COMING = {"json.md", "trips.md"}  # pages that somebody is writing
 _LINK = re.compile(r"!?\[[^]]*\]\(([^)\s]+)\)")
+_COMMAND = re.compile(r"(?:^ {4}|`|&& |; )kvtool ([a-z][^`#\n;&|]*)", re.MULTILINE)
 _CODE = re.compile(r"^ {4}[^\n]*$|```.*?```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
@@ -91,3 +94,22 @@ def test_comments_point_to_something_that_a_reader_has() -> None:
         for page in pages.findall(text):
             place = ROOT / page
             assert place.exists() or place.name in COMING, f"{path} cites {page}"
+
+
+def flags_of(words: list[str]) -> set[str]:
+    """The options of the command that these words begin with."""
+    command = load_command(words[0])
+    for word in words[1:]:
+        if word not in getattr(command, "commands", {}):
+            break
+        command = command.load(word) if isinstance(command, LazyGroup) else command.commands[word]
+    return {"--help"}.union(*({*option.opts, *option.secondary_opts} for option in command.params))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.stem)
+def test_options_in_examples_exist(page: Path) -> None:
+    for example in _COMMAND.findall(page.read_text(encoding="utf-8")):
+        words = example.split()
+        if words[0] in COMMANDS:
+            named = {word.split("=")[0] for word in words if word.startswith("--")}
+            assert named <= flags_of(words), f"{page.name}: kvtool {example}"
