@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.errors import KvtoolError, KvtoolWarning
 
 if TYPE_CHECKING:
-    from kvtool.core.api import open
+    from kvtool.core.api import Cache, open
+    from kvtool.core.compress.options import CompressOptions
+    from kvtool.core.fit.options import FitOptions
+    from kvtool.core.ingest.options import IngestOptions
+    from kvtool.core.model.options import ModelOptions
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Reply
+    from kvtool.core.upkeep.options import PruneOptions
 
 __version__ = "0.1.0"
-__all__ = ["KvtoolError", "KvtoolWarning", "__version__", "open"]
+__all__ = [
+    "Cache",
+    "CompressOptions",
+    "FitOptions",
+    "IngestOptions",
+    "KvtoolError",
+    "KvtoolWarning",
+    "ModelOptions",
+    "PruneOptions",
+    "QueryOptions",
+    "Reply",
+    "__version__",
+    "open",
+]
+_WHERE = {
+    "open": "api",
+    "Cache": "api",
+    "Reply": "query.reply",
+    "QueryOptions": "query.options",
+    "IngestOptions": "ingest.options",
+    "CompressOptions": "compress.options",
+    "FitOptions": "fit.options",
+    "ModelOptions": "model.options",
+    "PruneOptions": "upkeep.options",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `open`, and torch with it, only when it is asked for."""
-    if name == "open":
-        from kvtool.core import api
-
-        return api.open
+    """Import what is exported only when it is asked for, since importing kvtool is to be quick."""
+    if name in _WHERE:
+        return getattr(importlib.import_module(f"kvtool.core.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'kvtool' has no attribute {name!r}")
 
 

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, cast
 
+from kvtool.core.cache.options import LockOptions, default_store
 from kvtool.core.cache.store import Store
-from kvtool.core.common.places import data_dir
 from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Warn
 from kvtool.core.common.urls import is_url
-from kvtool.core.compress.compress_report import CompressReport
-from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import KvtoolError, KvtoolWarning, UsageError
-from kvtool.core.ingest.ingest_report import IngestReport
-from kvtool.core.ingest.job import ingest
+from kvtool.core.fit.options import FitOptions
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, options_of
+from kvtool.core.pack.options import ExportOptions, ImportOptions
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.reply import Reply, Request
-from kvtool.core.remote.opening import open_store
-from kvtool.core.remote.pull import pull
-from kvtool.core.remote.push import push
-from kvtool.core.remote.transfer_report import TransferReport
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.options import PullOptions, PushOptions
+from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
+    from kvtool.core.compress.compress_report import CompressReport
+    from kvtool.core.fit.fit_report import FitReport
+    from kvtool.core.ingest.ingest_report import IngestReport
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.options import arguments
     from kvtool.core.pack.give import ExportReport
+    from kvtool.core.query.reply import Reply
+    from kvtool.core.remote.transfer_report import TransferReport
     from kvtool.core.session.session import Session
     from kvtool.core.upkeep.budget import Budget
     from kvtool.core.upkeep.compact import Compacted
@@ -44,26 +45,32 @@ if TYPE_CHECKING:
     from kvtool.core.upkeep.plan import Plan
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-def open(store: str | Path | None = None, model: str | None = None, **options: Any) -> Cache:
+def open(
+    store: str | Path | None = None,
+    model: str | None = None,
+    *,
+    warn: Warn | None = None,
+    **options: Unpack[arguments.OpenArguments],
+) -> Cache:
     """Open a store for ingesting and asking; it is made at the first ingest.
 
     Parameters
     ----------
     store : its folder, the user's own by default; or the URL of a shared store, which can only be asked.
     model : a hub name, a local folder, a GGUF file or `smollm2`; by default what the store was built with.
-    options : `device`, `dtype`, `offline`, as in the command line; `warn(text, hint)`, told what should be known
-        although all went on. By default that is a `KvtoolWarning`.
+    warn : told (text, hint) what should be known although all went on. By default that is a `KvtoolWarning`.
+    options : the fields of `ModelOptions`, as in the command line.
+
+    Raises
+    ------
+    UsageError : an option that there is not, or a wrong value.
     """
-    if isinstance(store, str) and is_url(store):
-        return Cache(store, model, **options)
-    return Cache(Path(store) if store is not None else default_store(), model, **options)
-
-
-def default_store() -> Path:
-    """The store that is used when none is named."""
-    return data_dir() / "store"
+    if not (isinstance(store, str) and is_url(store)):
+        store = default_store() if store is None else Path(store)
+    return Cache(store, ModelOptions.of({"model": model, **options}), warn)
 
 
 def warn_user(text: str, hint: str) -> None:
@@ -74,122 +81,215 @@ def warn_user(text: str, hint: str) -> None:
     warnings.warn(KvtoolWarning(text, hint), stacklevel=level)
 
 
-def _alone(method: Method) -> Method:
-    """One thread at a time: what hooks into the model is shared, and a store must not be closed under another."""
+def _alone(source: type[Options] = Options) -> Callable[[Method], Method]:
+    """One thread at a time, and on an open cache: what hooks into the model is shared, and a store must not be closed
+    under another thread. Notebooks are shown the options of `source` as keywords."""
 
-    @functools.wraps(method)
-    def call(self: Cache, *args: Any, **options: Any) -> Any:
-        with self._lock:
-            return method(self, *args, **options)
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Cache, *args: Any, **options: Any) -> Any:
+            with self._lock:
+                self._check_open()
+                return method(self, *args, **options)
 
-    return cast(Method, call)
+        call.__signature__ = _with_keywords(inspect.signature(method), source)  # type: ignore[attr-defined]
+        return cast(Method, call)
+
+    return decorate
+
+
+def _with_keywords(plain: inspect.Signature, source: type[Options]) -> inspect.Signature:
+    """A signature whose `**options` are written out."""
+    keep = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    names = {each.name for each in keep}
+    written_out = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
+        for option in options_of(source).values()
+        if option.name not in names and not _is_of_model(option.name)
+    ]
+    return plain.replace(parameters=[*keep, *written_out])
+
+
+def _is_of_model(name: str) -> bool:
+    return name in options_of(ModelOptions)
 
 
 class Cache:
     """A store of chunk KV caches. Use `kvtool.open`.
 
-    Threads may share it: what they ask for is done one after the other.
+    Threads may share it: what they ask for is done one after the other. The model is loaded when it is needed, and
+    stays until the cache is closed.
     """
 
-    def __init__(
-        self,
-        path: Path | str,
-        model: str | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        offline: bool = False,
-        warn: Warn | None = None,
-    ) -> None:
+    def __init__(self, path: Path | str, model: ModelOptions, warn: Warn | None = None) -> None:
         self.path = path
+        self._model = model
         self._warn = warn if warn is not None else warn_user
         self._lock = threading.RLock()
-        self._model: dict[str, Any] = {"model": model, "device": device, "dtype": dtype, "offline": offline}
         self._session: Session | None = None
+        self._closed = False
 
-    @_alone
-    def ingest(self, paths: Iterable[str | Path], *, events: Events | None = None, **options: Any) -> IngestReport:
-        """Bring the store up to date with files; `options` are the fields of `IngestOptions`."""
-        wanted = IngestOptions(paths=tuple(Path(path) for path in paths), **self._model, **options)
+    def __repr__(self) -> str:
+        return f"kvtool.open({str(self.path)!r}){' (closed)' if self._closed else ''}"
+
+    # ---- what it is for ----
+
+    @_alone(IngestOptions)
+    def ingest(
+        self,
+        paths: str | Path | Iterable[str | Path],
+        *,
+        events: Events | None = None,
+        **options: Unpack[arguments.IngestArguments],
+    ) -> IngestReport:
+        """Bring the store up to date with a file or folder, or several; `options` are the fields of `IngestOptions`."""
+        from kvtool.core.ingest.job import ingest
+
+        wanted = self._wanted(IngestOptions, options, paths=paths)
         with self._beside() as folder:
-            return ingest(folder, wanted, events or Events(warn=self._warn), self._decoder)
+            return ingest(folder, wanted, self._events(events), self._decoder)
 
-    @_alone
-    def compress(self, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
-        """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
-        wanted = CompressOptions(levels=levels, **self._model, **options)
-        with self._beside() as folder:
-            return compress(folder, wanted, events or Events(warn=self._warn), self._decoder)
-
-    @_alone
+    @_alone(QueryOptions)
     def query(
         self,
         question: str,
         *,
-        chunks: Iterable[str] = (),
-        documents: Iterable[str] = (),
-        **options: Any,
+        chunks: str | Iterable[str] = (),
+        documents: str | Path | Iterable[str | Path] = (),
+        **options: Unpack[arguments.QueryArguments],
     ) -> Reply:
-        """Answer a question; `options` are the fields of `QueryOptions`. The model stays loaded until `close`."""
+        """Answer a question; `options` are the fields of `QueryOptions`."""
         from kvtool.core.query.answer import answer
+        from kvtool.core.query.reply import Request
 
-        request = Request(question, tuple(chunks), tuple(documents))
-        return answer(self._opened(), request, replace(QueryOptions(), **options))
+        wanted, request = self._wanted(QueryOptions, options), Request(question, _texts(chunks), _texts(documents))
+        return answer(self._opened(), request, wanted)
 
-    @_alone
-    def push(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
-        """Bring a shared store up to date with this one; `options` are those of `core.remote.push.push`."""
-        with self._beside() as folder, closing(open_blobs(url)) as blobs, Store.open(folder) as store:
-            return push(store, blobs, events=events or Events(warn=self._warn), **options)
+    @_alone(CompressOptions)
+    def compress(
+        self, *levels: str, events: Events | None = None, **options: Unpack[arguments.CompressArguments]
+    ) -> CompressReport:
+        """Encode what is stored at these levels; `options` are the fields of `CompressOptions`."""
+        from kvtool.core.compress.job import compress
 
-    @_alone
-    def pull(self, url: str, *, events: Events | None = None, **options: Any) -> TransferReport:
-        """Bring this store up to date with a shared one; `options` are those of `core.remote.pull.pull`."""
-        with self._beside() as folder, closing(open_blobs(url)) as blobs:
-            return pull(folder, blobs, events=events or Events(warn=self._warn), **options)
+        wanted = self._wanted(CompressOptions, options, levels=levels)
+        with self._beside() as folder:
+            return compress(folder, wanted, self._events(events), self._decoder)
 
-    @_alone
-    def export(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> ExportReport:
-        """Write the store, or a part of it, into one file; `options` are those of `core.pack.give.export`."""
+    @_alone(FitOptions)
+    def fit_lead_in(self, *, events: Events | None = None, **options: Unpack[arguments.FitArguments]) -> FitReport:
+        """Learn the lead-in from the store's own chunks; `options` are the fields of `FitOptions`."""
+        from kvtool.core.fit.job import fit_lead_in
+
+        wanted = self._wanted(FitOptions, options)
+        with self._beside() as folder:
+            return fit_lead_in(folder, wanted, self._events(events))
+
+    # ---- sharing ----
+
+    @_alone(PushOptions)
+    def push(
+        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PushArguments]
+    ) -> TransferReport:
+        """Bring a shared store up to date with this one; `options` are the fields of `PushOptions`."""
+        from kvtool.core.remote.push import push
+        from kvtool.core.remote.urls import open_blobs
+
+        wanted = self._wanted(PushOptions, options)
+        with (
+            self._beside() as folder,
+            closing(open_blobs(url, wanted.remote_timeout)) as blobs,
+            Store.open(folder) as store,
+        ):
+            return push(
+                store,
+                blobs,
+                delete=wanted.delete,
+                verify=wanted.verify,
+                dry_run=wanted.dry_run,
+                yes=wanted.yes,
+                events=self._events(events),
+            )
+
+    @_alone(PullOptions)
+    def pull(
+        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PullArguments]
+    ) -> TransferReport:
+        """Bring this store up to date with a shared one; `options` are the fields of `PullOptions`."""
+        from kvtool.core.remote.pull import preview, pull
+        from kvtool.core.remote.urls import open_blobs
+
+        wanted = self._wanted(PullOptions, options)
+        levels = wanted.levels or None
+        with self._beside() as folder, closing(open_blobs(url, wanted.remote_timeout)) as blobs:
+            if wanted.dry_run:
+                return preview(folder, blobs, levels=levels, delete=wanted.delete)
+            return pull(
+                folder,
+                blobs,
+                levels=levels,
+                delete=wanted.delete,
+                lock_wait=wanted.lock_wait,
+                max_size=wanted.max_size,
+                timeout=wanted.remote_timeout,
+                yes=wanted.yes,
+                events=self._events(events),
+            )
+
+    @_alone(ExportOptions)
+    def export(
+        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ExportArguments]
+    ) -> ExportReport:
+        """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
         from kvtool.core.pack.give import export
 
+        wanted = self._wanted(ExportOptions, options)
+        levels, told = wanted.levels or None, self._events(events)
         with self._beside() as folder:
-            return export(folder, Path(pack), events=events or Events(warn=self._warn), **options)
+            return export(folder, Path(pack), only=wanted.only, levels=levels, force=wanted.force, events=told)
 
-    @_alone
-    def take(self, pack: str | Path, *, events: Events | None = None, **options: Any) -> TransferReport:
-        """Take a pack into the store, as `store import` does; `options` are those of `core.pack.take.take`."""
+    @_alone(ImportOptions)
+    def take(
+        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ImportArguments]
+    ) -> TransferReport:
+        """Take a pack into the store, as `store import` does; `options` are the fields of `ImportOptions`."""
         from kvtool.core.pack.take import take
 
+        wanted = self._wanted(ImportOptions, options)
+        told = self._events(events)
         with self._beside() as folder:
-            return take(folder, Path(pack), events=events or Events(warn=self._warn), **options)
+            return take(folder, Path(pack), lock_wait=wanted.lock_wait, max_size=wanted.max_size, events=told)
 
-    @_alone
-    def forget(self, *targets: str, **options: Any) -> Plan:
-        """Forget documents, by path, folder, glob or chunk's id; `options` are those of `core.upkeep.forget.forget`."""
+    # ---- upkeep ----
+
+    @_alone(ForgetOptions)
+    def forget(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
+        """Forget documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
         from kvtool.core.upkeep.forget import forget
 
+        wanted = self._wanted(ForgetOptions, options)
         with self._beside() as folder:
-            return forget(folder, targets, **options)
+            return forget(folder, _texts(targets), dry_run=wanted.dry_run, yes=wanted.yes, lock_wait=wanted.lock_wait)
 
-    @_alone
-    def prune(self, **options: Any) -> PruneReport:
+    @_alone(PruneOptions)
+    def prune(self, **options: Unpack[arguments.PruneArguments]) -> PruneReport:
         """Make the store smaller; `options` are the fields of `PruneOptions`."""
         from kvtool.core.upkeep.job import prune
-        from kvtool.core.upkeep.options import PruneOptions
 
+        wanted = self._wanted(PruneOptions, options)
         with self._beside() as folder:
-            return prune(folder, PruneOptions(**options))
+            return prune(folder, wanted)
 
-    @_alone
-    def compact(self, **options: Any) -> Compacted:
+    @_alone(LockOptions)
+    def compact(self, **options: Unpack[arguments.LockArguments]) -> Compacted:
         """Give free pages, and what nothing refers to, back to the disk."""
         from kvtool.core.upkeep.compact import compact
 
+        wanted = self._wanted(LockOptions, options)
         with self._beside() as folder:
-            return compact(folder, **options)
+            return compact(folder, lock_wait=wanted.lock_wait)
 
-    @_alone
+    @_alone()
     def budget(self, *size: int | None) -> Budget:
         """The size budget that the store keeps to, in bytes; with a size it becomes that, with None it is lifted."""
         from kvtool.core.upkeep.budget import keep_budget, read_budget
@@ -200,52 +300,80 @@ class Cache:
             with Store.open(folder) as store:
                 return read_budget(store)
 
-    @_alone
-    def close(self) -> None:
-        """Let go of the model and the store."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            session.store.close()
+    # ---- opening and closing ----
 
-    def __enter__(self) -> Cache:
+    def close(self) -> None:
+        """Let go of the model and the store. Nothing can be asked of the cache after that."""
+        with self._lock:
+            self._release()
+            self._closed = True
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this cache was closed", f"open the store again: kvtool.open({str(self.path)!r})")
+
+    def _wanted(self, source: type[O], given: Mapping[str, Any], **own: Any) -> O:
+        """The options of a call, with the model's as the cache was opened with.
+
+        Raises
+        ------
+        UsageError : an option that there is not, or a wrong value.
+        """
+        for name in given:
+            if _is_of_model(name):
+                raise UsageError(f"{name} is the same for all that a cache does", "give it to kvtool.open")
+        model = {name: getattr(self._model, name) for name in options_of(ModelOptions) if name in options_of(source)}
+        return source.of({**model, **given, **own})
+
+    def _events(self, events: Events | None) -> Events:
+        return events or Events(warn=self._warn)
+
     @contextmanager
     def _beside(self) -> Iterator[Path]:
         """The store's folder, for what opens it by itself: the model stays loaded, and learns of what was changed."""
-        folder = self._folder()
+        if isinstance(self.path, str):
+            raise UsageError("a shared store can only be asked", "work on a local one, and push it")
         if self._session is not None:
             self._session.store.flush()
         try:
-            yield folder
+            yield self.path
         finally:
             if self._session is not None:
                 try:
                     self._session.refresh()
                 except KvtoolError:  # another store, or another model's: the next question opens it anew
-                    self.close()
+                    self._release()
 
     @property
     def _decoder(self) -> Decoder | None:
         """The model, if it is loaded."""
         return self._session.decoder if self._session is not None else None
 
-    def _folder(self) -> Path:
-        if isinstance(self.path, str):
-            raise UsageError("a shared store can only be asked", "work on a local one, and push it")
-        return self.path
+    def _release(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.store.close()
 
     def _opened(self) -> Session:
+        from kvtool.core.remote.opening import open_store
         from kvtool.core.session.session import Session
 
         if self._session is None:
             store = open_store(self.path, warn=self._warn)
             try:
-                self._session = Session.open(store, ModelOptions(**self._model), warn=self._warn)
+                self._session = Session.open(store, self._model, warn=self._warn)
             except BaseException:
                 store.close()
                 raise
         return self._session
+
+
+def _texts(given: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
+    """One text as one, several as several."""
+    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))

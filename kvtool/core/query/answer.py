@@ -19,7 +19,7 @@ from kvtool.core.model.generate import Generated, Sampling, first_token, generat
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Asked, lay_out, line_of
+from kvtool.core.query.layout import Asked, lay_out, line_and_text
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds
@@ -125,19 +125,21 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 def _chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
     """What the reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
+    places = [line_and_text(session.store, hit.passage) for hit in hits]
     return [
         ReplyChunk(
             id=hit.passage.chunk_id.hex(),
             source=hit.passage.source,
             start=hit.passage.start,
             end=hit.passage.end,
-            line=line_of(session.store, hit.passage),
+            line=line,
             score=None if math.isnan(hit.score) else hit.score,
             tokens=len(segment.ids),
             status=segment.status,
             reason=segment.reason if segment.status == "miss" else "",
+            text=text,
         )
-        for hit, segment in zip(hits, plan.chunks, strict=True)
+        for hit, segment, (line, text) in zip(hits, plan.chunks, places, strict=True)
     ]
 
 

@@ -93,14 +93,15 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 
 
-def line_of(store: Store, passage: Passage) -> int | None:
-    """The line of its document, from 1, on which a chunk begins; None where the document is gone or damaged."""
+def line_and_text(store: Store, passage: Passage) -> tuple[int | None, str]:
+    """The line of its document, from 1, on which a chunk begins, and its text; nothing where the document is gone or
+    damaged."""
     with suppress(DamagedError):
         document = store.document(passage.source)
         if document is not None:
-            text = document.text[passage.start :]
-            return document.text.count("\n", 0, passage.start + len(text) - len(text.lstrip())) + 1
-    return None
+            text = document.text[passage.start : passage.end]
+            return document.text.count("\n", 0, passage.start + len(text) - len(text.lstrip())) + 1, text
+    return None, ""
 
 
 def _chosen(session: Session, request: Request, options: QueryOptions) -> list[Hit]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from kvtool.core.model.generate import Generated
     from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkRuns
+
+
+_SHOWN = 400  # characters of a text that a notebook or a prompt shows
+_CHUNKS_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """A chunk of a prompt. `start`, `end`: characters in `source`; `line`: where it begins, if known."""
+    """A chunk of a prompt and its text. `start`, `end`: characters in `source`; `line`: where it begins, if known."""
 
     id: str
     source: str
@@ -39,6 +44,12 @@ class ReplyChunk:
     tokens: int
     status: str
     reason: str = ""
+    text: str = field(default="", repr=False)  # not in the JSON
+
+    @property
+    def place(self) -> str:
+        """`file:line`; the line is left out where it is not known."""
+        return self.source if self.line is None else f"{self.source}:{self.line}"
 
     def to_json(self) -> dict[str, Any]:
         row = {
@@ -47,7 +58,7 @@ class ReplyChunk:
         return row | ({"reason": self.reason} if self.reason else {})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Reply:
     """An answer with everything that led to it.
 
@@ -87,6 +98,37 @@ class Reply:
     def asked_mode(self) -> str:
         """The mode that was asked for: `fusion`, or `auto` where the controller chose it."""
         return AUTO if self.controller else self.fusion
+
+    @property
+    def places(self) -> list[str]:
+        """Where the prompt's chunks stand, as `file:line`, each once and the best first."""
+        best_first = sorted(self.chunks, key=lambda chunk: -(chunk.score or 0))
+        return list(dict.fromkeys(chunk.place for chunk in best_first))
+
+    def __repr__(self) -> str:
+        answer = self.answer if len(self.answer) <= _SHOWN else f"{self.answer[:_SHOWN]}…"
+        chunks = [f"chunk: {each.place} ({each.tokens} tokens, {each.status})" for each in self.chunks]
+        if len(chunks) > _CHUNKS_SHOWN:
+            chunks[_CHUNKS_SHOWN:] = [f"… {len(chunks) - _CHUNKS_SHOWN} chunks more"]
+        return "\n  ".join([f"Reply({answer!r}", *self._facts, *chunks]) + ")"
+
+    @property
+    def _facts(self) -> list[str]:
+        tokens = ", ".join(f"{count} {name}" for name, count in self.tokens.items())
+        return [f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms", f"tokens: {tokens}"]
+
+    def _repr_html_(self) -> str:
+        """The answer and its sources, for notebooks."""
+        cells = [
+            (chunk.place, chunk.text[:_SHOWN], "" if chunk.score is None else f"{chunk.score:.3f}", chunk.status)
+            for chunk in self.chunks
+        ]
+        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+        head = "".join(f"<th>{name}</th>" for name in ("source", "text", "score", "status"))
+        return (
+            f"<p>{escape(self.answer)}</p><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            f"<p><small>{escape('; '.join(self._facts))}</small></p>"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `query --json`."""

@@ -10,7 +10,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.fusion.speeds import Speeds
 from kvtool.core.query.defer import spans
-from kvtool.core.query.layout import Asked, line_of
+from kvtool.core.query.layout import Asked, line_and_text
 
 if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
@@ -52,7 +52,7 @@ def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
             "source": hit.passage.source,
             "start": hit.passage.start,
             "end": hit.passage.end,
-            "line": line_of(session.store, hit.passage),
+            "line": line_and_text(session.store, hit.passage)[0],
             "score": None if hit.score != hit.score else hit.score,
             "keywords": session.finder.keywords(hit.passage),
             "tokens": len(segment.ids),

@@ -1,0 +1,159 @@
+"""The keywords of the Python API, typed for editors; a test holds them against what the rooms declare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypedDict
+
+
+class OpenArguments(TypedDict, total=False):
+    """See `ModelOptions`."""
+
+    device: str
+    dtype: str
+    offline: bool
+
+
+class IngestArguments(TypedDict, total=False):
+    """See `IngestOptions`."""
+
+    include: str | Iterable[str]
+    exclude: str | Iterable[str]
+    sync: bool
+    dry_run: bool
+    continue_on_error: bool
+    log: str | Path | None
+    split: str | None
+    chunk_tokens: int | None
+    min_chunk_tokens: int | None
+    max_chunk_tokens: int | None
+    level: str
+    lead_in: str | None
+    system: str | None
+    embedder: str | None
+    max_size: int | str | None
+    lock_wait: float | str
+
+
+class QueryArguments(TypedDict, total=False):
+    """See `QueryOptions`."""
+
+    max_tokens: int
+    temperature: float
+    seed: int
+    system: str | None
+    explain: bool
+    token_ids: bool
+    force: bool
+    top_k: int
+    only: str | Iterable[str]
+    retriever: str
+    embedder: str | None
+    order: str
+    fusion: str
+    ratio: float | str
+    link_tokens: int
+    link: str
+    level: str
+    max_loss: float
+    defer: bool
+    defer_first: int
+    defer_threshold: float | None
+    slo_ms: float | None
+    load_timeout: float | str
+    stream_predictor: str
+    stream_margin: float | str
+    check_layer: int
+    metric: str
+    from_depth: float
+    pooling: str | None
+    weighting: float
+    union_links: int
+
+
+class CompressArguments(TypedDict, total=False):
+    """See `CompressOptions`."""
+
+    max_loss: float | None
+    questions: int
+    chunks: str | Iterable[str]
+    keep_raw: bool
+    fit: bool
+    profile: str | Path | None
+    predictor: str
+    max_size: int | str | None
+    lock_wait: float | str
+
+
+class FitArguments(TypedDict, total=False):
+    """See `FitOptions`."""
+
+    rounds: int
+    rate: float
+    source: str | Path | None
+    lock_wait: float | str
+
+
+class PushArguments(TypedDict, total=False):
+    """See `PushOptions`."""
+
+    delete: bool
+    verify: bool
+    dry_run: bool
+    yes: bool
+    remote_timeout: float | str
+
+
+class PullArguments(TypedDict, total=False):
+    """See `PullOptions`."""
+
+    levels: str | Iterable[str]
+    delete: bool
+    dry_run: bool
+    yes: bool
+    max_size: int | str | None
+    lock_wait: float | str
+    remote_timeout: float | str
+
+
+class ExportArguments(TypedDict, total=False):
+    """See `ExportOptions`."""
+
+    only: str | Iterable[str]
+    levels: str | Iterable[str]
+    force: bool
+
+
+class ImportArguments(TypedDict, total=False):
+    """See `ImportOptions`."""
+
+    max_size: int | str | None
+    lock_wait: float | str
+
+
+class ForgetArguments(TypedDict, total=False):
+    """See `ForgetOptions`."""
+
+    dry_run: bool
+    yes: bool
+    lock_wait: float | str
+
+
+class PruneArguments(TypedDict, total=False):
+    """See `PruneOptions`."""
+
+    max_size: int | str | None
+    max_age: float | str | None
+    unused: float | str | None
+    cold: float | str | None
+    compact: bool
+    lock_wait: float | str
+    dry_run: bool
+    yes: bool
+
+
+class LockArguments(TypedDict, total=False):
+    """See `LockOptions`."""
+
+    lock_wait: float | str

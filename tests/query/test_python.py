@@ -1,0 +1,38 @@
+"""What a Python user sees of a reply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvtool
+from kvtool.core.query.reply import Reply
+
+
+@pytest.fixture
+def reply(store: Path) -> Reply:
+    with kvtool.open(store) as cache:
+        return cache.query("Where does the first mill stand?", top_k=3, max_tokens=4)
+
+
+def test_a_reply_fits_on_a_screen(reply: Reply) -> None:
+    shown = repr(reply)
+    assert len(shown) < 1500
+    assert len(shown.splitlines()) <= 20
+    assert "tensor" not in shown
+    assert reply.chunks[0].source in shown
+
+
+def test_chunks_carry_their_text(reply: Reply) -> None:
+    for chunk in reply.chunks:
+        assert chunk.text == Path(chunk.source).read_text("utf-8")[chunk.start : chunk.end]
+        assert chunk.text.strip()
+        assert "text" not in chunk.to_json()
+
+
+def test_a_notebook_shows_the_sources(reply: Reply) -> None:
+    reply.answer = "<b>mill</b>"
+    page = reply._repr_html_()
+    assert "&lt;b&gt;mill&lt;/b&gt;" in page
+    assert page.count("<tr>") == len(reply.chunks) + 1
