@@ -25,14 +25,15 @@ def repair(run: Run) -> int | None:
 
 def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
     from kvtool.core.cache.store import Store
+    from kvtool.core.cache.verify import verify as check
 
     with Store.open(run.folder) as store:
-        damaged = store.verify(sample)
+        damaged = check(store, sample)
         left, repaired = damaged, 0
         if damaged and repairs:
             with store.writer(run.lock_wait) as writer:
                 repaired = writer.repair(damaged)
-            left = store.verify(sample)
+            left = check(store, sample)
         sizes, concerns = store.stats(), store.concerns()
     for concern in concerns:
         run.out.warning(concern)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import kvtool
-from kvtool.core.cache.damage import verify
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
 from kvtool.core.common.children import python, search_path
 from kvtool.lab.bench import first_call
 

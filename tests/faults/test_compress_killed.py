@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.compress.making import (
     check_sound,
@@ -101,6 +102,6 @@ def test_killed_at_any_commit(processes: Any, fitted_store: Path, tmp_path: Path
         check_sound(path)
     assert killed == 5
     with Store.open(path) as store:
-        assert store.verify() == []
+        assert verify(store) == []
     reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json
     assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}

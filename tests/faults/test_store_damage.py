@@ -13,6 +13,7 @@ import pytest
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree_check import check_data_file
+from kvtool.core.cache.verify import verify
 from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.cache.making import LAYERS, check_file, id_of, make_store, payload_of, put
 
@@ -64,7 +65,7 @@ def test_flips_in_the_file_itself(path: Path) -> None:
         sound, damaged = store.read_layer([id_of("f0.0"), id_of("f0.1")], "raw", 1)
         assert isinstance(sound, tuple)
         assert isinstance(damaged, DamagedError)
-        (found,) = store.verify()
+        (found,) = verify(store)
         assert (found.chunk, found.level, found.layer) == (id_of("f0.1").hex(), "raw", 1)
 
 
@@ -77,7 +78,7 @@ def test_swapped_records(path: Path) -> None:
         for label in ("f0.0", "f0.1"):
             with pytest.raises(DamagedError):
                 store.read_kv(id_of(label), "raw", 0)
-        assert len(store.verify()) == 2
+        assert len(verify(store)) == 2
 
 
 def test_swapped_layers(path: Path) -> None:
@@ -86,7 +87,7 @@ def test_swapped_layers(path: Path) -> None:
     with Store.open(path) as store:
         with pytest.raises(DamagedError, match="layer 0 stands here"):
             store.read_kv(id_of("f0.0"), "raw", 1)
-        assert len(store.verify()) == 1
+        assert len(verify(store)) == 1
 
 
 def test_a_damaged_record_is_replaced_by_putting_it_again(path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_damaged_record_is_replaced_by_putting_it_again(path: Path) -> None:
         with store.writer() as pen:
             put(pen, "f0.0", dim=DIM)
         check_file(store, "f0", dim=DIM)
-        assert store.verify() == []
+        assert verify(store) == []
 
 
 def _rows(path: Path) -> list[tuple[bytes, bytes]]:
@@ -211,9 +212,9 @@ def _shorter(folder: Path, dice: random.Random) -> int:
 
 
 def test_verify_survives_what_kills_its_child(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.cache.damage._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
+    monkeypatch.setattr("kvtool.core.cache.verify._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     with Store.open(path) as store:
-        (found,) = store.verify()
+        (found,) = verify(store)
     assert "SIGBUS" in found.reason
 
 

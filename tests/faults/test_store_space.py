@@ -10,6 +10,7 @@ import pytest
 
 from kvtool.core.cache import layout, space
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
 from kvtool.core.errors import NoSpaceError
 from tests.cache.making import add_file, check_file, make_store
 from tests.faults.running import run
@@ -18,7 +19,7 @@ from tests.faults.running import run
 def files_in(path: Path) -> int:
     """Everything there reads back; how many files that is."""
     with Store.open(path) as store:
-        assert store.verify() == []
+        assert verify(store) == []
         for name in store.sources():
             check_file(store, name, dim=256)
         return len(store.sources())

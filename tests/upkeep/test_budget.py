@@ -9,6 +9,7 @@ import pytest
 
 from kvtool.core.cache import keys, space
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import NoSpaceError
 from tests.cache.making import add_file, check_file, make_store
@@ -45,7 +46,7 @@ def test_files_of_a_store_never_outgrow_its_budget(tmp_path: Path, own: bool) ->
             assert again > 2  # free pages inside the file are taken, and nothing beyond them
         for number in (0, 2, 4, *range(500, 500 + again)):
             check_file(store, f"f{number}", dim=DIM)
-        assert store.verify() == []
+        assert verify(store) == []
     assert watcher.looks > 5
     assert budget * 0.8 < watcher.most <= budget
 
@@ -100,7 +101,7 @@ def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
         with store.writer() as pen, pytest.raises(DamagedError, match="size budget"):
             add_file(pen, "f1", ["f1.0"])
         with store.writer() as pen:
-            assert pen.repair(store.verify()) == 1
+            assert pen.repair(verify(store)) == 1
             add_file(pen, "f1", ["f1.0"])
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
 from kvtool.core.errors import UsageError
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.upkeep.forget import forget
@@ -58,7 +59,7 @@ def test_what_a_word_means(tree: Path, target: str, gone: list[str]) -> None:
     assert done.steps == said.steps
     assert set(sources(tree)) == before - set(gone)
     with Store.open(tree) as store:
-        assert store.verify() == []
+        assert verify(store) == []
         assert {entry.path for entry in store.files()}.isdisjoint(gone)
         assert store.has_chunk(id_of("shared")) == bool({"/a/x.md", "/b/y.md"} & set(store.sources()))
         kept = {ref.chunk_id for document in store.documents() for ref in document.chunks}

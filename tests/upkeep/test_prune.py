@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.compact import compact
@@ -69,7 +70,7 @@ def test_down_to_the_budgets_low_watermark_by_use(tmp_path: Path) -> None:
     assert said["bytes_after"] == pytest.approx(done["bytes_after"], rel=0.05)
     assert {"f3", "f7", "f11"} < set(with_kv(path)) != {"f3", "f7", "f11"}
     with Store.open(path) as store:
-        assert store.verify() == []
+        assert verify(store) == []
         assert len(store.sources()) == 20  # the text stays
         with store.writer() as pen:
             add_file(pen, "f50", ["f50.0"], DIM)  # there is room again
@@ -127,7 +128,7 @@ def test_documents_that_were_not_used_are_forgotten(tmp_path: Path) -> None:
     with Store.open(path) as store:
         assert store.sources() == ["f2"]
         check_file(store, "f2", dim=DIM)
-        assert store.verify() == []
+        assert verify(store) == []
 
 
 def test_without_compacting_pages_are_free_and_the_file_stays(tmp_path: Path) -> None:

@@ -1,17 +1,12 @@
-"""What is wrong with a store: every digest and every reference is checked, and what is damaged can be dropped."""
+"""What is wrong with a store: every digest and every reference is looked at."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import keys, tables
@@ -20,8 +15,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.snapshot import Snapshot
-from kvtool.core.common.children import python
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -58,55 +52,15 @@ class Damage:
         return self.table or "store"
 
 
-def _of_store(reason: str) -> Damage:
+def of_store(reason: str) -> Damage:
+    """Damage of the store as a whole."""
     return Damage("", "", NO_LAYER, reason)
-
-
-# ---- in a child --------------------------------------------------------------------------------------------------
-
-
-def verify(store: Store, sample: Fraction | None) -> list[Damage]:
-    """Check a store in a child process: LMDB itself can die of a damaged index, and take its process with it."""
-    part = sample if sample is not None else Fraction(1)
-    if not 0 < part <= 1:
-        raise ValueError("a sample is a part of the whole, such as 1/7")
-    command = python(_CHILD, os.fspath(store.path), str(part))
-    ended = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
-    damages = [Damage(**json.loads(line)) for line in ended.stdout.decode().splitlines() if line.startswith("{")]
-    if ended.returncode == 0:
-        return damages
-    if ended.returncode < 0:
-        how = signal.Signals(-ended.returncode).name
-        return [*damages, _of_store(f"the index is damaged: walking it ended in {how}")]
-    raise KvtoolError(f"verify failed: {ended.stderr.decode(errors='replace').strip()[-500:]}")
-
-
-_CHILD = """
-from kvtool.core.cache.damage import verify_here
-verify_here(sys.argv[1], sys.argv[2])
-"""
-
-
-def verify_here(path: str, sample: str) -> None:
-    """Body of the child: one JSON line on stdout for each damage. Nothing is printed by anybody else."""
-    from kvtool.core.cache.store import Store
-
-    try:
-        with Store.open(Path(path)) as store:
-            for damage in find_damage(store, Fraction(sample)):
-                sys.stdout.write(json.dumps(asdict(damage)) + "\n")
-                sys.stdout.flush()
-    except DamagedError as error:
-        sys.stdout.write(json.dumps(asdict(_of_store(error.message))) + "\n")
-
-
-# ---- in this process ---------------------------------------------------------------------------------------------
 
 
 def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     """Walk every table in this process; table by table, each row in a short transaction."""
     with store.snapshot() as snapshot:
-        pages = [_of_store(reason) for reason in snapshot.damaged_pages()]
+        pages = [of_store(reason) for reason in snapshot.damaged_pages()]
     yield from pages
     for table in _READS:
         for key in _keys_of(store, table):

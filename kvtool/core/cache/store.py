@@ -6,21 +6,20 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvtool.core.cache import keys, layout, tables
 from kvtool.core.cache.chunks import Chunks
+from kvtool.core.cache.creation import create_if_missing
 from kvtool.core.cache.documents import Documents
 from kvtool.core.cache.facts import Facts
+from kvtool.core.cache.generations import remove_leftovers
+from kvtool.core.cache.lock import writer_lock
 from kvtool.core.cache.notes import AccessLog, Served, ServedLog, read_log
+from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError, KvtoolError
-
-if TYPE_CHECKING:
-    from kvtool.core.cache.damage import Damage
-    from kvtool.core.cache.writer import Writer
 
 _NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
 
@@ -68,8 +67,6 @@ class Store(Facts, Documents, Chunks):
         StoreFormatError : `path` is a file, or a folder that holds other things.
         StoreLockedError : another process is just making it (after 10 s).
         """
-        from kvtool.core.cache.creation import create_if_missing
-
         root = Path(os.path.abspath(path))
         create_if_missing(root)
         return cls.open(root)
@@ -98,17 +95,6 @@ class Store(Facts, Documents, Chunks):
     def side_file(self, name: str) -> Path:
         """Path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
         return layout.side_file(self.path, name)
-
-    def verify(self, sample: Fraction | None = None) -> list[Damage]:
-        """Check every digest and every reference, in a child process that may die of what it finds.
-
-        Parameters
-        ----------
-        sample : check the KV of only this part of the chunks (the same part every time).
-        """
-        from kvtool.core.cache.damage import verify
-
-        return verify(self, sample)
 
     # ---- notes of use --------------------------------------------------------------------------------------------
 
@@ -177,10 +163,6 @@ class Store(Facts, Documents, Chunks):
         StoreLockedError : another writer holds the store.
         KvtoolError : the store is read-only, or this thread holds a view of it.
         """
-        from kvtool.core.cache.generations import remove_leftovers
-        from kvtool.core.cache.lock import writer_lock
-        from kvtool.core.cache.writer import Writer
-
         if self.read_only:
             raise KvtoolError(f"the store at {self.path} is read-only", "copy it to a writable place")
         with self.unviewed(), writer_lock(self.path, wait):

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.commit import Commits
+from kvtool.core.cache.damage import BESIDE, Damage
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
+from kvtool.core.cache.generations import compact
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.notes import take_log
+from kvtool.core.cache.repair import drop_files, plan_repair
 from kvtool.core.cache.rows import (
     BY_CHUNK,
     Doomed,
@@ -32,7 +35,6 @@ from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.damage import Damage
     from kvtool.core.cache.store import Store
 
 BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
@@ -261,9 +263,6 @@ class Writer:
 
         Files of lost parts keep their entry, with an empty digest and settings: ingest sees them as changed.
         """
-        from kvtool.core.cache.damage import BESIDE
-        from kvtool.core.cache.repair import drop_files, plan_repair
-
         self._check_open()
         damages = list(damages)
         files = drop_files(self._store.path, damages)
@@ -275,8 +274,6 @@ class Writer:
 
     def compact(self) -> int:
         """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
-        from kvtool.core.cache.generations import compact
-
         self._check_open()
         self.flush()
         return compact(self._store)
