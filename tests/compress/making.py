@@ -189,7 +189,7 @@ def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOS
     """Measure these losses instead; returns which schemes are asked for, a list a call."""
     asked: list[list[str]] = []
 
-    def measure(decoder: Any, exact: Any, prompts: Any, schemes: Sequence[str], *_: Any) -> dict[str, list[Any]]:
+    def measure(session: Any, questions: Any, schemes: Sequence[str], *_: Any) -> dict[str, list[Any]]:
         asked.append(list(schemes))
         return {
             level: [{"kl_first": losses[level], "kl_answer": losses[level], "top1_agrees": 1.0}] for level in schemes

@@ -225,7 +225,6 @@ class _Job:
     ) -> dict[str, dict[str, float]]:
         from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
         from kvtool.core.compress.prompts import own_prompts
-        from kvtool.core.fusion.source import StoreSource
 
         session = self.session
         decoder = session.decoder
@@ -237,8 +236,7 @@ class _Job:
         self.events.step("measure the loss", len(prompts), "questions")
         count = len(decoder.layers)
         schemes = {level: LevelScheme(level, profile, self.options.predictor, count) for level in levels}
-        exact = StoreSource.of(self.store, decoder)
-        rows = measure(decoder, exact, prompts, schemes, self.identity.prefix_id, self.events.advance)
+        rows = measure(session, prompts, schemes, self.events.advance)
         return {level: mean_loss(rows[level]) for level in levels}
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:

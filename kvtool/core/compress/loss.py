@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
@@ -23,8 +23,10 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
-from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
+
+if TYPE_CHECKING:
+    from kvtool.core.session.session import Session
 
 EXACT = "exact"
 _MAX_TOKENS = 32  # of the longest answer that is compared
@@ -88,63 +90,60 @@ class Held:
         except RecordMissing as missing:
             chunk = missing.segment.source.chunk_id.hex()[:12]
             raise DamagedError(f"the exact record of chunk {chunk} cannot be read: {missing.reason}", REPAIR) from None
-        return cls([dict(zip(starts, found, strict=True)) for found in read])
+        return cls([dict(zip(starts, kv, strict=True)) for kv in read])
 
     def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[Held, list[Toll]]:
-        """The same sent through a scheme, and each layer's toll; the prompt's beginning is never compressed."""
+        """Send it through a scheme: what comes back, and each layer's toll. The prompt's beginning is left as it is."""
         kept = {segment.start for segment in plan.cached if segment.source.chunk_id == prefix_id}
-        sent = Held([dict(found) for found in self.layers])
+        lossy = Held([dict(kv) for kv in self.layers])
         tolls = [Toll() for _ in self.layers]
-        for layer, found in enumerate(sent.layers):
-            for start in found.keys() - kept:
-                exact = found[start]
-                found[start], size = scheme.round_trip(exact, layer)
-                tolls[layer] += Toll.of(exact, found[start], size)
-        return sent, tolls
+        for layer, kv in enumerate(lossy.layers):
+            for start in kv.keys() - kept:
+                exact = kv[start]
+                kv[start], size = scheme.round_trip(exact, layer)
+                tolls[layer] += Toll.of(exact, kv[start], size)
+        return lossy, tolls
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """See KVSource."""
+        """Read as a KVSource does."""
         return [self.layers[layer][segment.start] for segment in segments]
 
 
 def measure(
-    decoder: Decoder,
-    exact: KVSource,
+    session: Session,
     questions: Iterable[Question],
     schemes: Mapping[str, Scheme],
-    prefix_id: bytes,
     advance: Callable[[int], None] = lambda questions: None,
 ) -> dict[str, list[Row]]:
     """Measure what each scheme loses, one row a question: see `measure_one`."""
     rows: dict[str, list[Row]] = {name: [] for name in (EXACT, *schemes)}
     for question in questions:
-        for name, row in measure_one(decoder, exact, question, schemes, prefix_id).items():
+        for name, row in measure_one(session, question, schemes).items():
             rows[name].append(row)
         advance(1)
     return rows
 
 
-def measure_one(
-    decoder: Decoder, exact: KVSource, question: Question, schemes: Mapping[str, Scheme], prefix_id: bytes
-) -> dict[str, Row]:
+def measure_one(session: Session, question: Question, schemes: Mapping[str, Scheme]) -> dict[str, Row]:
     """Measure what each scheme loses of one question with nothing recomputed (`reuse`): its own effect, undiluted.
-
-    Parameters
-    ----------
-    exact : gives the chunks' exact KV. What of it is damaged is raised as DamagedError.
 
     Returns
     -------
     For each scheme: KL in nats of the first token and over the exact run's own greedy answer (teacher-forced, end token
     included), the share of its tokens that stay the most likely ones, the tolls of the layers; and for each and for
     `exact` F1 where answers are known.
+
+    Raises
+    ------
+    DamagedError : an exact record of the prompt cannot be read.
     """
+    decoder, prefix_id = session.decoder, session.identity.prefix_id
     plan = question.plan
 
     def fused(source: KVSource) -> Fused:
         return fuse(decoder, plan, Reuse(), source, reserve=_MAX_TOKENS)
 
-    held = Held.exact(exact, plan, len(decoder.layers))
+    held = Held.exact(session.source, plan, len(decoder.layers))
     reference = Reference.answered(decoder, fused(held), _MAX_TOKENS)
     rows = {EXACT: _scored(lambda: reference.answer, question)}
     for name, scheme in schemes.items():

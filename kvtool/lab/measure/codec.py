@@ -19,7 +19,7 @@ from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
-from kvtool.lab.measure.evaluation import RowsOf, evaluation_facts
+from kvtool.lab.measure.evaluation import RowsOf, by_run, evaluation_facts
 
 _SCALE_BYTES = 2
 
@@ -45,12 +45,12 @@ class Integers:
 
 def schemes(profile: Profile | None, layers: int) -> dict[str, Scheme]:
     """All schemes by name: the profile's levels, the plain predictors' (`anchor` is the paper's), 8 and 4 bits."""
-    found: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
+    known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
     for predictor in ("anchor", "mean"):
-        found |= {f"{predictor}-{level}": LevelScheme(level, None, predictor, layers) for level in lossy()}
+        known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor, layers) for level in lossy()}
     if profile is not None:
-        found |= {level: LevelScheme(level, profile, "auto", layers) for level in lossy()}
-    return found
+        known |= {level: LevelScheme(level, profile, "auto", layers) for level in lossy()}
+    return known
 
 
 def chosen_schemes(names: Sequence[str], profile: Profile | None, layers: int) -> dict[str, Scheme]:
@@ -72,7 +72,7 @@ def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOp
 
     They raise KvtoolError where a chunk that the question needs is not stored exactly.
     """
-    decoder, prefix_id = session.decoder, session.identity.prefix_id
+    _ = session.decoder  # whose context a prompt has to fit
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
         plan = lay_out(session, request, options, exactly=True).plan
@@ -83,7 +83,7 @@ def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOp
                     "ingest its document into a new store",
                 )
         question = Question(plan, request.answers)
-        return measure_one(decoder, session.source, question, {name: schemes[name] for name in names}, prefix_id)
+        return measure_one(session, question, {name: schemes[name] for name in names})
 
     return rows_of
 
@@ -106,12 +106,10 @@ def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) 
     v_relative_error}]`: the norm of the error over that of the exact keys and values. Bits count records with headers,
     digests, states and side information; a profile is stored once.
     """
-    by_name: dict[str, list[Row]] = {name: [] for name in (EXACT, *names)}
-    for _, of_question in sorted(rows.items()):
-        for name, row in of_question.items():
-            by_name.setdefault(name, []).append(row)
-    exact = mean_loss(by_name.pop(EXACT))
-    return {"questions": len(rows), EXACT: exact, "schemes": [_scheme(*one) for one in by_name.items()]}
+    losses = {name: [question[name] for question in questions] for name, questions in by_run(rows).items()}
+    exact = mean_loss(losses.pop(EXACT))
+    schemes = [_scheme(name, losses[name]) for name in dict.fromkeys((*names, *losses))]
+    return {"questions": len(rows), EXACT: exact, "schemes": schemes}
 
 
 def _scheme(name: str, rows: Sequence[Row]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.rounds import probe, steps, text_of
 from kvtool.core.session.session import Session
-from kvtool.lab.measure.evaluation import RowsOf
+from kvtool.lab.measure.evaluation import RowsOf, by_run
 from kvtool.lab.measure.intervals import interval
 from kvtool.lab.measure.quality import levels_in
 from kvtool.lab.measure.runs import RunSpec
@@ -51,8 +51,10 @@ def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, opt
     """What every round would have answered, had it been the last, and what one pass over all chunks answers."""
     decoder, selector = session.decoder, selector_for(spec.options(options), spec.mode)
     source, answers = session.source, asked.request.answers
-    found = steps(decoder, asked.plan, selector, source, options)
-    rounds = [_row(session, step.fused, step.now.bytes_read, answers, options) for step in found]
+    rounds = [
+        _row(session, step.fused, step.now.bytes_read, answers, options)
+        for step in steps(decoder, asked.plan, selector, source, options)
+    ]
     whole = fuse(decoder, at_once.plan, selector, source, options.max_tokens)
     answered = _row(session, whole, whole.bytes_read, answers, options)
     return {"rounds": rounds, "whole": answered, "levels": whole.plan.levels}
@@ -88,15 +90,13 @@ def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
     over all chunks; `all`, `first`: all rounds, and the first alone; `threshold`, `chosen`: see `choose`;
     `held_out`: thresholds chosen on every other question and tried on the others, both ways.
     """
-    names = sorted({name for of in rows.values() for name in of})
-    of_run = {name: [of[name] for _, of in sorted(rows.items()) if name in of] for name in names}
-    runs = [{"run": name} | _overview(questions) for name, questions in of_run.items()]
+    runs = sorted(by_run(rows).items())
     return {
         "questions": len(rows),
         "probed": PROBED,
         "allowed_loss": ALLOWED_LOSS,
         "levels": levels_in(rows),
-        "runs": runs,
+        "runs": [{"run": name} | _overview([question[name] for question in questions]) for name, questions in runs],
     }
 
 
@@ -162,14 +162,14 @@ def choose(questions: Sequence[Row]) -> float:
     whole = _whole(questions)
     tried = {threshold: policy(questions, threshold) for threshold in _TRIED}
     losses = {
-        threshold: round(max(whole[name] - one[name] for name in ("f1", "contains")), 9)
-        for threshold, one in tried.items()
+        threshold: round(max(whole[name] - given[name] for name in ("f1", "contains")), 9)
+        for threshold, given in tried.items()
     }
     return min(_TRIED, key=lambda threshold: (max(losses[threshold], ALLOWED_LOSS), threshold))
 
 
 def _held_out(questions: Sequence[Row]) -> dict[str, Any] | None:
-    """Each half by the threshold of the other; None of less than two questions."""
+    """What each half of the questions gets by the threshold of the other; None where there are less than two."""
     halves = questions[::2], questions[1::2]
     if not all(halves):
         return None
@@ -184,9 +184,9 @@ def _held_out(questions: Sequence[Row]) -> dict[str, Any] | None:
 
 def bins(questions: Sequence[Row]) -> list[dict[str, Any]]:
     """Rounds that something hung on, by confidence; empty bins are left out."""
-    found: dict[int, list[Row]] = {}
+    by_bin: dict[int, list[Row]] = {}
     for row in (row for rounds in _rounds(questions) for row in rounds[:-1]):
-        found.setdefault(min(int(row["confidence"] * _BINS), _BINS - 1), []).append(row)
+        by_bin.setdefault(min(int(row["confidence"] * _BINS), _BINS - 1), []).append(row)
     return [
         {
             "low": number / _BINS,
@@ -195,5 +195,5 @@ def bins(questions: Sequence[Row]) -> list[dict[str, Any]]:
             **means(rows, ("confidence", "contains", "f1")),
             "interval": interval([row["contains"] for row in rows]),
         }
-        for number, rows in sorted(found.items())
+        for number, rows in sorted(by_bin.items())
     ]

@@ -11,7 +11,6 @@ import torch
 
 from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.weights import attention_weights
 from kvtool.lab.measure.reused import Queries, ReusedPrompt
 
 METRICS = ("v_sse", "k_sse", "kv_sse", "k_l1")  # as `blend` knows them
@@ -44,20 +43,21 @@ class Deviation:
 
 def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> Deviation:
     """Compare two caches of one prompt, layer by layer."""
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
+    by_metric: dict[str, list[torch.Tensor]] = {name: [] for name in METRICS}
     sizes = []
     at = prompt.hits.to(full.buffers[0].keys.device)
-    for mine, right in zip(reused.buffers, full.buffers, strict=True):
-        exact = [side[0].index_select(1, at).float() for side in (right.keys, right.values)]
-        wrong = [
-            side[0].index_select(1, at).float() - own for side, own in zip((mine.keys, mine.values), exact, strict=True)
-        ]
-        k_sse, v_sse = (side.square().sum((0, 2)) for side in wrong)
-        rows = {"v_sse": v_sse, "k_sse": k_sse, "kv_sse": k_sse + v_sse, "k_l1": wrong[0].abs().sum((0, 2))}
+    for reused_layer, full_layer in zip(reused.buffers, full.buffers, strict=True):
+        stored, exact = (
+            [side[0].index_select(1, at).float() for side in (layer.keys, layer.values)]
+            for layer in (reused_layer, full_layer)
+        )
+        k_wrong, v_wrong = (side - right for side, right in zip(stored, exact, strict=True))
+        k_sse, v_sse = (wrong.square().sum((0, 2)) for wrong in (k_wrong, v_wrong))
+        rows = {"v_sse": v_sse, "k_sse": k_sse, "kv_sse": k_sse + v_sse, "k_l1": k_wrong.abs().sum((0, 2))}
         for name, values in rows.items():
-            found[name].append(values.cpu())
+            by_metric[name].append(values.cpu())
         sizes.append(torch.stack([side.square().sum() for side in exact]).cpu())
-    return Deviation({name: torch.stack(rows) for name, rows in found.items()}, torch.stack(sizes, 1))
+    return Deviation({name: torch.stack(rows) for name, rows in by_metric.items()}, torch.stack(sizes, 1))
 
 
 def top_share(values: torch.Tensor, share: float) -> float:
@@ -66,16 +66,16 @@ def top_share(values: torch.Tensor, share: float) -> float:
     return float(values.topk(share_of(share, len(values))).values.sum()) / total if total else 0.0
 
 
-def spearman(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Rank correlation; equal values share the mean of their ranks. 0 where all values of one are equal."""
-    ranks = torch.stack([_ranks(one), _ranks(other)])
+def spearman(values: torch.Tensor, others: torch.Tensor) -> float:
+    """Rank correlation; equal values share the mean of their ranks. 0 where all values of one side are equal."""
+    ranks = torch.stack([_ranks(values), _ranks(others)])
     centred = ranks - ranks.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
     return float(centred[0] @ centred[1] / norms.prod()) if bool((norms > 0).all()) else 0.0
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """float64, from 0."""
+    """The rank of each value, from 0, as float64."""
     _, which, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     middle: torch.Tensor = (last - counts + last - 1).double() / 2
@@ -85,18 +85,11 @@ def _ranks(values: torch.Tensor) -> torch.Tensor:
 # ---- attention ---------------------------------------------------------------------------------------------------
 
 
-def attention_deviation(mine: PromptCache, asked: Queries, full: PromptCache, asked_full: Queries) -> list[float]:
+def attention_deviation(cache: PromptCache, asked: Queries, full: PromptCache, asked_full: Queries) -> list[float]:
     """How far a question's attention over a cache is from that over the full one, by layer: the L2 norm of the
     difference over that of the full one, over heads, rows of the question and keys (CacheBlend, section 4.1)."""
-    found = []
-    for number, ((query, scaling), (right, scaling_right)) in enumerate(
-        zip(asked.layers, asked_full.layers, strict=True)
-    ):
-        keys, keys_right = mine.buffers[number].view()[0][0], full.buffers[number].view()[0][0]
-        exact = attention_weights(right, keys_right, asked_full.positions, scaling_right)
-        wrong = attention_weights(query, keys, asked.positions, scaling) - exact
-        found.append(float(wrong.norm() / exact.norm()))
-    return found
+    both = zip(asked.attention(cache), asked_full.attention(full), strict=True)
+    return [float((wrong - exact).norm() / exact.norm()) for wrong, exact in both]
 
 
 def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
@@ -108,7 +101,7 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
     elif choice == "random":
         chosen[random.Random(_SEED).sample(prompt.hits.tolist(), count)] = True
     else:  # as many of each chunk as it has, until the budget is spent
-        depth = torch.cat([torch.arange(len(one.ids)) for one in prompt.plan.chunks if one.status == "hit"])
+        depth = torch.cat([torch.arange(len(chunk.ids)) for chunk in prompt.plan.chunks if chunk.status == "hit"])
         chosen[prompt.hits[depth.argsort(stable=True)[:count]]] = True
     return chosen
 
@@ -135,11 +128,11 @@ def deviation_report(
         return attention_deviation(cache, prompt.queries(cache), full, asked)
 
     reused = prompt.recomputing(torch.zeros(prompt.plan.length, dtype=torch.bool))
-    found, untouched, rows = deviation(prompt, reused, full), attention(reused), []
+    reuse, untouched, rows = deviation(prompt, reused, full), attention(reused), []
     del reused
     for choice in choices:
         for ratio in ratios:
-            chosen = chosen_rows(prompt, choice, ratio, found.worth)
+            chosen = chosen_rows(prompt, choice, ratio, reuse.worth)
             by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
             mean = sum(by_layer) / len(by_layer)
             rows.append(
@@ -147,17 +140,17 @@ def deviation_report(
             )
     return {
         "tokens": {"prompt": prompt.plan.length, "reused": len(prompt.hits)},
-        "layers": [_layer(found, number) for number in range(found.size.shape[1])],
+        "layers": [_layer(reuse, number) for number in range(reuse.size.shape[1])],
         "attention": rows,
-        "token_deviation": found.worth.tolist(),
+        "token_deviation": reuse.worth.tolist(),
     }
 
 
-def _layer(found: Deviation, number: int) -> dict[str, Any]:
-    sse = {name: rows[number] for name, rows in found.by_metric.items()}
-    v, layers = sse["v_sse"], len(found.by_metric["v_sse"])
-    k_size, v_size = found.size[:, number].tolist()
-    after = spearman(v, found.by_metric["v_sse"][number + 1]) if number + 1 < layers and v.any() else None
+def _layer(whole: Deviation, number: int) -> dict[str, Any]:
+    sse = {name: rows[number] for name, rows in whole.by_metric.items()}
+    v, layers = sse["v_sse"], len(whole.by_metric["v_sse"])
+    k_size, v_size = whole.size[:, number].tolist()
+    after = spearman(v, whole.by_metric["v_sse"][number + 1]) if number + 1 < layers and v.any() else None
     return {
         "layer": number,
         **{name: float(rows.mean()) for name, rows in sse.items()},

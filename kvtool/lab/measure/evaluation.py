@@ -99,3 +99,12 @@ def evaluation_facts(
         "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
         "max_tokens": options.max_tokens,
     }
+
+
+def by_run(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, list[Mapping[str, Row]]]:
+    """The questions that each run has answered, in the order of the file; a question is its rows by run."""
+    questions: dict[str, list[Mapping[str, Row]]] = {}
+    for _, question in sorted(rows.items()):
+        for name in question:
+            questions.setdefault(name, []).append(question)
+    return questions

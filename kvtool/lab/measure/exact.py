@@ -33,13 +33,13 @@ class Exactly:
     computed: dict[bytes, ChunkKV] = field(default_factory=dict)
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
-        """See KVSource."""
-        here = [one for one in segments if one.source.chunk_id in self.computed]
-        there = [one for one in segments if one.source.chunk_id not in self.computed]
-        read = MemorySource(self.computed).read(here, layer, stats)
-        read += self.stored.read(there, layer, stats) if there else []
-        found = dict(zip((one.start for one in (*here, *there)), read, strict=True))
-        return [found[segment.start] for segment in segments]
+        """Read as a KVSource does."""
+        computed = [segment for segment in segments if segment.source.chunk_id in self.computed]
+        stored = [segment for segment in segments if segment.source.chunk_id not in self.computed]
+        read = MemorySource(self.computed).read(computed, layer, stats)
+        read += self.stored.read(stored, layer, stats) if stored else []
+        by_start = dict(zip((segment.start for segment in (*computed, *stored)), read, strict=True))
+        return [by_start[segment.start] for segment in segments]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ def _bounds(values: Floats, statistic: Callable[[Floats], Floats]) -> Interval |
     """`values` `[questions, columns]`; `statistic` takes resampled means `[resamples, columns]`."""
     if not len(values):
         return None
-    found = statistic(_resampled_means(values))
-    if not len(found):
+    resampled = statistic(_resampled_means(values))
+    if not len(resampled):
         return None
-    low, high = np.percentile(found, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    low, high = np.percentile(resampled, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
     return float(low), float(high)
 
 

@@ -10,7 +10,7 @@ from kvtool.core.codec.levels import known
 from kvtool.core.evaluate.measures import MEASURES, Row, means, numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.layout import lay_out
-from kvtool.lab.measure.evaluation import RowsOf, name_of
+from kvtool.lab.measure.evaluation import RowsOf, by_run, name_of
 from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, interval, ratio_interval
 from kvtool.lab.measure.runs import RunSpec, ordered
 from kvtool.lab.measure.trial import Trial
@@ -54,11 +54,11 @@ def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
     cached rows, medians `ttft_ms_median` and `speedup`, `f1_ratio` = Σ F1 / Σ F1 of full on the same questions,
     `intervals` (95 %), `pareto`: no other run recomputes less and is nearer to full.
     """
-    names = ordered({name for of_question in rows.values() for name in of_question})
-    found = [_summary(name, [of for _, of in sorted(rows.items()) if name in of]) for name in names]
-    for row in found:
-        row["pareto"] = not any(_dominates(other, row) for other in found)
-    return found
+    questions = by_run(rows)
+    summaries = [_summary(name, questions[name]) for name in ordered(questions)]
+    for summary in summaries:
+        summary["pareto"] = not any(_dominates(other, summary) for other in summaries)
+    return summaries
 
 
 def levels_in(rows: Mapping[int, Mapping[str, Row]]) -> list[str]:
@@ -82,27 +82,26 @@ def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
 
 
 def _summary(name: str, questions: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
-    own = [of[name] for of in questions]
-    shares = [of["recomputed"] / cached for of in own if (cached := of["reused"] + of["recomputed"])]
-    row: dict[str, Any] = {
+    rows = [question[name] for question in questions]
+    shares = [row["recomputed"] / cached for row in rows if (cached := row["reused"] + row["recomputed"])]
+    summary: dict[str, Any] = {
         "run": name,
-        "count": len(own),
-        **means(own, (*MEASURES, "bytes_read")),
-        **{f"tokens_{name}": mean for name, mean in means(own, ("recomputed", "fresh")).items()},
+        "count": len(rows),
+        **means(rows, (*MEASURES, "bytes_read")),
+        **{f"tokens_{count}": mean for count, mean in means(rows, ("recomputed", "fresh")).items()},
         "recomputed_share": statistics.fmean(shares) if shares else 0.0,
-        "ttft_ms_median": statistics.median(numbers_of(own, "ttft_ms")),
-        "speedup": statistics.median(numbers_of(own, "speedup")),
+        "ttft_ms_median": statistics.median(numbers_of(rows, "ttft_ms")),
+        "speedup": statistics.median(numbers_of(rows, "speedup")),
     }
-    intervals = {key: interval(numbers) for key in _WITH_INTERVAL if (numbers := numbers_of(own, key))}
-    pairs = [(of[name]["f1"], of[REFERENCE]["f1"]) for of in questions if "f1" in of[name]]
-    if pairs:
-        mine, full = (list(side) for side in zip(*pairs, strict=True))
-        row["f1_ratio"] = sum(mine) / sum(full) if sum(full) else None
-        intervals["f1_ratio"] = ratio_interval(mine, full)
-    return row | {"intervals": intervals}
+    intervals = {key: interval(numbers) for key in _WITH_INTERVAL if (numbers := numbers_of(rows, key))}
+    if scores := numbers_of(rows, "f1"):
+        full = numbers_of([question[REFERENCE] for question in questions], "f1")
+        summary["f1_ratio"] = sum(scores) / sum(full) if sum(full) else None
+        intervals["f1_ratio"] = ratio_interval(scores, full)
+    return summary | {"intervals": intervals}
 
 
 def _dominates(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether `a` is at least as good in both, and better in one."""
-    mine, other = ((row["recomputed_share"], row["kl_answer"]) for row in (a, b))
-    return mine != other and mine[0] <= other[0] and mine[1] <= other[1]
+    costs, others = ((summary["recomputed_share"], summary["kl_answer"]) for summary in (a, b))
+    return costs != others and costs[0] <= others[0] and costs[1] <= others[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import return_freed_memory
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.weights import attention_weights
 
 Watch = Callable[[int, torch.Tensor, torch.Tensor, float | None], None]
 
@@ -93,6 +94,11 @@ class Queries:
     positions: torch.Tensor
     layers: list[tuple[torch.Tensor, float | None]]
 
+    def attention(self, cache: PromptCache) -> Iterator[torch.Tensor]:
+        """The weights of each layer over a cache: `[heads, rows, keys]`."""
+        for (query, scaling), buffer in zip(self.layers, cache.buffers, strict=True):
+            yield attention_weights(query, buffer.view()[0][0], self.positions, scaling)
+
 
 def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
     """What some rows ask a cache with."""
@@ -108,3 +114,10 @@ def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCa
     keys."""
     rows = Rows.of(torch.arange(start, start + len(ids)), decoder.device)
     decoder.walk(ids, replace(rows, watch=watch), cache)
+
+
+def cache_of(decoder: Decoder, length: int) -> PromptCache:
+    """A cache with room for a prompt of this length, all of whose rows are still to be computed."""
+    cache = decoder.new_cache(length)
+    cache.set_length(length)
+    return cache

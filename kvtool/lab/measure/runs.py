@@ -54,8 +54,8 @@ def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
     words = [word.strip() for text in given for word in text.split(",") if word.strip()]
     if given and not words:
         raise UsageError("--runs names no run", _HINT)
-    found = dict.fromkeys(parse_run(word) for word in (words or default_runs()))
-    return [run for run in found if run.mode != REFERENCE]
+    runs = dict.fromkeys(parse_run(word) for word in (words or default_runs()))
+    return [run for run in runs if run.mode != REFERENCE]
 
 
 def parse_run(text: str) -> RunSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.weights import attention_weights
-from kvtool.lab.measure.reused import Queries, ReusedPrompt, queries_of, watch_rows
+from kvtool.lab.measure.reused import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")
 START_TOKENS = 4  # of every chunk, if nothing else is asked for
@@ -102,8 +102,8 @@ class Tally:
         for first in range(0, len(self._rows), step):
             rows = self._rows[first : first + step]
             stop = min(-(-(int(rows[-1]) + 1) // _STEP) * _STEP, key.shape[2])
-            here = rows.to(key.device)
-            weights = attention_weights(query[:, first : first + step], key[0, :, :stop], here, scaling).cpu()
+            weights = attention_weights(query[:, first : first + step], key[0, :, :stop], rows.to(key.device), scaling)
+            weights = weights.cpu()
             mass += self._classes.mass(weights, rows)
             needed += keys_needed(weights, rows + 1).sum(1)
         self.mass.append(mass / len(self._rows))
@@ -112,22 +112,16 @@ class Tally:
     def to_json(self) -> dict[str, Any]:
         """`mass` by class (mean over layers and heads), `keys_for_mass`; and both of each of `layers` and `heads`."""
         mass, needed = torch.stack(self.mass), torch.stack(self.needed)
-        return {
-            "mass": _named(mass.mean((0, 1))),
-            "keys_for_mass": float(needed.mean()),
-            "layers": [
-                {
-                    "layer": layer,
-                    "mass": _named(mass[layer].mean(0)),
-                    "keys_for_mass": float(needed[layer].mean()),
-                    "heads": [
-                        {"mass": _named(mass[layer, head]), "keys_for_mass": float(needed[layer, head])}
-                        for head in range(mass.shape[1])
-                    ],
-                }
-                for layer in range(len(mass))
-            ],
-        }
+        layers = [
+            {"layer": layer, **_facts(mass[layer].mean(0), needed[layer].mean())}
+            | {"heads": [_facts(*head) for head in zip(mass[layer], needed[layer], strict=True)]}
+            for layer in range(len(mass))
+        ]
+        return _facts(mass.mean((0, 1)), needed.mean()) | {"layers": layers}
+
+
+def _facts(mass: torch.Tensor, needed: torch.Tensor) -> dict[str, Any]:
+    return {"mass": _named(mass), "keys_for_mass": float(needed)}
 
 
 def _named(mass: torch.Tensor) -> dict[str, float]:
@@ -138,21 +132,20 @@ def _named(mass: torch.Tensor) -> dict[str, float]:
 
 
 def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, share: float = HEAVY) -> torch.Tensor:
-    """Bool `[layers, length]`: the `share` of the context's positions with most of the question's attention."""
-    found = []
-    for number, (query, scaling) in enumerate(asked.layers):
-        weights = attention_weights(query, cache.buffers[number].view()[0][0], asked.positions, scaling)
+    """The `share` of the context's positions with most of the question's attention, as bool `[layers, length]`."""
+    layers = []
+    for weights in asked.attention(cache):
         worth = weights.mean((0, 1)).cpu()
         heavy = torch.zeros(len(worth), dtype=torch.bool)
         heavy[context[worth[context].topk(share_of(share, len(context))).indices]] = True
-        found.append(heavy)
-    return torch.stack(found)
+        layers.append(heavy)
+    return torch.stack(layers)
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> list[float]:
-    """What share of one choice's positions another has, too, by layer. Both are bool `[layers, length]`."""
-    shared = (one & other).sum(1).double() / one.sum(1).clamp_min(1)
-    return [float(value) for value in shared]
+def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """What share of the chosen positions another choice has, too, by layer. Both are bool `[layers, length]`."""
+    shares: list[float] = ((chosen & other).sum(1).double() / chosen.sum(1).clamp_min(1)).tolist()
+    return shares
 
 
 # ---- a report ----------------------------------------------------------------------------------------------------
@@ -174,31 +167,25 @@ def sparsity_report(
     other questions.
     """
     plan, decoder = prompt.plan, prompt.decoder
-    classes = Classes.of(plan, start_tokens)
-    cache = decoder.new_cache(plan.length)
-    cache.set_length(plan.length)
+    classes, cache = Classes.of(plan, start_tokens), cache_of(decoder, plan.length)
     first, last = plan.chunks[0].start, plan.segments[-1].start
-    watched = torch.arange(first, last)
-    context = Tally(classes, watched)
+    chunks, question = Tally(classes, torch.arange(first, last)), torch.arange(last, plan.length)
 
     def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        context(layer, query[:, :, :last], key, scaling)
+        chunks(layer, query[:, :, :last], key, scaling)
 
     watch_rows(decoder, plan.ids, 0, cache, rows_of_chunks)
-    caches: Mapping[str, PromptCache | None] = {"full": cache, "reuse": None, "epic": None, "union": None}
-    modes = {"reuse": Reuse(), "epic": Epic(), "union": Union()}
-    question = torch.arange(last, plan.length)
     tallies = {}
-    for name, held in caches.items():
+    for name, selector in {"full": None, "reuse": Reuse(), "epic": Epic(), "union": Union()}.items():
         tallies[name] = Tally(classes, question)
-        prompt.watch_question(held or prompt.fused(modes[name]).cache, tallies[name])
+        prompt.watch_question(cache if selector is None else prompt.fused(selector).cache, tallies[name])
     return {
         "classes": list(CLASSES),
         "start_tokens": start_tokens,
         "tokens": {"chunks": last - first, "question": len(question), "prompt": plan.length},
         "class_share": _named(classes.fixed.bincount(minlength=len(CLASSES)).double() / plan.length),
         "mass_held": MASS,
-        "chunks_over": {"full": context.to_json()},
+        "chunks_over": {"full": chunks.to_json()},
         "question_over": {name: tally.to_json() for name, tally in tallies.items()},
         "stability": _stability(prompt, cache, others) if others else None,
     }
@@ -208,21 +195,20 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
     """How many of the heaviest positions two questions share, mean over pairs: `by_layer`, `mean`; `chance` is what two
     random choices would share, `starts`: the part of all heavy positions among the first tokens of chunks."""
     plan = prompt.plan
-    context = torch.cat([torch.arange(one.start, one.stop) for one in plan.chunks])
+    context = torch.cat([torch.arange(segment.start, segment.stop) for segment in plan.chunks])
     heavy = [heavy_positions(prompt.queries(cache), cache, context)]
-    for ids in others:
-        heavy.append(_heavy_of(prompt, cache, ids, context))
+    heavy += [_heavy_of(prompt, cache, ids, context) for ids in others]
     pairs = [overlap(heavy[a], heavy[b]) for a in range(len(heavy)) for b in range(a)]
     by_layer = [sum(values) / len(pairs) for values in zip(*pairs, strict=True)]
     starts = Classes.of(plan).fixed == CLASSES.index("chunk starts")
-    total = sum(int(one.sum()) for one in heavy)
+    total = sum(int(positions.sum()) for positions in heavy)
     return {
         "questions": len(heavy),
         "share": HEAVY,
         "by_layer": by_layer,
         "mean": sum(by_layer) / len(by_layer),
         "chance": share_of(HEAVY, len(context)) / len(context),
-        "starts": sum(int((one & starts[: one.shape[1]]).sum()) for one in heavy) / total,
+        "starts": sum(int((positions & starts).sum()) for positions in heavy) / total,
         "starts_chance": float(starts.sum()) / len(context),
     }
 
@@ -230,12 +216,9 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
 def _heavy_of(prompt: ReusedPrompt, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
     """The heavy positions of another question over the same context, in full: bool `[layers, length of the prompt]`."""
     start, decoder = prompt.plan.segments[-1].start, prompt.decoder
-    other = decoder.new_cache(start + len(ids))
-    other.set_length(start + len(ids))
-    for mine, its in zip(cache.buffers, other.buffers, strict=True):
-        its.keys[:, :, :start].copy_(mine.keys[:, :, :start])
-        its.values[:, :, :start].copy_(mine.values[:, :, :start])
-    found = heavy_positions(queries_of(decoder, ids, start, other), other, context)
-    heavy = torch.zeros(len(found), prompt.plan.length, dtype=torch.bool)
-    heavy[:, :start] = found[:, :start]
-    return heavy
+    other = cache_of(decoder, start + len(ids))
+    for source, target in zip(cache.buffers, other.buffers, strict=True):
+        target.keys[:, :, :start].copy_(source.keys[:, :, :start])
+        target.values[:, :, :start].copy_(source.values[:, :, :start])
+    heavy = heavy_positions(queries_of(decoder, ids, start, other), other, context)[:, :start]
+    return torch.nn.functional.pad(heavy, (0, prompt.plan.length - start))
