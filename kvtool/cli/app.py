@@ -25,7 +25,7 @@ import typer.main
 from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import new_app
 from kvtool.cli.out import Out
-from kvtool.core.common.machine import is_busy
+from kvtool.core.common.machine import is_busy, is_out_of_memory
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
     EXIT_DONE,
@@ -184,7 +184,7 @@ def explain(raised: BaseException) -> tuple[KvtoolError, int] | None:
         return KvtoolError("terminated", RESUME), EXIT_TERMINATED
     if isinstance(raised, SystemExit):
         return (KvtoolError(raised.code), EXIT_FAILED) if isinstance(raised.code, str) else None
-    if isinstance(raised, MemoryError) or type(raised).__name__ == "OutOfMemoryError":  # torch's, without torch
+    if is_out_of_memory(raised):
         return KvtoolError("out of memory", "use fewer or shorter chunks, a smaller model, or --dtype bfloat16"), 1
     error = _of_the_system(raised) if isinstance(raised, OSError) else None
     return (error, error.exit_code) if error else (_unexpected(raised), EXIT_FAILED)

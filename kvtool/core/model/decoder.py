@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Rows
@@ -171,11 +172,8 @@ def out_of_memory_hint(rows: int) -> Iterator[None]:
     """Turn an allocation failure into an error that says what to do."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise KvtoolError(
-            f"out of memory computing {rows} rows", "use fewer chunks (--top-k) or --device cpu"
-        ) from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error):
-            raise KvtoolError(f"out of memory computing {rows} rows", "use fewer chunks (--top-k)") from error
-        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        elsewhere = " or --device cpu" if isinstance(error, torch.OutOfMemoryError) else ""
+        raise KvtoolError(f"out of memory computing {rows} rows", f"use fewer chunks (--top-k){elsewhere}") from error

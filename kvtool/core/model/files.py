@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,12 +142,18 @@ def _no_weights(folder: Path) -> ModelError:
     return ModelError(f"{folder} is a model folder without weights", f"put {_WEIGHTS} beside config.json")
 
 
-def _refuse_pointer(path: Path) -> None:
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file that cannot be read into an error that names it. Raises ModelError."""
     try:
-        with path.open("rb") as file:
-            start = file.read(len(_LFS))
+        yield
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}", "check the file's permissions") from error
+        raise ModelError(f"cannot read {path}: {error.strerror}", "check the path and its permissions") from error
+
+
+def _refuse_pointer(path: Path) -> None:
+    with reading(path), path.open("rb") as file:
+        start = file.read(len(_LFS))
     if start == _LFS:
         raise ModelError(
             f"{path} is a Git LFS pointer, not the file itself", f"run `git lfs pull` in {path.parent}, then again"
@@ -154,11 +162,10 @@ def _refuse_pointer(path: Path) -> None:
 
 def _read_json(path: Path) -> Any:
     try:
-        if path.stat().st_size > _MAX_CONFIG:
-            raise ModelError(f"{path} is too large to be what its name says", "download the model again")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}", "check the file's permissions") from error
+        with reading(path):
+            if path.stat().st_size > _MAX_CONFIG:
+                raise ModelError(f"{path} is too large to be what its name says", "download the model again")
+            return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}", "download the model again") from error
 
@@ -172,7 +179,7 @@ def tensor_table(path: Path) -> dict[str, Any]:
     """
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _MAX_HEADER):
                 raise ValueError("its header runs past its end")
@@ -180,8 +187,6 @@ def tensor_table(path: Path) -> dict[str, Any]:
         end = max((entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"), default=0)
         if 8 + length + end > size:
             raise ValueError(f"{8 + length + end} bytes are announced, {size} are there")
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}", "check the file's permissions") from error
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}", "download it again") from error
     return {name: entry for name, entry in table.items() if name != "__metadata__"}

@@ -19,7 +19,7 @@ from filelock import FileLock
 from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import SOURCE
+from kvtool.core.model.files import SOURCE, reading
 from kvtool.core.model.gguf_header import GgufHeader, read_header
 
 _VERSION = 1  # of the conversion: a change makes old folders unused
@@ -52,10 +52,8 @@ def converted(gguf: Path) -> Path:
     """
     if not gguf.is_file():
         raise ModelError(f"there is no file {gguf}", "check the path")
-    try:
+    with reading(gguf):
         folder = cache_dir() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
-    except OSError as error:
-        raise ModelError(f"cannot read {gguf}: {error.strerror}", "check the file's permissions") from error
     if (folder / SOURCE).is_file():
         return folder
     header = read_header(gguf)

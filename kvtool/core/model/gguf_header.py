@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.files import reading
 
 _VERSIONS = (2, 3)
 _MAX_KEYS = 10_000
@@ -74,13 +75,11 @@ def read_header(path: Path) -> GgufHeader:
     ModelError : not GGUF, cut short, or a count, length or offset that does not fit the file.
     """
     try:
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             if not path.stat().st_size:
                 raise _MalformedError("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Reader(data).header()
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror}", "check the path and its permissions") from error
     except (_MalformedError, struct.error, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is not a whole GGUF file: {error}", "download it again") from error
 

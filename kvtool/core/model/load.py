@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model.files import ModelFiles, read_config, tensor_table, weight_files
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -282,7 +283,7 @@ def _explained(files: ModelFiles) -> Iterator[None]:
     except KvtoolError:
         raise
     except Exception as error:
-        if _out_of_memory(error):
+        if is_out_of_memory(error):
             raise KvtoolError(f"not enough memory to load {files.ref}", _SMALLER) from error
         what = next(iter(str(error).splitlines()), "")[:300] or type(error).__name__
         if "trust_remote_code" in str(error):
@@ -290,13 +291,3 @@ def _explained(files: ModelFiles) -> Iterator[None]:
         else:
             hint = "download the model again, or use another one"
         raise ModelError(f"{files.ref} cannot be loaded: {what}", hint) from error
-
-
-def _out_of_memory(error: Exception) -> bool:
-    text = f"{type(error).__name__} {error}".lower()
-    return (
-        isinstance(error, MemoryError)
-        or "out of memory" in text
-        or "outofmemory" in text
-        or "not enough memory" in text
-    )

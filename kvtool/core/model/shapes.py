@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet, resolve_device
@@ -185,8 +186,8 @@ def _fill(model: Any, device: str, seed: int) -> None:
 def _enough_memory(name: str) -> Iterator[None]:
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         need = 2 * parameter_count(name) / 1e9
         raise KvtoolError(
