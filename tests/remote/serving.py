@@ -124,9 +124,12 @@ def redis_url(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
-@pytest.fixture(params=["file", "redis"])
+# A tier of each kind: the fixture of a server's URL, or the URL of a place below the test's own folder.
+TIERS = {"file": "file://{folder}/shared", "redis": "redis_url"}
+
+
+@pytest.fixture(params=TIERS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty tier of each kind."""
-    if request.param == "file":
-        return f"file://{tmp_path / 'shared'}"
-    return str(request.getfixturevalue("redis_url"))
+    tier = TIERS[request.param]
+    return tier.format(folder=tmp_path) if "://" in tier else str(request.getfixturevalue(tier))

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
-KINDS: Mapping[str, str] = {"redis": "redis", "rediss": "redis", "file": "folder"}  # kind of a URL -> its module
+
+class Kind(NamedTuple):
+    """A kind of shared store: the module of its backend, and whether its URLs name a path of this machine, which has no
+    user and no password."""
+
+    module: str
+    is_path: bool = False
+
+
+KINDS: Mapping[str, Kind] = {"redis": Kind("redis"), "rediss": Kind("redis"), "file": Kind("folder", is_path=True)}
 HIDDEN = "***"
-KIND = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 SHOWN = ("prefix", "db", "protocol")  # what may stand behind `?` and is no secret
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
 
@@ -28,9 +38,9 @@ def for_people(url: str) -> str:
     host, a port, a database or a prefix is hidden.
     """
     kind, mark, rest = url.partition("://")
-    if not mark or not KIND.fullmatch(kind):
+    if not mark or not SCHEME.fullmatch(kind):
         return url if not is_url(url) and "@" not in url else f"{kind}:{HIDDEN}" if kind in KINDS else HIDDEN
-    if kind.lower() == "file" and rest.startswith("/"):
+    if _names_a_path(kind) and rest.startswith("/"):
         return url
     place, tail = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
     if "@" in tail:  # a part of a password, or not: nobody can tell
@@ -40,6 +50,10 @@ def for_people(url: str) -> str:
     shown = (f"{HIDDEN}@" if at else "") + (place if is_host(place) else HIDDEN)
     shown += path if re.fullmatch(r"(/\d*)?", path) else f"/{HIDDEN}"
     return f"{kind}://{shown}" + (f"?{_query_for_people(query)}" if query else "")
+
+
+def _names_a_path(kind: str) -> bool:
+    return kind.lower() in KINDS and KINDS[kind.lower()].is_path
 
 
 def is_host(text: str) -> bool:
@@ -77,7 +91,7 @@ def _scrub(match: re.Match[str]) -> str:
 
 def place_of(url: str) -> str:
     """What of a URL tells one tier from another: no secret, so it may name a folder."""
-    if url.partition("://")[0].lower() == "file":
+    if _names_a_path(url.partition("://")[0]):
         return url
     rest = url.rpartition("@")[2]
     start, _, query = rest.partition("?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
-from kvtool.core.common.urls import KIND, KINDS, for_people
+from kvtool.core.common.urls import KINDS, SCHEME, for_people
 from kvtool.core.errors import UsageError
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 
@@ -22,11 +22,11 @@ def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
     KvtoolError : a package is missing.
     """
     kind, mark, _ = url.partition("://")
-    if not mark or not KIND.fullmatch(kind):
+    if not mark or not SCHEME.fullmatch(kind):
         raise UsageError(f"{for_people(url)} is no URL of a shared store", _SUCH_AS)
     if kind.lower() not in KINDS:
         raise UsageError(f"there is no shared store of the kind {kind.lower()}://", f"known: {', '.join(KINDS)}")
-    backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind.lower()]}")
+    backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind.lower()].module}")
     try:
         return cast(Blobs, backend.from_url(url, timeout))
     except ValueError:  # what it says of the URL repeats parts of it, which may be those of a password
