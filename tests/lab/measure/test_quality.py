@@ -258,7 +258,7 @@ def test_the_batch_given_for_the_results(store: Path, batch: Path) -> None:
 def test_errors(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
     kvtool("inspect", "quality", "--store", store).failed(2, "needs questions", "--batch")
     quality(store, tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
-    quality(store, batch, "--runs", "blend:2").failed(2, "no ratio")
+    quality(store, batch, "--runs", "blend:2").failed(2, "not between 0 and 1")
     quality(store, batch, "--limit", "0").failed(2)
     quality(store, batch, "--level", "99").failed(2)
     quality(tmp_path / "nowhere", batch).failed(10)
