@@ -15,7 +15,7 @@ SPEEDS = Speeds(PassSpeed(0.0, 1.0, 0.0), {"raw": LoadSpeed(0.0, 1.0, 1.0, 1.0)}
 
 
 def rows_of(plan: Plan) -> PromptRows:
-    return PromptRows([Span(len(one.ids), one.status, "raw" if one.cached else None) for one in plan.segments], SPEEDS)
+    return PromptRows([Span.of(segment) for segment in plan.segments], SPEEDS)
 
 
 def read_by(plan: Plan, cost: Cost) -> list[int]:

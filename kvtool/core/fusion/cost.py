@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvtool.core.fusion.speeds import Load, Speeds
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.plan import Segment
 
 # A cached segment is exact or a hit (fusion/plan.py); `leading` are the exact ones with nothing else before them.
 Kind = Literal["leading", "exact", "hit"]
@@ -29,6 +32,11 @@ class Span:
     status: str
     level: str | None = None
     held: bool = False
+
+    @classmethod
+    def of(cls, segment: Segment, held: bool = False) -> Span:
+        """The span of a plan's segment."""
+        return cls(len(segment.ids), segment.status, segment.source.level if segment.cached else None, held)
 
 
 @dataclass(frozen=True, slots=True)

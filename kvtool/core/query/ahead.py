@@ -65,7 +65,7 @@ class Ahead:
         The first chunk of a level does not count, since it waits for tables and compilers.
         """
         with self._changed:
-            rates = {one: took / decoded for one, (took, decoded) in self._taken.items()}
+            rates = {name: took / decoded for name, (took, decoded) in self._taken.items()}
         return tokens * rates.get(level, max(rates.values(), default=0.0))
 
     def put(self, number: int, segment: Segment, level: str) -> None:
@@ -103,7 +103,9 @@ class Ahead:
     def bytes_read(self, levels: Mapping[int, str | None]) -> int:
         """Bytes of the records that were decoded at the level at which their chunk stands in the end."""
         return sum(
-            one.stats.bytes_read for number, one in self._ahead.items() if one.segment.source.level == levels[number]
+            begun.stats.bytes_read
+            for number, begun in self._ahead.items()
+            if begun.segment.source.level == levels[number]
         )
 
     def _run(self) -> None:
@@ -140,11 +142,11 @@ class Ahead:
     def _decode(self, number: int, segment: Segment) -> None:
         if number in self._ahead:
             self._source.forget(self._ahead[number].segment)
-        one = self._ahead[number] = _Ahead(segment)
+        begun = self._ahead[number] = _Ahead(segment)
         started, done = time.perf_counter(), 0
         try:
             while done < self._layers and not self._stopped and number not in self._waiting:
-                self._source.read([segment], done, one.stats)
+                self._source.read([segment], done, begun.stats)
                 done += 1
         except RecordMissing:
             return  # the loader meets it again, and makes it a hole

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import known
 from kvtool.core.fusion.controller import Decision, decide
 from kvtool.core.fusion.cost import Span
-from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
 from kvtool.core.query.layout import Asked, lay_out_at
 from kvtool.core.session.levels import allowed_levels
@@ -44,11 +43,14 @@ def choose(session: Session, asked: Asked, options: QueryOptions) -> Choice:
         session.check_gate()
     started = time.perf_counter()
     laid_out = _at_levels(session, asked, options)
-    spans = {level: _spans(session, one.plan) for level, one in laid_out.items()}
-    levels = known(span.level for one in spans.values() for span in one)
-    own = [segment.source.chunk_id for segment in asked.plan.cached]
+    spans = {
+        level: [Span.of(segment, session.holds(segment)) for segment in variant.plan.segments]
+        for level, variant in laid_out.items()
+    }
+    levels = known(span.level for variant in spans.values() for span in variant)
+    chunk_ids = [segment.source.chunk_id for segment in asked.plan.cached]
     laid_out_at = time.perf_counter()
-    speeds = session.speeds.speeds(levels, own)
+    speeds = session.speeds.speeds(levels, chunk_ids)
     measured = time.perf_counter()
     lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
     before_s = asked.retrieve_ms / 1e3 + laid_out_at - started
@@ -72,13 +74,6 @@ def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[st
         levels = session.store.levels(chunk_id)
         allowed.append(allowed_levels(levels, session.losses.of(chunk_id, levels), options.max_loss))
     common = [level for level in known(allowed[0]) if all(level in levels for levels in allowed)]
-    found = {level: lay_out_at(session, asked, options, level) for level in common if level != own}
-    names = known([*found, own])
-    return {name: found.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}
-
-
-def _spans(session: Session, plan: Plan) -> list[Span]:
-    return [
-        Span(len(one.ids), one.status, one.source.level if one.cached else None, one.cached and session.holds(one))
-        for one in plan.segments
-    ]
+    others = {level: lay_out_at(session, asked, options, level) for level in common if level != own}
+    names = known([*others, own])
+    return {name: others.get(name, asked) for name in (*names, *(["auto"] if own == "auto" else []))}

@@ -120,11 +120,3 @@ class Driver:
             self._end(self._out[0], self._now(), arrived=False)
         while (fetch := self._policy.next(self._now())) is not None:
             self._policy.done(fetch, self._now(), self._now(), False)
-
-
-def warm_up(dtype: str) -> None:
-    """Compile what decodes to this format, before a question's time begins to count."""
-    from kvtool.core.codec.entropy import native
-
-    for kind in (dtype, "int16"):  # as it is, and what a finer level refines
-        native.kernel(kind)

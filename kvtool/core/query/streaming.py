@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.entropy.native import compile_ahead
 from kvtool.core.codec.levels import known
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.cost import PromptRows, Span
@@ -23,7 +24,7 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
 from kvtool.core.query.ahead import COMPUTED, Ahead
-from kvtool.core.query.fetching import Driver, warm_up
+from kvtool.core.query.fetching import Driver
 from kvtool.core.query.meanwhile import Meanwhile
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.book import text_row
@@ -75,7 +76,7 @@ def stream_prompt(session: Session, asked: Asked, options: QueryOptions, selecto
     selector : the mode that will answer: only what it reads is fetched.
     """
     speeds = session.speeds.speeds((MEMORY,), ())  # memory: decoding overlaps with fetching, placing does not
-    warm_up(session.identity.dtype)
+    compile_ahead(session.identity.dtype)
     started = time.perf_counter()
     streamed = _stream(session, asked, options, selector, speeds, started - asked.retrieve_ms / 1e3)
     streamed.ms = add_span(session.timeline, "stream", started) * 1e3
@@ -95,7 +96,7 @@ def _stream(
     if not isinstance(source, HotSource):
         source = HotSource(source, session.decoder.kv_bytes(asked.plan.length))
     ahead = Ahead(source, speeds.layers, Meanwhile(session))
-    holes = {number: one for number, one in enumerate(segments[:-1]) if one.status == "miss" and one.ids}
+    holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
     computing = Computing(asked.plan, speeds, selector)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds)
     policy = Adaptive(task, make_estimator(options.stream_predictor), options.stream_margin)
@@ -137,35 +138,35 @@ def _ladders(
     The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
     """
     read = {segment.start for segment in selector.reads(plan, layers)}
-    numbered = [(number, one) for number, one in enumerate(plan.segments[:-1]) if one.cached and one.start in read]
-    numbered.sort(key=lambda one: (one[0] == 0, -one[1].source.relevance))
-    found, losses = [], MeasuredLosses(store)
-    for number, segment in numbered:
+    numbers = [at for at, segment in enumerate(plan.segments[:-1]) if segment.cached and segment.start in read]
+    ladders, losses = [], MeasuredLosses(store)
+    for number in sorted(numbers, key=lambda at: (at == 0, -plan.segments[at].source.relevance)):
+        segment = plan.segments[number]
         exactly = number == 0 or selector.lossless
         rungs = rungs_of(link, segment, _allowed(link, segment, options, losses, exactly))
         ladder = Ladder.of(number, len(segment.ids), rungs)
         if ladder.rungs and ladder.rungs[-1].parts:  # else the best that is allowed is here
-            found.append(ladder)
-    return tuple(found)
+            ladders.append(ladder)
+    return tuple(ladders)
 
 
 def _allowed(
     link: Link, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
 ) -> dict[str, float]:
     """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
-    offers, own = link.offers(segment.source.chunk_id), segment.source.level or ""
-    losses = measured.of(segment.source.chunk_id, offers or (own,))
+    offers, laid_out = link.offers(segment.source.chunk_id), segment.source.level or ""
+    losses = measured.of(segment.source.chunk_id, offers or (laid_out,))
     if offers and options.level == "auto" and not exactly:
         lossy = {level: loss for level, loss in losses.items() if level in offers and loss <= options.max_loss}
         if lossy:
             return lossy
-    return {own: losses.get(own, 0.0)}
+    return {laid_out: losses.get(laid_out, 0.0)}
 
 
 def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
     """What a segment can be fetched as, and the parts of each that are not here; `allowed`: losses by level."""
     offers = link.offers(segment.source.chunk_id)
-    found = []
+    rungs = []
     for level in known(allowed):
         if level not in offers:
             continue
@@ -175,8 +176,8 @@ def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list
             if not link.is_here(segment.source.chunk_id, at):
                 parts.append(Part(at, offers[at].size))
             at = offers[at].base
-        found.append(Rung(level, allowed[level], tuple(reversed(parts))))
-    return found
+        rungs.append(Rung(level, allowed[level], tuple(reversed(parts))))
+    return rungs
 
 
 class Computing:
@@ -188,7 +189,7 @@ class Computing:
 
     def __init__(self, plan: Plan, speeds: Speeds, selector: Selector) -> None:
         self._plan, self._speeds, self._selector = plan, speeds, selector
-        self._everything = frozenset(number for number, one in enumerate(plan.segments) if one.cached)
+        self._everything = frozenset(at for at, segment in enumerate(plan.segments) if segment.cached)
         self._known: dict[frozenset[int], float] = {}
 
     def __call__(self, text: frozenset[int]) -> float:
@@ -205,8 +206,8 @@ class Computing:
 
     def _pass(self, text: frozenset[int]) -> float:
         spans = [
-            Span(len(one.ids), "miss" if number in text else one.status, MEMORY if one.cached else None)
-            for number, one in enumerate(self._plan.segments)
+            Span(len(segment.ids), "miss" if at in text else segment.status, MEMORY if segment.cached else None)
+            for at, segment in enumerate(self._plan.segments)
         ]
         prompt = PromptRows(spans, self._speeds)
         return _SLOWER * prompt.seconds(self._selector.cost(prompt))

@@ -88,10 +88,7 @@ def _break_even(
 
 def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
     """TTFT of every mode, retrieval left out, from the speeds that the controller decides by."""
-    spans = [
-        Span(len(segment.ids), segment.status, segment.source.level if segment.cached else None)
-        for segment in plan.segments
-    ]
+    spans = [Span.of(segment) for segment in plan.segments]
     prompt = PromptRows(spans, speeds)
     return {mode: 1e3 * prompt.seconds(selector_for(options, mode).cost(prompt)) for mode in MODES}
 

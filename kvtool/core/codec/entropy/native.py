@@ -59,6 +59,12 @@ def chosen() -> str:
     return name
 
 
+def compile_ahead(dtype: str) -> None:
+    """Compile what decodes to numbers of this format, before anybody waits for it."""
+    for kind in (dtype, "int16"):  # as it is, and what a finer level refines
+        kernel(kind)
+
+
 def kernel(kind: str) -> Kernel | None:
     """The function for one of KINDS, compiled at its first use; None: the numpy reference is to be used.
 
