@@ -75,7 +75,11 @@ def test_importing_kvtool_is_light() -> None:
 
 
 def test_the_public_names() -> None:
-    assert kvtool.__all__ == dir(kvtool) == ["KvtoolError", "KvtoolWarning", "__version__", "open"]
+    assert kvtool.__all__ == dir(kvtool)
+    assert {"Cache", "KvtoolError", "KvtoolWarning", "QueryOptions", "Reply", "__version__", "open"} <= {
+        *kvtool.__all__
+    }
+    assert all(hasattr(kvtool, name) for name in kvtool.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         _ = kvtool.nope  # type: ignore[attr-defined]
 
