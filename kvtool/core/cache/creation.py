@@ -9,7 +9,7 @@ import lmdb
 
 from kvtool.core.cache import keys, layout, tables
 from kvtool.core.cache.entries import dump_json
-from kvtool.core.cache.environment import LOCK_FILE_BYTES, open_lmdb
+from kvtool.core.cache.lmdb_map import LOCK_FILE_BYTES, open_lmdb
 from kvtool.core.cache.lock import writer_lock
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.errors import KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError

@@ -18,23 +18,16 @@ import lmdb
 
 from kvtool.core.cache import layout, space
 from kvtool.core.cache.gate import Gate, Transaction, Visit
+from kvtool.core.cache.lmdb_map import LOCK_FILE_BYTES, MAX_READERS, map_limit, open_lmdb
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.tree import DataFile
 from kvtool.core.cache.tree_check import check_data_file
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 T = TypeVar("T")
 
 PAGE_BYTES = 4096
 _PAD_SECONDS = 0.02
-_MAX_READERS = 1024  # killed readers keep their slots until the next reader_check
-LOCK_FILE_BYTES = 128 * _MAX_READERS
-_MAP_START, _MAP_LIMIT, _MAP_LEAST = 2**40, 2**44, 2**24  # sparse: a 1 TiB map opens in 38 µs
-
-
-def _bytes_from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return max(int(text), 2**16) if text.isdecimal() else default
 
 
 class Closed(KvtoolError):
@@ -167,7 +160,7 @@ class Environment:
 
     def read_failure(self, error: lmdb.Error) -> KvtoolError:
         if isinstance(error, lmdb.ReadersFullError):
-            return KvtoolError(f"{self.generation}: {_MAX_READERS} readers at once are too many", "end some of them")
+            return KvtoolError(f"{self.generation}: {MAX_READERS} readers at once are too many", "end some of them")
         message = f"{self.generation}: the index of the store is damaged ({error})"
         return DamagedError(message, "run `kvtool store verify`")
 
@@ -245,7 +238,7 @@ class Environment:
             self.reopen()
 
     def _grow(self) -> None:
-        size, limit = self._env.info()["map_size"], _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT)
+        size, limit = self._env.info()["map_size"], map_limit()
         if size >= limit:
             raise NoSpaceError(
                 f"{self.generation}: the map limit of {space.megabytes(limit)} is reached",
@@ -297,34 +290,6 @@ class Environment:
             raise space.explain(error, self.generation, self.file_bytes()) from error
         finally:
             visit.end()
-
-
-def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
-    """Open LMDB with its default flags, which are crash-safe, in a smaller map where address space is short."""
-    size = _bytes_from_environment("KVTOOL_MAP_START", _MAP_START)
-    size = min(size, _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT))
-    while True:
-        try:
-            return lmdb.open(
-                os.fspath(generation),
-                map_size=size,
-                max_readers=_MAX_READERS,
-                mode=0o600,
-                readonly=read_only,
-                lock=not read_only,
-                create=create,
-                lib_version=0,
-            )
-        except (lmdb.MemoryError, MemoryError) as error:
-            if size <= _MAP_LEAST:
-                raise KvtoolError(f"{generation}: no address space for the store", "raise ulimit -v") from error
-            size //= 4
-        except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-            raise StoreFormatError(f"{generation} holds an LMDB that is not kvtool's", layout.REBUILD) from error
-        except lmdb.Error as error:
-            raise KvtoolError(
-                f"{generation}: the store cannot be opened: {error}", "check who owns the folder"
-            ) from error
 
 
 # LMDB must not be opened twice in a process: closing one copy drops the other's POSIX locks. So it is shared.

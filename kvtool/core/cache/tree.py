@@ -13,48 +13,21 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.nodes import NUMBER, Branch, Leaf, parse_page
 from kvtool.core.cache.pages import Meta, meta_of
 from kvtool.core.errors import DamagedError
 
-_HEADER = struct.Struct("=Q2xHHH")  # own number, flags, end of the pointers, start of the nodes
 _BIG_HEADER = struct.Struct("=Q2xHI")  # own number, flags, number of pages
-_NODE = struct.Struct("=HHHH")  # size (low, high) or child (low, middle, high with the flags), flags, size of the key
-_NUMBER = struct.Struct("=Q")
-_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4
-_BIG = 1
+_OVERFLOW = 4  # flags of the first page of a large value
 _NO_PAGE = 2**64 - 1
 BIG_HEADER_BYTES = _BIG_HEADER.size
 _DEEPEST = 32
 _LEAVES = 256  # kept parsed
 _BRANCHES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """Keys from which each child on is meant; the first child has all below the second's."""
-
-    keys: list[bytes]
-    children: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Keys and, for each, where its value begins in the page, its size, and whether that is a number of pages beside.
-
-    Attributes
-    ----------
-    data : the page.
-    """
-
-    keys: list[bytes]
-    values: list[tuple[int, int, bool]]
-    data: bytes
 
 
 class DataFile:
@@ -162,7 +135,7 @@ class Tree:
 
     def page_of(self, leaf: Leaf, at: int) -> int:
         """The first page of a large value."""
-        page = int(_NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
+        page = int(NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
         self._check_inside(page)
         if (page * self.meta.page_size + BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
             raise DamagedError("the index points outside the file")
@@ -268,17 +241,17 @@ class Tree:
         last = 0
         for _, _, leaf in self.pages(0):
             for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
-                wanted = size if full else min(size, _NUMBER.size)
-                freed = _NUMBER.unpack(leaf.keys[at])[0] if len(leaf.keys[at]) == _NUMBER.size else _NO_PAGE
+                wanted = size if full else min(size, NUMBER.size)
+                freed = NUMBER.unpack(leaf.keys[at])[0] if len(leaf.keys[at]) == NUMBER.size else _NO_PAGE
                 if not last < freed <= self.meta.transaction:
                     raise DamagedError("the list of free pages is damaged")
                 last = freed
                 data = self._value(leaf, at, wanted)  # type: ignore[arg-type]
-                count = _NUMBER.unpack_from(data)[0] if len(data) >= _NUMBER.size else _NO_PAGE
-                if (count + 1) * _NUMBER.size > size:
+                count = NUMBER.unpack_from(data)[0] if len(data) >= NUMBER.size else _NO_PAGE
+                if (count + 1) * NUMBER.size > size:
                     raise DamagedError("the list of free pages is damaged")
                 if full:
-                    yield from struct.unpack_from(f"={count}Q", data, _NUMBER.size)
+                    yield from struct.unpack_from(f"={count}Q", data, NUMBER.size)
 
     # ---- pages ----
 
@@ -299,21 +272,7 @@ class Tree:
     def _parse(self, page: int, ordered: bool = True) -> Branch | Leaf:
         self._check_inside(page)
         size = self.meta.page_size
-        data = self._file.read(page * size, size)
-        number, flags, lower, upper = _HEADER.unpack_from(data)
-        if number != page or flags not in (_BRANCH, _LEAF):
-            raise DamagedError(f"page {page} of the index is no page of a tree")
-        if not _HEADER.size <= lower <= upper <= size or lower % 2:
-            raise DamagedError(f"page {page} of the index has bounds that cannot be")
-        pointers = struct.unpack_from(f"={(lower - _HEADER.size) // 2}H", data, _HEADER.size)
-        read: Callable[..., Branch | Leaf] = _read_branch if flags == _BRANCH else _read_leaf
-        try:
-            node = read(data, pointers, upper)
-            if ordered:  # numbers, as keys of the list of free pages, are not in the order of their bytes
-                _check_order(node.keys[1:] if isinstance(node, Branch) else node.keys)
-            return node
-        except (ValueError, struct.error) as error:
-            raise DamagedError(f"page {page} of the index is damaged: {error}") from error
+        return parse_page(page, self._file.read(page * size, size), ordered)
 
     def _check_inside(self, page: int) -> None:
         if not 2 <= page <= self.meta.last_page:
@@ -341,46 +300,3 @@ def _child_at(node: Branch, key: bytes) -> int:
 def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
     """Of a child's keys."""
     return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high
-
-
-def _read_branch(data: bytes, pointers: tuple[int, ...], upper: int) -> Branch:
-    keys, children, ends = [], [], []
-    for at in pointers:
-        low, middle, high, length = _NODE.unpack_from(data, at)
-        keys.append(data[at + _NODE.size : at + _NODE.size + length])
-        children.append(low | middle << 16 | high << 32)
-        ends.append(at + _NODE.size + length)
-    if not children:
-        raise ValueError("a branch without children")
-    _check_layout(data, pointers, ends, upper)
-    return Branch(keys, children)
-
-
-def _read_leaf(data: bytes, pointers: tuple[int, ...], upper: int) -> Leaf:
-    keys, values, ends = [], [], []
-    for at in pointers:
-        low, high, flags, length = _NODE.unpack_from(data, at)
-        if flags not in (0, _BIG):
-            raise ValueError("a value of a kind that is not used here")
-        start, size = at + _NODE.size + length, low | high << 16
-        keys.append(data[at + _NODE.size : start])
-        values.append((start, size, bool(flags)))
-        ends.append(start + (_NUMBER.size if flags else size))
-    _check_layout(data, pointers, ends, upper)
-    return Leaf(keys, values, data)
-
-
-def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: int) -> None:
-    """Nodes fill the page from `upper` to its end, each on an even address, without gap or overlap."""
-    at = upper
-    for start, end in sorted(zip(starts, ends, strict=True)):
-        if start != at:
-            raise ValueError("its parts do not join")
-        at = end + end % 2
-    if at != len(data):
-        raise ValueError("its parts do not fill it")
-
-
-def _check_order(keys: list[bytes]) -> None:
-    if any(one >= two for one, two in pairwise(keys)):
-        raise ValueError("its keys are not in order")

@@ -9,8 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 from kvtool.core.cache.layout import REBUILD
+from kvtool.core.cache.nodes import Branch, Leaf
 from kvtool.core.cache.pages import Counts, Meta, newest_meta
-from kvtool.core.cache.tree import BIG_HEADER_BYTES, Branch, DataFile, Leaf, Tree
+from kvtool.core.cache.tree import BIG_HEADER_BYTES, DataFile, Tree
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 _FREE, _DATA = 0, 1
