@@ -22,6 +22,7 @@ TOPICS = {
     "troubleshooting": "Exit codes, common errors, and what to do about them.",
     "cron": "Keeping a store up to date from cron or systemd.",
     "upkeep": "Budget, prune, forget, pins, compact.",
+    "json": "What --json prints, field by field.",
     "listing": "Which chunks a store holds: filters and order.",
     "packs": "A store, or a part of it, as one file.",
     "tiers": "Stores that several machines share.",

@@ -36,7 +36,7 @@ def test_json_holds_rows_by_class_and_objective(trace: Path, tmp_path: Path) -> 
     assert rows == [(p, c, slo) for p in policies for c in classes for slo in (None, 100.0, 400.0)]
     for row in found["rows"]:
         assert row["requests"] == (2 if row["class"] == "all" else 1) * (2 if row["slo_ms"] is None else 1)
-        assert 0 <= row["met"] <= 1
+        assert 0 <= row["met_share"] <= 1
     run = next(run for run in found["case"]["runs"] if run["policy"] == "adaptive")
     decisions = [row for row in run["stream"] if row["decision"] in ("base", "refinement")]
     assert len(decisions) == len(run["arrivals"])

@@ -46,4 +46,7 @@ class TransferReport:
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` shows it."""
-        return asdict(self)
+        facts = asdict(self)
+        if self.direction == "import":  # a pack is a file
+            facts["path"] = facts.pop("url")
+        return facts

@@ -53,7 +53,7 @@ class StreamRow:
 
     Attributes
     ----------
-    met : share within the objective.
+    met_share : within the objective.
     kl_answer : mean over requests, in or out of the objective, of nats a token of the answer.
     text_share : of the tokens, those computed from text.
     bytes_read : mean over requests.
@@ -63,7 +63,7 @@ class StreamRow:
     kind: str
     slo_ms: float | None
     requests: int
-    met: float
+    met_share: float
     kl_answer: float
     text_share: float
     bytes_read: float
@@ -211,7 +211,7 @@ def _row(policy: str, kind: str, slo_ms: float | None, results: Sequence[_Result
         kind=kind,
         slo_ms=slo_ms,
         requests=len(results),
-        met=statistics.fmean(float(bool(outcome.met)) for outcome in outcomes),
+        met_share=statistics.fmean(float(bool(outcome.met)) for outcome in outcomes),
         kl_answer=statistics.fmean(outcome.loss for outcome in outcomes),
         text_share=statistics.fmean(result.text_share for result in results),
         bytes_read=statistics.fmean(outcome.bytes for outcome in outcomes),

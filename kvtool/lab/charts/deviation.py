@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtool.core.codec.levels import lossy
-from kvtool.lab.charts.page import Section, Shaded
+from kvtool.lab.charts.page import HeatMap, Passage, Section
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
-NAMES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
+CHOICES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
 
 
 def deviation_sections(value: dict[str, Any], tokens: Sequence[Sequence[tuple[str, float]]] = ()) -> list[Section]:
@@ -24,7 +24,7 @@ def deviation_sections(value: dict[str, Any], tokens: Sequence[Sequence[tuple[st
         _concentration(value["layers"]),
         _neighbours(value["layers"]),
         _attention(value["attention"]),
-        *([_tokens(tokens)] if tokens else []),
+        *([_tokens(value["chunks"])] if value.get("chunks") else []),
     ]
 
 
@@ -75,7 +75,7 @@ def _neighbours(layers: Sequence[dict[str, Any]]) -> Section:
 def _attention(rows: Sequence[dict[str, Any]]) -> Section:
     choices = list(dict.fromkeys(row["choice"] for row in rows))
     lines = tuple(
-        Line(NAMES[choice], tuple((100 * row["ratio"], row["deviation"]) for row in rows if row["choice"] == choice))
+        Line(CHOICES[choice], tuple((100 * row["ratio"], row["deviation"]) for row in rows if row["choice"] == choice))
         for choice in choices
     )
     chart = line_charts("Attention deviation", [Panel("‖A − A full‖ / ‖A full‖", lines)], "% of the tokens recomputed")
@@ -87,8 +87,15 @@ def _attention(rows: Sequence[dict[str, Any]]) -> Section:
     return Section("Attention against recompute", (text,), (chart,))
 
 
-def _tokens(chunks: Sequence[Sequence[tuple[str, float]]]) -> Section:
-    most = sorted(weight for pieces in chunks for _, weight in pieces)
-    scale = most[int(0.98 * (len(most) - 1))] or 1.0
-    shaded = tuple(Shaded(tuple((text, weight / scale) for text, weight in pieces)) for pieces in chunks)
-    return Section("Tokens", ("The text, each token shaded by its deviation over all layers.",), shaded=shaded)
+def _tokens(chunks: Sequence[dict[str, Any]]) -> Section:
+    passages = tuple(
+        Passage(
+            f"{number}: {chunk['source']}, characters {chunk['start']} to {chunk['end']}",
+            tuple((piece["text"], piece["deviation"]) for piece in chunk["pieces"]),
+        )
+        for number, chunk in enumerate(chunks, 1)
+    )
+    text = "The reused chunks in the prompt's order. A token is shaded by its squared V deviation, mean over layers."
+    return Section(
+        "Tokens", (text,), heat=HeatMap("V deviation of a token, as a multiple of the mean token's", passages)
+    )

@@ -111,7 +111,7 @@ def fusion_chart(result: FusionBench) -> str:
     )
     panels = [
         Panel("speedup over full prefill", tuple(speedups)),
-        Panel("time to first token, ms", tuple(times), logarithmic=True),
+        Panel("TTFT, ms", tuple(times), logarithmic=True),
     ]
     return line_charts(f"kvtool bench fusion: {result.model}", panels, "context, tokens", note)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+_SHADED = 0.98  # of the tokens have a shade of their own; those above it share the full one
 _STYLE = """
 :root { color-scheme: light dark; --text: #24292f; --faint: #6a737d; --page: #ffffff; --line: #d9dee3 }
 @media (prefers-color-scheme: dark) {
@@ -17,12 +18,26 @@ main { max-width: 68rem; margin: 0 auto; padding: 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; color: var(--faint); margin: 0 }
 dd { margin: 0; overflow-wrap: anywhere }
-figure { margin: 1rem 0; overflow-x: auto } figure svg { display: block; max-width: none }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+figure, .wide { margin: 1rem 0; overflow-x: auto; scrollbar-width: auto; scrollbar-color: var(--faint) var(--line) }
+figure::-webkit-scrollbar, .wide::-webkit-scrollbar { height: 10px }
+figure::-webkit-scrollbar-track, .wide::-webkit-scrollbar-track { background: var(--line) }
+figure::-webkit-scrollbar-thumb, .wide::-webkit-scrollbar-thumb { background: var(--faint); border-radius: 5px }
+figure svg { display: block; width: 100%; height: auto; min-width: 55rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
 th:first-child, td:first-child { text-align: left }
-.tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9 }
+.scale { display: grid; grid-template-columns: 1fr 1fr 1fr; max-width: 24rem; font-size: .85rem; color: var(--faint) }
+.scale i { grid-column: 1 / 4; height: .8rem; border: 1px solid var(--line);
+  background: linear-gradient(to right, transparent, rgb(224 134 0)) }
+.scale span:nth-of-type(2) { text-align: center } .scale span:nth-of-type(3) { text-align: right }
+.chunk { border: 1px solid var(--line); border-radius: 6px; margin: .8rem 0; padding: .4rem .8rem }
+.chunk > h3 { font-size: .85rem; font-weight: 600; color: var(--faint); margin: 0; overflow-wrap: anywhere }
+.tokens { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.9; margin: .4rem 0 }
 .tokens span { border-radius: 3px; padding: .1em 0 }
+@media print {
+  main { max-width: none } figure, .wide { overflow: visible } figure svg { min-width: 0 }
+  section { break-inside: avoid } .tokens span, .scale i { print-color-adjust: exact }
+}
 """
 
 
@@ -35,10 +50,30 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Shaded:
-    """Pieces of a text, each with a weight from 0 to 1 that shades it."""
+class Passage:
+    """A chunk's text in pieces, each with a number that shades it, under a line that says where it stands."""
 
+    label: str
     pieces: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Texts whose tokens are shaded by a number, under a scale.
+
+    Attributes
+    ----------
+    measure : what the number is, with its unit.
+    """
+
+    measure: str
+    passages: tuple[Passage, ...]
+
+    @property
+    def most(self) -> float:
+        """The number with the full shade: few are above it, so that one outlier does not leave all others white."""
+        numbers = sorted(number for passage in self.passages for _, number in passage.pieces)
+        return (numbers[round(_SHADED * (len(numbers) - 1))] if numbers else 0.0) or 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +89,7 @@ class Section:
     text: tuple[str, ...] = ()
     figures: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    shaded: tuple[Shaded, ...] = ()
+    heat: HeatMap | None = None
 
 
 def page(title: str, facts: Mapping[str, object], sections: Sequence[Section]) -> str:
@@ -94,8 +129,8 @@ def _section(section: Section) -> Iterator[str]:
         yield f"<figure>{figure}</figure>"
     for table in section.tables:
         yield from _table(table)
-    for shaded in section.shaded:
-        yield '<p class="tokens">' + "".join(_piece(*piece) for piece in shaded.pieces) + "</p>"
+    if section.heat is not None:
+        yield from _heat(section.heat)
     yield "</section>"
 
 
@@ -108,6 +143,17 @@ def _table(table: Table) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _piece(text: str, weight: float) -> str:
-    shade = round(100 * min(1.0, max(0.0, weight)))
-    return f'<span style="background:rgb(224 134 0 / {shade}%)">{escape(text)}</span>' if shade else escape(text)
+def _heat(heat: HeatMap) -> Iterator[str]:
+    most = heat.most
+    ticks = "".join(f"<span>{number:.3g}</span>" for number in (0.0, most / 2))
+    yield f'<p>{escape(heat.measure)}:</p><div class="scale"><i></i>{ticks}<span>{most:.3g} and more</span></div>'
+    for passage in heat.passages:
+        pieces = "".join(_piece(text, number, most) for text, number in passage.pieces)
+        yield f'<div class="chunk"><h3>{escape(passage.label)}</h3><p class="tokens">{pieces}</p></div>'
+
+
+def _piece(text: str, number: float, most: float) -> str:
+    shade = round(100 * min(1.0, max(0.0, number / most)))
+    if not shade:
+        return escape(text)
+    return f'<span style="background:rgb(224 134 0 / {shade}%)" title="{number:.3g}">{escape(text)}</span>'

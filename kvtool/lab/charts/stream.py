@@ -35,7 +35,7 @@ def stream_table(result: StreamBench) -> tuple[tuple[str, ...], Iterator[tuple[A
 
 
 def _cell(row: StreamRow) -> str:
-    return f"{row.met:.0%} {row.kl_answer:.4f}"
+    return f"{row.met_share:.0%} {row.kl_answer:.4f}"
 
 
 def ready_table(result: StreamBench) -> Iterator[tuple[Any, ...]]:
@@ -82,7 +82,7 @@ def stream_chart(result: StreamBench) -> str:
         )
 
     panels = [
-        Panel("share of requests within the objective", lines("met")),
+        Panel("share of requests within the objective", lines("met_share")),
         Panel("mean loss, nats a token", lines("kl_answer")),
     ]
     note = f"{result.tokens} tokens, {len(result.traces)} traces, over all of them; text loses nothing"

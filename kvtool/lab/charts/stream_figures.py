@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from kvtool.lab.bench.stream import ALL, StreamBench
-from kvtool.lab.charts.svg import STYLE
+from kvtool.lab.charts.svg import COLOURS, closing, opening
 from kvtool.lab.simulator.simulate import Outcome
 
 _CELL, _ROW, _NAMES, _TOP = 104, 34, 84, 66
 _WIDTH, _LINK, _LANE = 760, 90, 30  # of the plot over time, of the bandwidth above it, of a policy's lane
-_COLOURS = ("#b3941a", "#e08600", "#3f8cf0", "#16a36f", "#1fa7bd", "#b267d6", "#8a8f98", "#dd5335")
 _FILL = "#3f8cf0"
 
 
@@ -19,7 +18,7 @@ def classes_figure(result: StreamBench) -> str:
     """A cell for each policy and class: as full as requests were within the objective, with the mean loss below."""
     columns = (ALL, *result.kinds)
     width, height = _NAMES + _CELL * len(columns) + 16, _TOP + _ROW * len(result.policies) + 34
-    parts = [*_page(f"Within the objective, by class of trace: {result.context}", width, height)]
+    parts = [*opening(f"Within the objective, by class of trace: {result.context}", width, height)]
     for number, kind in enumerate(columns):
         parts.append(f'<text x="{_NAMES + number * _CELL + 4}" y="{_TOP - 10}">{escape(kind)}</text>')
     for line, policy in enumerate(result.policies):
@@ -28,14 +27,14 @@ def classes_figure(result: StreamBench) -> str:
         for number, kind in enumerate(columns):
             row, x = result.row(policy, kind), _NAMES + number * _CELL
             parts.append(
-                f'<rect x="{x}" y="{y}" width="{(_CELL - 6) * row.met:.1f}" height="{_ROW - 6}" fill="{_FILL}" '
+                f'<rect x="{x}" y="{y}" width="{(_CELL - 6) * row.met_share:.1f}" height="{_ROW - 6}" fill="{_FILL}" '
                 f'fill-opacity="0.45"/><rect x="{x}" y="{y}" width="{_CELL - 6}" height="{_ROW - 6}" fill="none" '
-                f'class="grid"/><text x="{x + 5}" y="{y + 18}">{row.met:.0%}</text>'
+                f'class="grid"/><text x="{x + 5}" y="{y + 18}">{row.met_share:.0%}</text>'
                 f'<text class="note" x="{x + _CELL - 12}" y="{y + 18}" text-anchor="end">{row.kl_answer:.4f}</text>'
             )
     slos = ", ".join(f"{slo:g}" for slo in result.options.slo_ms)
     note = f"share of requests within the objective, mean loss in nats a token; {len(result.traces)} traces, {slos} ms"
-    return _end(parts, note, height)
+    return closing(parts, note, height)
 
 
 def drop_figure(result: StreamBench) -> str:
@@ -46,7 +45,7 @@ def drop_figure(result: StreamBench) -> str:
     lanes = _TOP + _LINK + 26
     width, height = _NAMES + _WIDTH + 130, lanes + _LANE * len(outcomes) + 86
     title = f"3 Gbit/s, 1 Gbit/s from 0.1 s on, objective {slo_ms:g} ms: {result.context}"
-    parts = [*_page(title, width, height), *_link(result, until)]
+    parts = [*opening(title, width, height), *_link(result, until)]
     bottom = lanes + _LANE * len(outcomes)
     slo = _NAMES + _WIDTH * min(slo_ms / 1e3 / until, 1)
     parts.append(f'<path d="M{slo:.1f} {_TOP}V{bottom}" stroke="#dd5335" stroke-width="2" stroke-dasharray="5 4"/>')
@@ -64,7 +63,7 @@ def drop_figure(result: StreamBench) -> str:
         "a bar ends where a chunk has arrived at that level, the line at the first token (green: in time); the "
         "numbers are the time to it and the loss"
     )
-    return _end(parts, note, height)
+    return closing(parts, note, height)
 
 
 def _levels(result: StreamBench) -> list[str]:
@@ -72,7 +71,7 @@ def _levels(result: StreamBench) -> list[str]:
 
 
 def _colour(level: str, levels: Sequence[str]) -> str:
-    return _COLOURS[levels.index(level) % len(_COLOURS)]
+    return COLOURS[::-1][levels.index(level) % len(COLOURS)]
 
 
 def _link(result: StreamBench, until: float) -> Iterator[str]:
@@ -108,18 +107,3 @@ def _lane(policy: str, outcome: Outcome, y: int, until: float, levels: Sequence[
         before = arrival.second
     told = f"{outcome.ttft_s * 1e3:.0f} ms, {outcome.loss:.4f}"
     yield f'<text class="note" x="{_NAMES + _WIDTH + 10}" y="{y + 17}">{told}</text>'
-
-
-def _page(title: str, width: int, height: int) -> Iterator[str]:
-    yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">'
-    )
-    yield f"<style>{STYLE}</style>"
-    yield f'<rect class="page" width="{width}" height="{height}"/>'
-    yield f'<text class="title" x="16" y="26">{escape(title)}</text>'
-
-
-def _end(parts: Sequence[str], note: str, height: int) -> str:
-    text = f'<text class="note" x="16" y="{height - 12}">{escape(note)}</text>'
-    return "\n".join([*parts, text, "</svg>"]) + "\n"

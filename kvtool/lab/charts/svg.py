@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-_WIDTH, _HEIGHT = 420, 280  # of a panel's plot
-_LEFT, _TOP, _GAP, _BOTTOM = 64, 64, 84, 56
-_MOST_LABELS = 16  # below a panel
-_COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
+WIDTH = 1056  # of a whole chart: what a page at 1,200 pixels has room for
+_HEIGHT = 280  # of a panel's plot
+_LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 64, 64, 72, 24, 56
+_LABEL = 30  # pixels that a number below a panel takes at least
+_LEGEND = 150  # pixels of a name in the legend
+COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
 _MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-4 -4h8v8h-8z", "M0 -5l5 5l-5 5l-5 -5z", "M0 -5l5 9h-10z")
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f }
@@ -48,45 +50,54 @@ def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "
     """
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     across = sorted({x for panel in panels for line in panel.lines for x, _ in line.points})
-    width = _LEFT + len(panels) * (_WIDTH + _GAP)
-    legend_rows = -(-len(names) // _per_row(width))
+    wide = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
+    legend_rows = -(-len(names) // _per_row())
     height = _TOP + _HEIGHT + _BOTTOM + 20 * legend_rows + (20 if note else 0)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="page" width="{width}" height="{height}"/>',
-        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-    ]
+    parts = [*opening(title, WIDTH, height)]
     for number, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({_LEFT + number * (_WIDTH + _GAP)} {_TOP})">')
-        parts += _panel(panel, names, across, x_label)
+        parts.append(f'<g transform="translate({_LEFT + number * (wide + _GAP):.1f} {_TOP})">')
+        parts += _panel(panel, names, across, x_label, wide)
         parts.append("</g>")
-    parts += _legend(names, width, _TOP + _HEIGHT + _BOTTOM)
-    if note:
-        parts.append(f'<text class="note" x="{_LEFT}" y="{height - 10}">{escape(note)}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    parts += _legend(names, _TOP + _HEIGHT + _BOTTOM)
+    return closing(parts, note, height)
 
 
-def _panel(panel: Panel, names: Sequence[str], across: Sequence[float], x_label: str) -> Iterator[str]:
+def opening(title: str, width: int, height: int) -> Iterator[str]:
+    """What every figure begins with: its size, its style, its background, its title."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">'
+    )
+    yield f"<style>{STYLE}</style>"
+    yield f'<rect class="page" width="{width}" height="{height}"/>'
+    yield f'<text class="title" x="16" y="26">{escape(title)}</text>'
+
+
+def closing(parts: Sequence[str], note: str, height: int) -> str:
+    """A figure's text: its parts, and a note at the bottom."""
+    told = [f'<text class="note" x="16" y="{height - 10}">{escape(note)}</text>'] if note else []
+    return "\n".join([*parts, *told, "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel, names: Sequence[str], across: Sequence[float], x_label: str, wide: float) -> Iterator[str]:
     values = [y for line in panel.lines for _, y in line.points]
     scale = _Scale.over(values, panel.logarithmic)
     yield f'<text x="0" y="-12">{escape(panel.title)}</text>'
     for tick in scale.ticks:
         y = scale.place(tick)
-        yield f'<path class="grid" d="M0 {y:.1f}H{_WIDTH}"/>'
+        yield f'<path class="grid" d="M0 {y:.1f}H{wide:.1f}"/>'
         yield f'<text x="-8" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
-    places = {x: _WIDTH * (number + 0.5) / len(across) for number, x in enumerate(across)}
-    for x, place in list(places.items())[:: -(-len(places) // _MOST_LABELS)]:
+    places = {x: wide * (number + 0.5) / len(across) for number, x in enumerate(across)}
+    for x, place in list(places.items())[:: math.ceil(len(places) * _LABEL / wide)]:
         yield f'<text x="{place:.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
-    yield f'<text class="note" x="{_WIDTH / 2}" y="{_HEIGHT + 36}" text-anchor="middle">{escape(x_label)}</text>'
+    yield f'<text class="note" x="{wide / 2:.1f}" y="{_HEIGHT + 36}" text-anchor="middle">{escape(x_label)}</text>'
     for line in panel.lines:
         spots = [(places[x], scale.place(y), y) for x, y in line.points]
         yield from _series(line.name, names.index(line.name), spots)
 
 
 def _series(name: str, number: int, spots: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    colour = _COLOURS[number % len(_COLOURS)]
+    colour = COLOURS[number % len(COLOURS)]
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in spots)
     yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     for x, y, value in spots:
@@ -98,14 +109,14 @@ def _mark(number: int) -> str:
     return _MARKS[number % len(_MARKS)]
 
 
-def _per_row(width: int) -> int:
-    return max(1, (width - _LEFT) // 130)
+def _per_row() -> int:
+    return (WIDTH - _LEFT) // _LEGEND
 
 
-def _legend(names: Sequence[str], width: int, top: int) -> Iterator[str]:
+def _legend(names: Sequence[str], top: int) -> Iterator[str]:
     for number, name in enumerate(names):
-        row, column = divmod(number, _per_row(width))
-        x, y, colour = _LEFT + 130 * column, top + 20 * row, _COLOURS[number % len(_COLOURS)]
+        row, column = divmod(number, _per_row())
+        x, y, colour = _LEFT + _LEGEND * column, top + 20 * row, COLOURS[number % len(COLOURS)]
         yield f'<path transform="translate({x + 5} {y})" d="{_mark(number)}" fill="{colour}"/>'
         yield f'<text x="{x + 16}" y="{y + 4}">{escape(name)}</text>'
 

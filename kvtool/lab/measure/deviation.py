@@ -119,7 +119,7 @@ def deviation_report(
     `tokens{prompt, reused}`, `layers[{layer, v_sse, k_sse, kv_sse, k_l1, v_relative, k_relative, quantiles, top_share,
     spearman_next}]`: means over rows of each metric, ‖ΔV‖ / ‖V‖ over all rows, quantiles of ‖ΔV‖ over rows, the share
     of the squared V deviation in the top rows, the rank correlation with the layer after it;
-    `attention[{choice, ratio, rows, deviation, by_layer}]`; `token_deviation` by row: `Deviation.worth`.
+    `attention[{choice, ratio, tokens_recomputed, deviation, by_layer}]`; `token_deviation` by row: `Deviation.worth`.
     """
     full = prompt.full()  # beside it one other cache is held at a time
     asked = prompt.queries(full)
@@ -136,7 +136,13 @@ def deviation_report(
             by_layer = attention(prompt.recomputing(chosen)) if ratio else untouched
             mean = sum(by_layer) / len(by_layer)
             rows.append(
-                {"choice": choice, "ratio": ratio, "rows": int(chosen.sum()), "deviation": mean, "by_layer": by_layer}
+                {
+                    "choice": choice,
+                    "ratio": ratio,
+                    "tokens_recomputed": int(chosen.sum()),
+                    "deviation": mean,
+                    "by_layer": by_layer,
+                }
             )
     return {
         "tokens": {"prompt": prompt.plan.length, "reused": len(prompt.hits)},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
-from kvtool.lab.charts.page import Section, Shaded, Table
+from kvtool.lab.charts.page import HeatMap, Passage, Section, Table
 from kvtool.lab.reports.report import Desk, Findings, Report
 
 if TYPE_CHECKING:
@@ -76,11 +76,11 @@ def _sections(desk: Desk, value: Mapping[str, Any]) -> Iterator[Section]:
     info = desk.store.chunk_info(bytes.fromhex(value["id"]))
     ids = info.token_ids if info is not None else ()
     weights = value["sensitivity"] or [0.0] * len(ids)
-    scale = sorted(weights)[int(0.98 * (len(weights) - 1))] or 1.0
     pieces = whole_characters(desk.session.tokenizer, ids)
-    shaded = [(text, max(weights[start:stop]) / scale) for start, stop, text in pieces]
+    shaded = [(text, max(weights[start:stop])) for start, stop, text in pieces]
     text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."
-    yield Section("Text", (text,), shaded=(Shaded(tuple(shaded)),))
+    first = next((f"{place['source']}, characters {place['start']} to {place['end']}" for place in value["places"]), "")
+    yield Section("Text", (text,), heat=HeatMap("sensitivity", (Passage(first, tuple(shaded)),)))
     levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))
     places = tuple((place["source"], place["start"], place["end"]) for place in value["places"])
     yield Section("Stored", tables=(levels, Table(("document", "from", "to"), places)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
+from kvtool.lab.charts.deviation import CHOICES
 from kvtool.lab.charts.page import Table
 from kvtool.lab.charts.spark import sparkline
 from kvtool.lab.reports.questions import BatchOptions, ChunkChoice, questions
@@ -15,6 +16,7 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment
+    from kvtool.core.query.layout import Asked
 
 _HEAD = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
 
@@ -37,12 +39,24 @@ def deviation(desk: Desk) -> Findings:
         reports.append(report)
         desk.events.advance(1)
     value = prompts.facts | {"prompts": len(reports)} | mean_of(reports)
-    value["chunks"] = [
-        {"id": segment.source.chunk_id.hex(), "pieces": [{"text": text, "deviation": worth} for text, worth in pieces]}
-        for segment, pieces in zip(_hits(prompts.asked[0].plan), texts[0], strict=True)
-    ]
-    read_at, sections = prompts.read_at, deviation_sections(value, texts[0])
+    value["chunks"] = [*_chunks(prompts.asked[0], texts[0])]
+    read_at, sections = prompts.read_at, deviation_sections(value)
     return Findings("KV deviation", value, [*_told(value, read_at)], sections, read_at)
+
+
+def _chunks(asked: Asked, texts: Sequence[Sequence[tuple[str, float]]]) -> Iterator[dict[str, Any]]:
+    """The reused chunks of a prompt, each with where it stands and its pieces."""
+    places = [
+        hit.passage for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True) if segment.status == "hit"
+    ]
+    for place, segment, pieces in zip(places, _hits(asked.plan), texts, strict=True):
+        yield {
+            "id": segment.source.chunk_id.hex(),
+            "source": place.source,
+            "start": place.start,
+            "end": place.end,
+            "pieces": [{"text": text, "deviation": worth} for text, worth in pieces],
+        }
 
 
 def _hits(plan: Plan) -> list[Segment]:
@@ -72,7 +86,7 @@ def _told(value: Mapping[str, Any], read_at: str) -> Iterator[str | Table]:
     by = {(row["choice"], row["ratio"]): f"{row['deviation']:.3f}" for row in attention}
     yield "deviation of the question's attention:"
     rows = tuple((f"{ratio:.0%}", *(by[choice, ratio] for choice in choices)) for ratio in ratios)
-    yield Table(("recomputed", *choices), rows)
+    yield Table(("recomputed", *(CHOICES[choice] for choice in choices)), rows)
 
 
 def _row(layer: Mapping[str, Any]) -> tuple[object, ...]:

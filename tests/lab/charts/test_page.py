@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.lab.charts.page import Section, Shaded, Table, page
+from kvtool.lab.charts.page import HeatMap, Passage, Section, Table, page
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
 
@@ -49,11 +49,24 @@ def test_all_that_was_given_is_there_and_nothing_is_fetched() -> None:
         ("One & two.",),
         (chart,),
         (Table(("mode", "F1"), (("full", 0.5), ("<b>", "&"))),),
-        (Shaded((("warm ", 0.0), ("<tok>", 0.5), ("hot", 7.0))),),
+        HeatMap("warmth", (Passage("a.md, characters 0 to 9", (("warm ", 0.0), ("<tok>", 1.0), ("hot", 2.0))),)),
     )
     html = page("Title & more", {"model": "a<b"}, [section])
     found = Outline(html)
-    for text in ("Title & more", "a<b", "What <it> is", "One & two.", "full", "0.5", "<b>", "<tok>", "Growth"):
+    for text in (
+        "Title & more",
+        "a<b",
+        "What <it> is",
+        "One & two.",
+        "full",
+        "0.5",
+        "<b>",
+        "<tok>",
+        "Growth",
+        "warmth",
+        "a.md",
+        "2 and more",
+    ):
         assert text in found.text
     assert found.tags.count("svg") == 1
     assert found.tags.count("tr") == 3
@@ -71,10 +84,10 @@ def test_nothing_to_tell() -> None:
 
 def test_many_values_of_x_are_not_all_labelled() -> None:
     few = line_charts("Few", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(16))),))], "x")
-    many = line_charts("Many", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(30))),))], "x")
+    many = line_charts("Many", [Panel("y", (Line("a", tuple((x, 1.0) for x in range(60))),))], "x")
     labels = [re.findall(r'text-anchor="middle">(\d+)<', chart) for chart in (few, many)]
-    assert labels == [[str(x) for x in range(16)], [str(x) for x in range(0, 30, 2)]]
-    assert many.count("<title>") == 30
+    assert labels == [[str(x) for x in range(16)], [str(x) for x in range(0, 60, 2)]]
+    assert many.count("<title>") == 60
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")

@@ -148,7 +148,7 @@ def test_a_report() -> None:
     assert by["hkvd", 0.0]["deviation"] == by["random", 0.0]["deviation"] > 1e-3
     for choice in CHOICES:
         assert by[choice, 1.0]["deviation"] < 1e-5
-        assert by[choice, 0.15]["rows"] == math.ceil(0.15 * found["tokens"]["reused"])
+        assert by[choice, 0.15]["tokens_recomputed"] == math.ceil(0.15 * found["tokens"]["reused"])
         assert by[choice, 0.15]["by_layer"][0] <= by[choice, 0.0]["by_layer"][0] + 1e-6
 
 

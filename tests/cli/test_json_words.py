@@ -1,0 +1,132 @@
+"""JSON has one vocabulary: kvtool/docs/json.md tells every command's object field by field, and every name once."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.every_command import every_command
+
+PAGE = (files("kvtool") / "docs" / "json.md").read_text(encoding="utf-8")
+BODY, _, CHANGES = PAGE.partition("## From schema 1 to 2")
+# A shape is a dictionary by name, with "?" behind what is there only sometimes; a list of one; None for a value; OPEN
+# for an object whose keys are not names. The key OPEN stands for any.
+OPEN = "ANY"
+Shape = Any
+
+
+def shapes() -> dict[str, Shape]:
+    """Every object of the page by what it stands behind: a command, `error`, or an event."""
+    lines = (re.fullmatch(r"    ([a-z][^:]*): (\{.*\})", line) for line in BODY.splitlines())
+    return {found[1]: parse(found[2]) for found in lines if found}
+
+
+def parse(text: str) -> Shape:
+    """The shape that a text like `{a, b?{c}, d[{e}], f{NAME}}` means."""
+    shape, rest = _parse(text)
+    assert not rest, rest
+    return shape
+
+
+def _parse(text: str) -> tuple[Shape, str]:
+    if text.startswith("["):
+        inner, text = _parse(text[1:])
+        assert text[0] == "]", text
+        return [inner], text[1:]
+    if not text.startswith("{"):
+        other = re.match(r"[a-z]+(?=\])", text)  # another object of the page, by its name
+        return (other[0], text[other.end() :]) if other else (None, text)
+    shape: dict[str, Shape] = {}
+    while not text.startswith("}"):
+        name = re.match(r"[{ ,]+([A-Za-z0-9_]+\??)", text)
+        assert name, text
+        inner, text = _parse(text[name.end() :])
+        shape[OPEN if name[1].isupper() else name[1]] = inner
+    return shape, text[1:]
+
+
+def differences(value: Any, shape: Shape, at: str, known: dict[str, Shape]) -> Iterator[str]:
+    """What an object has that the page does not tell, and the other way round."""
+    if isinstance(shape, str):
+        shape = known[shape]
+    if isinstance(value, list):
+        for inner in value:
+            yield from differences(inner, shape[0] if isinstance(shape, list) else shape, f"{at}[]", known)
+    elif isinstance(value, dict):
+        if not isinstance(shape, dict):
+            yield f"{at} is an object"
+            return
+        plain = {name.rstrip("?"): inner for name, inner in shape.items()}
+        for name, inner in value.items():
+            if name in plain or OPEN in plain:
+                yield from differences(inner, plain.get(name, plain.get(OPEN)), f"{at}.{name}", known)
+            elif (at, name) != ("", "schema"):
+                yield f"{at}.{name} is not told"
+        yield from (
+            f"{at}.{name} is not there" for name in shape.keys() - value.keys() if name[-1] != "?" != name != OPEN
+        )
+
+
+def names_in(shape: Shape) -> Iterator[str]:
+    """All names of a shape."""
+    if isinstance(shape, list):
+        yield from names_in(shape[0])
+    elif isinstance(shape, dict):
+        for name, inner in shape.items():
+            if name != OPEN:
+                yield name.rstrip("?")
+            yield from names_in(inner)
+
+
+def described() -> Counter[str]:
+    """How often each name has a line in the page's tables."""
+    first = [re.match(r"\| (`[^|]*`) \|", line) for line in BODY.splitlines()]
+    return Counter(name for line in first if line for name in re.findall(r"`([a-z0-9_]+)`", line[1]))
+
+
+def shape_of(command: str, row: dict[str, Any]) -> str:
+    """Where the page tells of an object of this command."""
+    if row.get("type") in ("status", "warning", "error"):
+        return f"event {row['type']}"
+    if "count" in row:
+        return "query --batch, summary"
+    return command.partition(" (")[0]
+
+
+def test_every_name_has_one_meaning() -> None:
+    told = described()
+    assert [name for name, count in told.items() if count > 1] == []
+    used = {name for shape in shapes().values() for name in names_in(shape)}
+    assert used - set(told) == set()
+    assert set(told) - used - {"schema"} == set()
+
+
+def test_what_schema_1_said_is_gone() -> None:
+    """A name that the table of changes gives up stands nowhere on the page, unless it means something else there."""
+    gone = {"compacted", "objective_ms", "removed_bytes", "freed", "gflops", "megabytes", "median_ttft_ms", "losses"}
+    gone |= {"prompt_tokens", "peak_memory_mb", "staging_mb", "kv_mb", "case_slo_ms", "there", "hit", "n", "ms", "why"}
+    assert gone & set(described()) == set()
+    assert {name for name in gone if not re.search(rf"\b{name}\b", CHANGES)} == set()
+
+
+@pytest.mark.slow
+def test_every_command_speaks_as_the_page_says(built: Path, fitted: Path, tiny: Path, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(built / "store", tmp_path / "store"))
+    known, seen = shapes(), set()
+    wrong: dict[str, set[str]] = {}
+    for command, rows in every_command(tmp_path, store, fitted, tiny).items():
+        for row in rows:
+            assert row["schema"] == 2
+            where = shape_of(command, row)
+            seen.add(where)
+            facts = row if "type" in known[where] else {name: row[name] for name in row if name != "type"}
+            wrong.setdefault(command, set()).update(differences(facts, known[where], "", known))
+    assert {command: found for command, found in wrong.items() if found} == {}
+    assert known.keys() - seen == set()
