@@ -16,7 +16,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
-from kvtool.core.compress import fitting, loss
+from kvtool.core.compress import fitting, job
 from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
@@ -195,5 +195,5 @@ def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOS
             level: [{"kl_first": losses[level], "kl_answer": losses[level], "top1_agrees": 1.0}] for level in schemes
         }
 
-    monkeypatch.setattr(loss, "measure", measure)
+    monkeypatch.setattr(job, "measure", measure)
     return asked

@@ -11,7 +11,11 @@ from kvtool.core.compress.by_layer import Toll
 def test_by_hand() -> None:
     keys, values = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[1.0, 0.0]]])
     one = Toll.of((keys, values), (keys + 1, values), 3)
-    assert one.to_json() == {"bits_per_element": 6.0, "k_relative": pytest.approx((2 / 25) ** 0.5), "v_relative": 0.0}
+    assert one.to_json() == {
+        "bits_per_element": 6.0,
+        "k_relative_error": pytest.approx((2 / 25) ** 0.5),
+        "v_relative_error": 0.0,
+    }
     other = Toll.of((keys, values), (keys, values * 3), 1)
     both = Toll() + one + other
     assert (both.bytes, both.elements) == (4, 8)
@@ -20,4 +24,4 @@ def test_by_hand() -> None:
 
 
 def test_nothing() -> None:
-    assert Toll().to_json() == {"bits_per_element": 0.0, "k_relative": 0.0, "v_relative": 0.0}
+    assert Toll().to_json() == {"bits_per_element": 0.0, "k_relative_error": 0.0, "v_relative_error": 0.0}

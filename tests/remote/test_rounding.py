@@ -158,7 +158,7 @@ def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
         writer.flush()
         before = read(store, "2")
         report, events = CompressReport(), Events()
-        Encoder(store, writer, ProfileShelf(store), profile(), CompressOptions(), report, events).run([CHUNK], ["1"])
+        Encoder(store, writer, profile(), CompressOptions(), report, events).run([CHUNK], ["1"])
         assert report.warnings == []
         assert torch.equal(read(store, "2"), before)
         difference = (read(store, "1") - read(store, "raw")).norm() / read(store, "raw").norm()

@@ -37,13 +37,13 @@ class Encoder:
         self,
         store: Store,
         writer: Writer,
-        shelf: ProfileShelf,
         profile: Profile | None,
         options: CompressOptions,
         report: CompressReport,
         events: Events,
     ) -> None:
-        self._store, self._writer, self._shelf, self._profile = store, writer, shelf, profile
+        self._store, self._writer, self._profile = store, writer, profile
+        self._shelf = ProfileShelf(store)
         self._options, self._report, self._events = options, report, events
 
     def run(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:

@@ -55,7 +55,7 @@ def probes(
     return made
 
 
-def sensitivity(
+def fisher(
     decoder: Decoder,
     prefix: ChunkKV | None,
     chunks: Sequence[ChunkKV],
@@ -93,7 +93,7 @@ def _add(
     draw: torch.Generator,
     total: torch.Tensor,
 ) -> int:
-    """Add one prompt's outer products; the number of chunk tokens."""
+    """Add one prompt's outer products. Returns the number of chunk tokens."""
     lead = sum(part.keys.shape[2] for part in before)
     keys = torch.cat([part.keys for part in (*before, *chunks)], 2).float().to(decoder.device)
     values = torch.cat([part.values for part in (*before, *chunks)], 2).float().to(decoder.device)
@@ -125,7 +125,7 @@ def _add(
 
 
 def _outer(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of g gᵀ over rows, the longest rows shortened."""
+    """The sum of g gᵀ over rows, the longest rows shortened."""
     norms = rows.square().sum(1)
     most = norms.kthvalue(max(1, int(len(norms) * _CLIP))).values.clamp_min(1e-30)
     shortened = rows * (most / torch.maximum(norms, most)).sqrt()[:, None]

@@ -5,28 +5,27 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import DEFAULT_LOSSY, exact, level_of, lossy
 from kvtool.core.codec.nested import NO_PROFILE
+from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.compress_report import CompressReport
+from kvtool.core.compress.encode import Encoder
+from kvtool.core.compress.fitting import fit, keep_profile, profile_of
+from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
 from kvtool.core.compress.options import AUTO, CompressOptions
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
-from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.levels import ProfileShelf, losses_by_maker
-
-if TYPE_CHECKING:
-    from kvtool.core.codec.profile import Profile
-    from kvtool.core.compress.loss import Question
-    from kvtool.core.model.decoder import Decoder
-    from kvtool.core.session.session import Session
+from kvtool.core.compress.prompts import own_prompts
+from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.records.reading import exact_level
+from kvtool.core.session.identity import store_identity
+from kvtool.core.session.levels import losses_by_maker
+from kvtool.core.session.session import Session
 
 FIT_CHUNKS = 64
 _SEED = 0
@@ -50,7 +49,9 @@ def compress(
     levels = check_levels(options)
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        report = _Job(store, writer, options, events or Events(), decoder).run(levels)
+        loaded = None if options.fit else decoder
+        session = Session(store, store_identity(store), options, gradients=True, decoder=loaded)
+        report = _Job(session, writer, options, events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -73,39 +74,27 @@ def check_levels(options: CompressOptions) -> list[str]:
     return levels
 
 
-@dataclass
 class _Job:
-    store: Store
-    writer: Writer
-    options: CompressOptions
-    events: Events
-    decoder: Decoder | None = None
-
-    def __post_init__(self) -> None:
-        from kvtool.core.session.identity import store_identity
-
+    def __init__(self, session: Session, writer: Writer, options: CompressOptions, events: Events) -> None:
+        self.session, self.store, self.identity = session, session.store, session.identity
+        self.writer, self.options, self.events = writer, options, events
         self.report = CompressReport()
-        self.identity: StoreIdentity = store_identity(self.store)
-        self.shelf = ProfileShelf(self.store)
 
     def run(self, levels: list[str]) -> CompressReport:
-        """All of it."""
-        from kvtool.core.compress.encode import Encoder
-
-        self.report.bytes_before = self.store.stats()["bytes"]
+        """Everything that a compression does, in its order."""
+        report = self.report
+        report.bytes_before = self.store.stats()["bytes"]
         chunks = self._chunks()
         profile = self._profile(levels, chunks)
         losses = self._losses(levels, profile, chunks)
         levels = self._chosen(levels, losses)
-        Encoder(self.store, self.writer, self.shelf, profile, self.options, self.report, self.events).run(
-            chunks, levels
-        )
-        for row in self.report.levels:
+        Encoder(self.store, self.writer, profile, self.options, report, self.events).run(chunks, levels)
+        for row in report.levels:
             row.loss = losses.get(row.level, {})
-        self.report.bytes_after = self.store.stats()["bytes"]
-        if self.report.dropped:
+        report.bytes_after = self.store.stats()["bytes"]
+        if report.dropped:
             self._compact()
-        return self.report
+        return report
 
     def _compact(self) -> None:
         """Give the pages of what was dropped back to the disk."""
@@ -124,35 +113,24 @@ class _Job:
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
-        from kvtool.core.records.reading import exact_level
-
+        """Chunks that are stored exactly, each with the level that holds it so."""
         for chunk in chunks:
             level = exact_level(self.store, chunk)
             if level is not None:
                 yield chunk, level
 
-    @cached_property
-    def session(self) -> Session:
-        """The store with its model loaded."""
-        from kvtool.core.session.session import Session
-
-        if self.decoder is not None and not self.options.fit:
-            return Session(self.store, self.identity, self.options, decoder=self.decoder)
-        self.events.status(f"loading {self.options.model or self.identity.model}")
-        return Session.open(self.store, self.options, gradients=True)
+    def _load(self) -> None:
+        if not self.session.is_loaded:
+            self.events.status(f"loading {self.options.model or self.identity.model}")
+            _ = self.session.decoder
 
     # ---- the profile ----
 
     def _profile(self, levels: Sequence[str], chunks: Sequence[bytes]) -> Profile | None:
-        if self.options.fit:
-            profile: Profile | None = self._fitted(chunks)
-        elif self.options.profile is not None:
-            profile = self._taken(self.options.profile)
-        else:
-            profile = self.shelf.current()
+        profile = self._asked_profile(chunks)
         if self.options.predictor != AUTO:
-            profile = None
-        elif profile is None and not all(level_of(level).lossless for level in levels):
+            return None
+        if profile is None and not all(level_of(level).lossless for level in levels):
             self._warn("no profile is fitted: records will be about twice as large as they could be", "add --fit once")
         if profile is not None:
             self.report.profile = {
@@ -163,43 +141,23 @@ class _Job:
             }
         return profile
 
-    def _fitted(self, chunks: Sequence[bytes]) -> Profile:
-        from kvtool.core.compress.fitting import fit
+    def _asked_profile(self, chunks: Sequence[bytes]) -> Profile | None:
+        """The profile that is fitted here, or taken from another store; without either the store's own."""
+        if self.options.fit:
+            profile = self._fitted(chunks)
+        elif self.options.profile is not None:
+            profile = profile_of(self.options.profile, self.identity.fingerprint)
+        else:
+            return self.session.profiles.current()
+        keep_profile(self.store, self.writer, profile)
+        return profile
 
+    def _fitted(self, chunks: Sequence[bytes]) -> Profile:
         exact = list(self._exact(chunks))
         if not exact:
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
-        sample = random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact)))
-        profile = fit(self.session, self.store, sample, self.events)
-        self._keep(profile)
-        return profile
-
-    def _taken(self, path: Path) -> Profile:
-        """Another store's profile."""
-        from kvtool.core.session.identity import store_identity
-
-        with Store.open(path) as other:
-            if store_identity(other).fingerprint != self.identity.fingerprint:
-                raise ModelError(f"the store at {path} is another model's", "fit a profile here with --fit")
-            profile = ProfileShelf(other).current()
-        if profile is None:
-            raise KvtoolError(f"the store at {path} has no profile", "make one there with `kvtool compress --fit`")
-        self._keep(profile)
-        return profile
-
-    def _keep(self, profile: Profile) -> None:
-        state, digest = self.store.codec_state(), profile.digest.hex()
-        if state.get("profile") != digest:
-            state = state | {"profile": digest, "losses": losses_by_maker(state)}
-        elif self._has(profile):
-            return
-        self.writer.put_profile(profile.digest, profile.data, state)
-
-    def _has(self, profile: Profile) -> bool:
-        try:
-            return self.store.profile(profile.digest) is not None
-        except DamagedError:
-            return False
+        self._load()
+        return fit(self.session, random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact))), self.events)
 
     # ---- the loss ----
 
@@ -223,27 +181,25 @@ class _Job:
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
-        from kvtool.core.compress.prompts import own_prompts
-
-        session = self.session
-        decoder = session.decoder
         sample = random.Random(_SEED + 1).sample(list(chunks), min(FIT_CHUNKS, len(chunks)))
-        prompts: list[Question] = own_prompts(session, self.store, list(self._exact(sample)), self.options.questions)
+        self._load()
+        prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
         if not prompts:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}
         self.events.step("measure the loss", len(prompts), "questions")
-        count = len(decoder.layers)
-        schemes = {level: LevelScheme(level, profile, self.options.predictor, count) for level in levels}
-        rows = measure(session, prompts, schemes, self.events.advance)
+        predictor, layers = self.options.predictor, self.session.layers
+        schemes = {level: LevelScheme(level, profile, predictor, layers) for level in levels}
+        rows = measure(self.session, prompts, schemes, self.events.advance)
         return {level: mean_loss(rows[level]) for level in levels}
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
         """The levels with `auto` replaced by the smallest that may be taken, which is a lossless one where none may."""
         if AUTO not in levels:
             return levels
-        allowed = [one for one in lossy() if losses.get(one, {}).get("kl_answer", 1e9) <= self.options.allowed_loss]
+        allowed = [
+            level for level in lossy() if losses.get(level, {}).get("kl_answer", 1e9) <= self.options.allowed_loss
+        ]
         chosen = (allowed or exact())[-1]
         if not allowed:
             self._warn(f"no level loses as little as {self.options.allowed_loss:g} nats", f"taking {chosen}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.cache.store import Store
 from kvtool.core.compress.fisher import probes
 from kvtool.core.compress.loss import Question
 from kvtool.core.fusion.plan import Candidate, build_plan
@@ -13,17 +12,16 @@ from kvtool.core.records.reading import exact_level
 from kvtool.core.session.session import Session
 
 
-def own_prompts(session: Session, store: Store, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Question]:
-    """Prompts over chunks that are stored exactly; other ones than a profile's sensitivity was measured on."""
-    infos = {chunk: store.chunk_info(chunk) for chunk, _ in chunks}
-    there = [(chunk, level, info) for chunk, level in chunks if (info := infos[chunk]) is not None]
-    identity = session.identity
+def own_prompts(session: Session, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Question]:
+    """Prompts over chunks that are stored exactly; other ones than a profile's Fisher information was measured on."""
+    store, identity = session.store, session.identity
+    described = [(chunk, level, info) for chunk, level in chunks if (info := store.chunk_info(chunk)) is not None]
     level = exact_level(store, identity.prefix_id) if identity.prefix else None
     prefix = Candidate(identity.prefix, identity.prefix_id, ids_digest([]), level)
-    made = probes([info.token_ids for _, _, info in there], session.parts, session.tokenizer, count, seed=1)
+    made = probes([info.token_ids for _, _, info in described], session.parts, session.tokenizer, count, seed=1)
     prompts = []
     for probe in made:
-        some = [there[number] for number in probe.chunks]
-        candidates = [Candidate(info.token_ids, chunk, info.lead_in, level) for chunk, level, info in some]
+        own = [described[number] for number in probe.chunks]
+        candidates = [Candidate(info.token_ids, chunk, info.lead_in, level) for chunk, level, info in own]
         prompts.append(Question(build_plan(prefix, candidates, probe.question)))
     return prompts
