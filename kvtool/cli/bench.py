@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from kvtool.cli.bench_stream import stream
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import list_of
 from kvtool.cli.sessions import open_session
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.codec.levels import check_level
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.fusion.selectors import MODES, REFERENCE
+from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
+from kvtool.lab.bench.options import CodecBenchOptions, FusionBenchOptions, IngestBenchOptions
 
 if TYPE_CHECKING:
     from kvtool.lab.bench.codec import CodecBench
@@ -29,49 +25,49 @@ app.command()(stream)
 
 
 @app.command()
-@takes(ModelOptions, StoreOptions)
-def ingest(
-    run: Run,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="How much of the store to prefill again.")] = 8192,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Rounds; medians are shown.")] = 3,
-) -> None:
-    """Ingest the store's own documents again into a scratch store, against plain batched prefill of the same chunks."""
+@takes(
+    IngestBenchOptions,
+    ModelOptions,
+    StoreOptions,
+    examples=("bench ingest", "bench ingest --tokens 32768 --repeat 5"),
+)
+def ingest(run: Run) -> None:
+    """Ingest the store's documents again, against plain prefill.
+
+    It goes into a scratch store, and the prefill is that of the same chunks in batches.
+    """
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.ingest import bench_ingest, files_of
 
+    options = run.get(IngestBenchOptions)
     with Store.open(run.folder) as store:
         session = open_session(run, store)
-        files = files_of(store, session.identity, tokens)
+        files = files_of(store, session.identity, options.tokens)
         if not files:
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
-        result = bench_ingest(session.decoder, session.identity, files, repeat)
+        result = bench_ingest(session.decoder, session.identity, files, options.repeat)
     rows = [(name, f"{value:.3g}" if isinstance(value, float) else value) for name, value in result.to_json().items()]
     run.out.result(result.to_json(), human=lambda: run.out.table(("what", "value"), rows))
 
 
 @app.command()
-@takes(StoreOptions)
-def codec(
-    run: Run,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="How much of the store to encode and decode.")] = 8192,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Rounds; medians are shown.")] = 3,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Beside one thread.", show_default="one a core")
-    ] = None,
-    coder: Annotated[
-        str | None,
-        typer.Option("--coder", metavar="avx512|avx2|scalar|numpy", help="Entropy coder.", show_default="the best"),
-    ] = None,
-) -> None:
-    """Encode and decode the store's own exact chunks, beside memcpy, zstandard and the products of the transform."""
+@takes(CodecBenchOptions, StoreOptions, examples=("bench codec", "bench codec --threads 4 --coder scalar"))
+def codec(run: Run) -> None:
+    """Encode and decode the store's own exact chunks.
+
+    Beside it stand memcpy, zstandard and the products of the transform.
+    """
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.codec import bench_codec
 
+    options = run.get(CodecBenchOptions)
     with (
         Store.open(run.folder) as store,
-        run.out.progress("measure", total=repeat + 1, unit="rounds") as bar,
+        run.out.progress("measure", total=options.repeat + 1, unit="rounds") as bar,
     ):
-        result = bench_codec(store, tokens, repeat, threads, coder, advance=lambda: bar.advance(1))
+        result = bench_codec(
+            store, options.tokens, options.repeat, options.threads, options.coder, advance=lambda: bar.advance(1)
+        )
     run.out.result(result.to_json(), human=lambda: _show_codec(run, result))
 
 
@@ -102,66 +98,38 @@ def _show_codec(run: Run, result: CodecBench) -> None:
 
 @app.command()
 @takes(
-    QueryOptions.some("ratio", "link_tokens", "link"), IngestOptions.some("chunk_tokens"), ModelOptions, StoreOptions
+    FusionBenchOptions,
+    QueryOptions.some("ratio", "link_tokens", "link"),
+    IngestOptions.some("chunk_tokens"),
+    ModelOptions,
+    StoreOptions,
+    examples=("bench fusion", "bench fusion --shape qwen3-0.6b --context 1024,4096 --fusion reuse,union"),
 )
-def fusion(
-    run: Run,
-    shape: Annotated[
-        str | None,
-        typer.Option("--shape", metavar="NAME", help="Random weights of this model's size, instead of the store's."),
-    ] = None,
-    context: Annotated[
-        list[str] | None,
-        typer.Option("--context", metavar="N,N", help="Tokens of the whole prompt.", show_default="2048"),
-    ] = None,
-    fusion: Annotated[
-        list[str] | None, typer.Option("--fusion", metavar="a,b,c", help="Modes.", show_default="all but full")
-    ] = None,
-    question_tokens: Annotated[int, typer.Option("--question-tokens", min=1, help="Length of the question.")] = 32,
-    level: Annotated[
-        str, typer.Option("--level", metavar="raw|lossless|1..4", help="Codec level that is read.")
-    ] = "raw",
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Rounds; medians are shown.")] = 5,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the result.")] = None,
-) -> None:
-    """Time to the first token of every fusion mode, beside full prefill in the same run.
+def fusion(run: Run) -> None:
+    """Time to the first token of every mode, beside full prefill.
 
-    --ratio and --link-tokens are those of a query; --chunk-tokens is for --shape, a store has its own chunks.
+    Both are measured in the same run. --ratio and --link-tokens are those of a query; --chunk-tokens is for --shape, a
+    store has its own chunks.
     """
-    modes, contexts = _modes(fusion), _contexts(context)
-    check_level(level)
     from kvtool.lab.bench.fusion import FusionEvents, FusionOptions, passes
     from kvtool.lab.bench.scratch import Sizes
 
+    wanted = run.get(FusionBenchOptions)
+    chunk_tokens = run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens
     options = FusionOptions(
-        modes=modes,
-        sizes=Sizes(contexts, run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens, question_tokens),
-        level=level,
-        repeat=repeat,
+        modes=wanted.fusion,
+        sizes=Sizes(wanted.context, chunk_tokens, wanted.question_tokens),
+        level=wanted.level,
+        repeat=wanted.repeat,
         query=run.get(QueryOptions),
     )
     with run.out.progress("measure", total=passes(options), unit="passes") as bar:
-        result = _measured(run, shape, options, FusionEvents(bar.describe, lambda: bar.advance(1)))
-    if plot is not None:
-        _draw(result, plot)
+        result = _measured(run, wanted.shape, options, FusionEvents(bar.describe, lambda: bar.advance(1)))
+    if wanted.plot is not None:
+        _draw(result, wanted.plot)
     for note in result.notes:
         run.out.warning(note)
     run.out.result(result.to_json(), human=lambda: _show_fusion(run, result))
-
-
-def _modes(given: list[str] | None) -> tuple[str, ...]:
-    modes = list_of(given) or [mode for mode in MODES if mode != REFERENCE]
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown:
-        raise UsageError(f"--fusion: there is no fusion mode {', '.join(unknown)}", f"known: {', '.join(MODES)}")
-    return tuple(modes)
-
-
-def _contexts(given: list[str] | None) -> tuple[int, ...]:
-    words = list_of(given) or ["2048"]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"--context: {','.join(words)!r} is no list of token counts", "such as --context 1024,4096")
-    return tuple(map(int, words))
 
 
 def _measured(run: Run, shape: str | None, options: FusionOptions, events: FusionEvents) -> FusionBench:

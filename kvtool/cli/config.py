@@ -21,7 +21,7 @@ app = new_app()
 def config(
     run: Run,
     what: Annotated[
-        str, typer.Argument(metavar="[show]", help="The only thing to do.", autocompletion=lambda: ["show"])
+        str, typer.Argument(metavar="show", help="The only thing to do.", autocompletion=lambda: ["show"])
     ] = "show",
 ) -> None:
     """List every setting, its value, and where it came from: a flag, a variable, a file, or the default."""

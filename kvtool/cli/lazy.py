@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 import typer.core
 
+from kvtool.cli.options import Group
 
-class LazyGroup(typer.core.TyperGroup):
+
+class LazyGroup(Group):
     """Lists stand-ins with a name and a line of help, and loads the one command that is invoked or completed.
 
     Attributes

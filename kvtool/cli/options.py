@@ -81,7 +81,7 @@ class Run:
 
 
 class App(typer.Typer):
-    """A command module's commands, whose help stands under headings."""
+    """A command module's commands."""
 
     def command(
         self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
@@ -93,6 +93,7 @@ class App(typer.Typer):
 def new_app(help: str = "") -> App:
     """A command module's `app`: plain help (rich would triple its time), `-h`, no completion flags of its own."""
     return App(
+        cls=Group,
         help=help or None,
         add_completion=False,
         rich_markup_mode=None,
@@ -101,13 +102,14 @@ def new_app(help: str = "") -> App:
     )
 
 
-_RULE = (
-    "What `kvtool config` lists can also be set by a variable (--top-k: KVTOOL_TOP_K) and in kvtool.toml (top_k = 5)."
-)
+_RULE = "`kvtool config` lists what variables (KVTOOL_TOP_K) and kvtool.toml (top_k = 5) can set."
 
 
-class Command(typer.core.TyperCommand):
-    """A command whose options stand under the headings of their groups, and whose examples come first."""
+class _Described:
+    """Help with examples first and with the options under the headings of their groups."""
+
+    callback: Any
+    get_params: Any
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -120,7 +122,7 @@ class Command(typer.core.TyperCommand):
         return getattr(self.callback, "examples", ())
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        super().format_help_text(ctx, formatter)
+        super().format_help_text(ctx, formatter)  # type: ignore[misc]
         if self.examples:
             with formatter.section("Examples"):
                 for line in self.examples:
@@ -133,6 +135,18 @@ class Command(typer.core.TyperCommand):
         if any(option.setting for option in self.options.values()):
             formatter.write_paragraph()
             formatter.write_text(_RULE)
+
+
+class Command(_Described, typer.core.TyperCommand):
+    """A command."""
+
+
+class Group(_Described, typer.core.TyperGroup):
+    """Commands below one name: they are listed before its own options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        super().format_options(ctx, formatter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def export(run: Run, pack: Pack) -> int | None:
     return EXIT_DAMAGED if report.damaged else None
 
 
-@takes(ImportOptions, StoreOptions, examples=("store import all.kvpack",))
+@takes(ImportOptions, StoreOptions, examples=("store import all.kvpack", "store import all.kvpack --store ./kv"))
 def import_(run: Run, pack: Pack) -> int | None:
     """Take a pack into a store of the same model and settings.
 

@@ -1,16 +1,10 @@
-"""Values that several commands read in the same way."""
+"""Command lines whose options take several values at once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvtool.cli.options import Command
-
-
-def list_of(given: list[str] | None) -> list[str]:
-    """The values of an option that may be repeated and may hold several with commas between them, each once."""
-    words = [word.strip() for value in given or () for word in value.split(",")]
-    return list(dict.fromkeys(word for word in words if word))
 
 
 class ManyValues(Command):

@@ -23,7 +23,7 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
-from kvtool.core.query.options import ANSWER, CHUNKS, QueryOptions
+from kvtool.core.query.options import ANSWER, CHUNKS, INSIDE, QueryOptions
 from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ app = new_app()
 class QueryFlags(Options):
     """What only the command line has."""
 
-    compare: str | None = option(
-        None, "Answer in several modes, beside full recompute.", group=ANSWER, setting=False, metavar="a,b,c"
-    )
     batch: Path | None = option(
         None, "Answer every question of a file.", group=ANSWER, setting=False, metavar="FILE.jsonl", unit="path"
     )
@@ -53,18 +50,21 @@ class QueryFlags(Options):
         lowest=0,
         instead="1GB",
     )
+    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", group=CHUNKS, setting=False, metavar="ID")
+    documents: tuple[str, ...] = option(
+        (), "Use all chunks of these documents.", group=CHUNKS, setting=False, metavar="PATH"
+    )
+    compare: str | None = option(
+        None, "Answer in several modes, beside full recompute.", group=INSIDE, setting=False, metavar="a,b,c"
+    )
     timeline: Path | None = option(
         None,
         "Write a timeline (Chrome's trace format).",
-        group=ANSWER,
+        group=INSIDE,
         synonyms=("--profile",),
         setting=False,
         metavar="FILE",
         unit="path",
-    )
-    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", group=CHUNKS, setting=False, metavar="ID")
-    documents: tuple[str, ...] = option(
-        (), "Use all chunks of these documents.", group=CHUNKS, setting=False, metavar="PATH"
     )
 
 

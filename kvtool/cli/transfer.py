@@ -83,7 +83,7 @@ def pull(run: Run, url: Url) -> int | None:
     return told(run, [report], report.to_json())
 
 
-@takes(StoreOptions, LockOptions, RemoteOptions, examples=(f"store sync {_SHARED}",))
+@takes(StoreOptions, LockOptions, RemoteOptions, examples=(f"store sync {_SHARED}", "store sync file:///mnt/shared/kv"))
 def sync(run: Run, url: Url) -> int | None:
     """Pull, then push.
 

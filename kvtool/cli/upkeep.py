@@ -140,7 +140,7 @@ def _rows(report: PruneReport) -> list[dict[str, Any]]:
     return rows
 
 
-@takes(StoreOptions, LockOptions, examples=("store compact",))
+@takes(StoreOptions, LockOptions, examples=("store compact", "store compact --lock-wait 10m"))
 def compact(run: Run) -> None:
     """Give free space back to the disk.
 
@@ -183,7 +183,7 @@ def pin(run: Run, targets: Pinned = None) -> None:
     _show_pins(run, pins)
 
 
-@takes(StoreOptions, LockOptions, examples=("store unpin handbook.md",))
+@takes(StoreOptions, LockOptions, examples=("store unpin handbook.md", 'store unpin "drafts/*.md"'))
 def unpin(run: Run, targets: Targets) -> None:
     """Let documents or chunks be pruned again."""
     from kvtool.core.upkeep.pins import unpin as run_unpin

@@ -17,7 +17,7 @@ def verify(run: Run) -> int | None:
     return _verify(run, options.repair, Fraction(options.sample) if options.sample is not None else None)
 
 
-@takes(StoreOptions, LockOptions, examples=("store repair",))
+@takes(StoreOptions, LockOptions, examples=("store repair", "store repair --store ./kv"))
 def repair(run: Run) -> int | None:
     """Drop what is damaged; it is computed again. The same as `verify --repair`."""
     return _verify(run, True, None)

@@ -11,7 +11,7 @@ from kvtool.core.common.urls import is_url
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-STORE = "Store"  # the heading that these options stand under
+STORE, CHECKED = "Store", "What is checked"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,11 @@ def _check_part(text: str) -> str:
 class VerifyOptions(LockOptions):
     """How a store is checked."""
 
-    repair: bool = option(False, "Drop what is damaged; it is computed again.", setting=False)
+    repair: bool = option(False, "Drop what is damaged; it is computed again.", group=CHECKED, setting=False)
     sample: str | None = option(
         None,
         "Check the KV of only this part of the chunks; always the same part.",
+        group=CHECKED,
         setting=False,
         metavar="1/7",
         check=_check_part,

@@ -40,11 +40,9 @@ class QueryArguments(TypedDict, total=False):
     """See `QueryOptions`."""
 
     max_tokens: int
+    system: str | None
     temperature: float
     seed: int
-    system: str | None
-    explain: bool
-    token_ids: bool
     force: bool
     top_k: int
     only: str | Iterable[str]
@@ -57,6 +55,8 @@ class QueryArguments(TypedDict, total=False):
     link: str
     level: str
     max_loss: float
+    explain: bool
+    token_ids: bool
     defer: bool
     defer_first: int
     defer_threshold: float | None

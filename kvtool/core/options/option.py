@@ -124,7 +124,7 @@ class Option:
         if not self.many:
             return self.parse_one(text, where)
         texts = [text] if isinstance(text, str) else text
-        if self.choices:  # none of them has a comma
+        if self.choices or self.kind in (int, float):  # none of them has a comma
             texts = [word.strip() for each in texts for word in each.split(",") if word.strip()]
         return tuple(dict.fromkeys(self.parse_one(each, where) for each in texts))
 

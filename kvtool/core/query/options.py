@@ -12,7 +12,7 @@ from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
-DEFER, LINK = "Deferred loading", "Shared store and time limits"
+INSIDE, DEFER, LINK = "Looking inside", "Deferred loading", "Shared store and time limits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     """
 
     max_tokens: int = option(256, "Longest answer in tokens.", group=ANSWER, lowest=1)
+    system: str | None = system_option(ANSWER)
     temperature: float = option(0.0, "Sampling temperature; 0 is greedy.", group=ANSWER, lowest=0)
     seed: int = option(0, "Seed of the sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
-    system: str | None = system_option(ANSWER)
-    explain: bool = option(False, "Show which tokens were recomputed, and why.", group=ANSWER, setting=False)
-    token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=ANSWER, setting=False)
     force: bool = option(False, "Answer although the gate refuses.", group=ANSWER, setting=False)
 
     top_k: int = option(5, "How many chunks to find.", group=CHUNKS, lowest=1)
@@ -71,6 +69,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         group=FUSION,
         lowest=0,
     )
+
+    explain: bool = option(False, "Show which tokens were recomputed, and why.", group=INSIDE, setting=False)
+    token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=INSIDE, setting=False)
 
     defer: bool = option(False, "Load more chunks only when the answer is unsure.", group=DEFER)
     defer_first: int = option(2, "How many chunks --defer loads first.", group=DEFER, lowest=1)

@@ -91,5 +91,5 @@ REPORT = Report(
     takes=(ModelOptions.some("model", "offline"),),
     about="ID",
     about_help="The first six or more digits of a chunk's id.",
-    examples=("inspect chunk 3f2a91",),
+    examples=("inspect chunk 3f2a91", "inspect chunk 3f2a91 --html chunk.html"),
 )

@@ -64,5 +64,8 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
 REPORT = Report(
     codec,
     takes=(BatchOptions, ResumeOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
-    examples=("inspect codec --batch questions.jsonl --limit 20 --html codec.html",),
+    examples=(
+        "inspect codec --batch questions.jsonl",
+        "inspect codec --batch questions.jsonl --limit 20 --html codec.html",
+    ),
 )

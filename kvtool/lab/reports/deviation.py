@@ -105,5 +105,8 @@ REPORT = Report(
     takes=(BatchOptions, ChunkChoice, QueryOptions.some(*RETRIEVAL, "level"), ModelOptions),
     about="QUESTION",
     about_help="What is asked; or --batch.",
-    examples=('inspect deviation "Who founded the observatory?" --html deviation.html',),
+    examples=(
+        'inspect deviation "Who founded the observatory?"',
+        'inspect deviation "Who founded the observatory?" --html deviation.html',
+    ),
 )

@@ -22,4 +22,4 @@ def gate(desk: Desk) -> Findings:
     return Findings("Gate", verdict.to_json(), [table], exit_code=0 if verdict.passed else EXIT_MISFIT)
 
 
-REPORT = Report(gate)
+REPORT = Report(gate, examples=("inspect gate", "inspect gate --json"))

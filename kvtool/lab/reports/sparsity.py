@@ -61,5 +61,8 @@ REPORT = Report(
     takes=(BatchOptions, ChunkChoice, QueryOptions.some(*RETRIEVAL, "level"), ModelOptions),
     about="QUESTION",
     about_help="What is asked; or --batch.",
-    examples=("inspect sparsity --batch questions.jsonl --html sparsity.html",),
+    examples=(
+        'inspect sparsity "Who founded the observatory?"',
+        "inspect sparsity --batch questions.jsonl --html sparsity.html",
+    ),
 )
