@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
@@ -17,14 +15,14 @@ from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.fit.checkpoint import Checkpoint
 from kvtool.core.fit.fit_report import FitReport
 from kvtool.core.fit.options import FitOptions
-from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.fit.teacher import Target, targets, variances
+from kvtool.core.fit.training import Training
+from kvtool.core.model.lead_in import lead_in_ids
+from kvtool.core.model.learned import LearnedRows
+from kvtool.core.model.prefill import LeadIn
+from kvtool.core.session.identity import store_identity
 from kvtool.core.session.lead_in import learned_lead_in, learned_rows
-
-if TYPE_CHECKING:
-    from kvtool.core.fit.teacher import Target
-    from kvtool.core.fit.training import Training
-    from kvtool.core.model.learned import LearnedRows
-    from kvtool.core.session.session import Session
+from kvtool.core.session.session import Session
 
 # Chunks of a teacher's prompt, and tokens of each: a chunk then learns what stands behind one to five others.
 CHUNKS_AT_ONCE, CHUNK_TOKENS = 6, 200
@@ -50,7 +48,8 @@ def fit_lead_in(path: Path, options: FitOptions, events: Events | None = None) -
     """
     started = time.perf_counter()
     with Store.open(path) as store:
-        job = _Job(store, options, events or Events())
+        session = Session(store, store_identity(store), options, gradients=True)
+        job = _Job(session, options, events or Events())
         rows = job.taken(options.source) if options.source is not None else job.fitted()
         state = {"digest": rows.digest, "fingerprint": rows.fingerprint, "ids": list(rows.ids)}
         with store.writer(options.lock_wait) as writer:
@@ -63,17 +62,11 @@ def fit_lead_in(path: Path, options: FitOptions, events: Events | None = None) -
     return report
 
 
-@dataclass
 class _Job:
-    store: Store
-    options: FitOptions
-    events: Events
-
-    def __post_init__(self) -> None:
-        from kvtool.core.session.identity import store_identity
-
+    def __init__(self, session: Session, options: FitOptions, events: Events) -> None:
+        self.session, self.store, self.identity = session, session.store, session.identity
+        self.options, self.events = options, events
         self.report = FitReport()
-        self.identity: StoreIdentity = store_identity(self.store)
 
     def taken(self, path: Path) -> LearnedRows:
         """What another store has learned.
@@ -83,26 +76,29 @@ class _Job:
         ModelError : it is another model's.
         UsageError : there is nothing, or it was learned behind another instruction.
         """
-        from kvtool.core.session.identity import store_identity
-
         with Store.open(path) as other:
             if store_identity(other).fingerprint != self.identity.fingerprint:
                 raise ModelError(f"the store at {path} is another model's", "fit this one by itself, without --from")
-            found = learned_lead_in(other, self.identity.fingerprint, self.ids)
-            return learned_rows(other, found.rows)
+            learned = learned_lead_in(other, self.identity.fingerprint, self.ids)
+            return learned_rows(other, learned.rows)
 
     def fitted(self) -> LearnedRows:
-        """What is learned here."""
-        from kvtool.core.model.learned import LearnedRows
+        """What is learned here.
 
-        _ = self.chunks  # too few of them: said before the model is loaded
+        Raises
+        ------
+        KvtoolError : there are too few chunks, or it is no better than the warm lead-in.
+        """
+        chunks = self.chunks
+        self.events.status(f"loading {self.options.model or self.identity.model}")
         decoder = self.session.decoder
         decoder.check_length(len(self.ids) + CHUNK_TOKENS, "use a model with a longer context")
         self.events.step("prefill held-out prompts", _CHECKS, "prompts")
-        held = [one for number in range(_CHECKS) for one in self._targets(self.held_out, f"held-out {number}")]
+        cut = max(CHUNKS_AT_ONCE, len(chunks) // _HELD_OUT)
+        held = [target for turn in range(_CHECKS) for target in self._targets(chunks[:cut], f"held-out {turn}")]
         training = self._training(held)
         before = training.losses(held)
-        self._train(training)
+        self._train(training, chunks[cut:])
         after = training.losses(held)
         warm, learned = statistics.fmean(before), statistics.fmean(after)
         self.report.held_out = {"warm": warm, "learned": learned, "chunks": len(held)}
@@ -119,88 +115,55 @@ class _Job:
 
     @cached_property
     def ids(self) -> Ids:
-        """Of the warm lead-in behind the store's own instruction."""
-        from kvtool.core.model.lead_in import lead_in_ids
-        from kvtool.core.model.load import load_tokenizer
-        from kvtool.core.model.prompt import PromptParts
-        from kvtool.core.model.resolve import resolve
-
-        files = resolve(self.options.model or self.identity.model, offline=self.options.offline)
-        parts = PromptParts(self.identity.prefix, self.identity.answer_header)
-        return lead_in_ids("warm", load_tokenizer(files), parts)
+        """Token ids of the warm lead-in behind the store's own instruction."""
+        return lead_in_ids("warm", self.session.tokenizer, self.session.parts)
 
     @cached_property
     def chunks(self) -> list[Ids]:
         """Token ids of the store's chunks in an order that hangs on nothing but them."""
-        ids = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
-        infos = [self.store.chunk_info(chunk) for chunk in ids]
-        found = sorted({info.token_ids[:CHUNK_TOKENS] for info in infos if info is not None})
-        found = [ids for ids in found if len(ids) >= _LEAST_TOKENS]
-        if len(found) < FEWEST_CHUNKS:
+        infos = [self.store.chunk_info(chunk) for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
+        chunks = {info.token_ids[:CHUNK_TOKENS] for info in infos if info is not None}
+        usable = sorted(ids for ids in chunks if len(ids) >= _LEAST_TOKENS)
+        if len(usable) < FEWEST_CHUNKS:
             raise KvtoolError(
-                f"the store has {len(found)} different chunks to learn from, at least {FEWEST_CHUNKS} are needed",
+                f"the store has {len(usable)} different chunks to learn from, at least {FEWEST_CHUNKS} are needed",
                 "ingest more documents, or take another store's with --from STORE",
             )
-        random.Random(_SEED).shuffle(found)
-        return found
-
-    @property
-    def held_out(self) -> list[Ids]:
-        return self.chunks[: self._cut]
-
-    @property
-    def _cut(self) -> int:
-        return max(CHUNKS_AT_ONCE, len(self.chunks) // _HELD_OUT)
-
-    @cached_property
-    def session(self) -> Session:
-        """The store with its model loaded."""
-        from kvtool.core.session.session import Session
-
-        self.events.status(f"loading {self.options.model or self.identity.model}")
-        return Session.open(self.store, self.options, gradients=True)
+        random.Random(_SEED).shuffle(usable)
+        return usable
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        options, chunks = self.options, self.chunks
-        return Checkpoint.of(
-            self.store, _FORMAT, self.identity.fingerprint, self.ids, chunks, options.rounds, options.rate
-        )
+        """Where an interrupted fit of just these chunks and options goes on."""
+        options = self.options
+        settings = (_FORMAT, self.identity.fingerprint, self.ids, self.chunks, options.rounds, options.rate)
+        return Checkpoint.of(self.store, *settings)
 
     # ---- the work ----
 
     def _targets(self, pool: list[Ids], seed: str) -> list[Target]:
-        from kvtool.core.fit.teacher import targets
-
         draw = random.Random(f"{_SEED} {seed}")
         chunks = draw.sample(pool, CHUNKS_AT_ONCE)
         room = (self.session.decoder.context - len(self.identity.prefix)) // CHUNKS_AT_ONCE
         return targets(self.session.decoder, self.identity.prefix, [chunk[:room] for chunk in chunks])
 
     def _training(self, held: list[Target]) -> Training:
-        from kvtool.core.fit.teacher import variances
-        from kvtool.core.fit.training import Training
-        from kvtool.core.model.prefill import LeadIn
-
-        decoder = self.session.decoder
-        steps = self.options.rounds * len(_BATCHES)
+        decoder, steps = self.session.decoder, self.options.rounds * len(_BATCHES)
         fixed = len(self.identity.prefix)
         return Training(decoder, LeadIn(decoder, self.ids), fixed, variances(held), steps, self.options.rate)
 
-    def _train(self, training: Training) -> None:
-        found = self.checkpoint.load()
-        done = 0
-        if found is not None:
-            done, state = found
+    def _train(self, training: Training, pool: list[Ids]) -> None:
+        done, saved = 0, self.checkpoint.load()
+        if saved is not None:
+            done, state = saved
             training.restore(state)
             self.report.resumed = done
             self.events.status(f"going on after {done} rounds")
         self.report.rounds = self.options.rounds
         self.events.step("learn the lead-in", self.options.rounds, "prompts")
         self.events.advance(done)
-        pool = self.chunks[self._cut :]
         for number in range(done, self.options.rounds):
-            made = sorted(self._targets(pool, f"round {number}"), key=lambda one: len(one.ids))
+            made = sorted(self._targets(pool, f"round {number}"), key=lambda target: len(target.ids))
             losses = [training.step(2 * number + at, made[part]) for at, part in enumerate(_BATCHES)]
             self.events.advance(1)
             self.events.status(f"round {number + 1}: loss {statistics.fmean(losses):.4f}")
