@@ -57,7 +57,7 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """The command of a report: its options, and what stands behind its name."""
+    """Make the command of a report: its options, and what stands behind its name."""
 
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)

@@ -12,7 +12,7 @@ from kvtool.core.codec.base import LayerKV
 
 @dataclass(slots=True)
 class Toll:
-    """One layer's, summed over chunks.
+    """What a scheme takes and spoils at one layer, summed over chunks.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class Toll:
 
     @classmethod
     def of(cls, exact: LayerKV, lossy: LayerKV, size: int) -> Toll:
-        """One chunk's, whose record takes `size` bytes."""
+        """Measure one chunk, whose record takes `size` bytes."""
         pairs = [(right.float(), wrong.float()) for right, wrong in zip(exact, lossy, strict=True)]
         return cls(
             size,
@@ -46,11 +46,11 @@ class Toll:
 
     @property
     def bits(self) -> float:
-        """Bits of a number of K or V."""
+        """How many bits a number of K or V takes."""
         return 8 * self.bytes / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Bits, and the norm of the error over that of the exact keys and values."""
+        """Tell the bits, and the norm of the error over that of the exact keys and values."""
         errors = [(wrong / size) ** 0.5 if size else 0.0 for wrong, size in zip(self.wrong, self.size, strict=True)]
         return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
 

@@ -44,7 +44,7 @@ class Scheme(Protocol):
     """Something that keys and values can be sent through."""
 
     def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
-        """One layer of one chunk as it comes back, and how many bytes it was, all included."""
+        """Send one layer of one chunk; returns what comes back, and how many bytes it was, all included."""
         ...
 
 
@@ -83,7 +83,7 @@ class Held:
 
     @classmethod
     def exact(cls, source: KVSource, plan: Plan, layers: int) -> Held:
-        """What a source gives; raises DamagedError: a loss against a chunk computed anew would say nothing of it."""
+        """Read what a source gives. Raises DamagedError: a loss against a chunk computed anew would say nothing."""
         stats, starts = ReadStats(), [segment.start for segment in plan.cached]
         try:
             read = [source.read(plan.cached, layer, stats) for layer in range(layers)]
@@ -161,16 +161,16 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
 
 
 def mean_loss(rows: Sequence[Row]) -> dict[str, float]:
-    """The means of a scheme's rows, and how many questions they are over."""
+    """Average a scheme's rows, and tell over how many questions."""
     return means(rows) | {"questions": len(rows)}
 
 
 def tolls_of(rows: Sequence[Row]) -> list[Toll]:
-    """What a scheme took and spoiled in all questions together, a layer each."""
+    """Add up what a scheme took and spoiled in all questions, one toll a layer."""
     by_layer = zip(*(row["tolls"] for row in rows), strict=True)
     return [sum((Toll(**toll) for toll in layer), Toll()) for layer in by_layer]
 
 
 def _scored(answer: Callable[[], Generated], question: Question) -> Row:
-    """F1 of an answer, which is only given where right ones are known."""
+    """Score an answer, which is only given where right ones are known."""
     return {"f1": score(answer().text.strip(), question.answers).f1} if question.answers else {}

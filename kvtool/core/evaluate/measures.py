@@ -14,15 +14,15 @@ Row = Mapping[str, Any]
 
 
 def numbers_of(rows: Sequence[Row], name: str) -> list[float]:
-    """One number of every row that has it; yes counts 1."""
+    """Collect one number of every row that has it; yes counts 1."""
     return [float(row[name]) for row in rows if name in row]
 
 
 def means(rows: Sequence[Row], names: Iterable[str] = MEASURES) -> dict[str, float]:
-    """The mean of each number over the rows that have it; what no row has is left out."""
+    """Average each number over the rows that have it; what no row has is left out."""
     return {name: statistics.fmean(numbers) for name in names if (numbers := numbers_of(rows, name))}
 
 
 def medians(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float]:
-    """The median of each number over the rows that have it; what no row has is left out."""
+    """Take the median of each number over the rows that have it; what no row has is left out."""
     return {name: statistics.median(numbers) for name in names if (numbers := numbers_of(rows, name))}

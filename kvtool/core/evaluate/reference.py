@@ -31,7 +31,7 @@ class Distance:
     agreement: float
 
     def to_json(self) -> dict[str, Any]:
-        """What `query --compare` and `inspect quality` tell of it."""
+        """Tell what `query --compare` and `inspect quality` tell of it."""
         return {"kl_first": self.kl_first, "kl_answer": self.kl_answer, "top1_agrees": self.first_agrees}
 
 
@@ -55,19 +55,19 @@ class Reference:
 
     @classmethod
     def of(cls, decoder: Decoder, fused: Fused, answer: Generated) -> Reference:
-        """Take an answer that was given over a fused prompt."""
+        """Take an answer that was given over a fused prompt as the reference."""
         logits = forced_logits(decoder, fused, answer.script)
         return cls(decoder, answer, logits.double().log_softmax(-1), logits.argmax(-1).tolist())
 
     @classmethod
     def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
-        """Answer greedily over a fused prompt, and take that."""
+        """Answer greedily over a fused prompt, and take that as the reference."""
         sampling = Sampling(max_tokens)
         first = first_token(fused.logits, sampling)
         return cls.of(decoder, fused, generate(decoder, fused.plan.ids, fused.cache, first, sampling))
 
     def force(self, fused: Fused) -> Forced:
-        """Measure another fused cache of the same prompt."""
+        """Lead another fused cache of the same prompt through the script, and measure it."""
         logits = forced_logits(self.decoder, fused, self.answer.script)
         best = logits.argmax(-1).tolist()
         divergence = kl(self.log_p, logits.double().log_softmax(-1))
@@ -96,7 +96,7 @@ class Forced:
     distance: Distance
 
     def answer(self, max_tokens: int) -> Generated:
-        """The run's own greedy answer.
+        """Give the run's own greedy answer.
 
         What it says in the reference's words needs no generation: that goes on from the first other token.
         """
@@ -111,7 +111,7 @@ class Forced:
 
 
 def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:
-    """Logits before each token of `script`, float32 `[len(script), vocabulary]`, over a fused cache.
+    """Compute the logits before each token of `script`, float32 `[len(script), vocabulary]`, over a fused cache.
 
     An answer may have grown the cache; the rows up to the prompt's end are still those of the fusion.
     """
@@ -122,5 +122,5 @@ def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torc
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL divergence in nats of each row, D(p ‖ q); both are log-probabilities, float64 `[rows, vocabulary]`."""
+    """Compute the KL divergence of each row in nats, D(p ‖ q); both log-probabilities, float64 `[rows, vocabulary]`."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)

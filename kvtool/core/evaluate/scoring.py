@@ -15,19 +15,19 @@ _PUNCTUATION = set(string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Best over the gold answers: token F1, exact match, and whether a gold answer stands inside the answer."""
+    """How near an answer is to the best of the gold ones: token F1, exact match, whether it contains one."""
 
     f1: float
     exact_match: float
     contains: float
 
     def to_json(self) -> dict[str, float]:
-        """The three by name."""
+        """Name the three."""
         return asdict(self)
 
 
 def normalise(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD 1.1 evaluation)."""
+    """Reduce a text to lower case without punctuation, articles and double spaces (SQuAD 1.1 evaluation)."""
     text = unicodedata.normalize("NFC", text).lower()
     text = "".join(char for char in text if char not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())

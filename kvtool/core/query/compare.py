@@ -15,7 +15,7 @@ from kvtool.core.session.session import Session
 
 
 def compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
-    """One reply for the reference and one for each of `modes`, with their distance to the reference.
+    """Answer in full and in each of `modes`, and measure how far each reply is from the full one.
 
     `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
     teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.

@@ -13,7 +13,7 @@ _COUNTS = ("prompt", "reused", "recomputed", "fresh")
 
 
 def numbers(reply: Reply) -> Row:
-    """What is summed up of one reply; what it has not is left out."""
+    """Pick what is summed up of one reply; what it has not is left out."""
     row = reply.to_json()
     return {
         **{name: row[name] for name in MEASURES if name in row},
@@ -25,7 +25,7 @@ def numbers(reply: Reply) -> Row:
 
 
 def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """The numbers of one mode's replies: means of scores and counts, medians of times."""
+    """Sum up the numbers of one mode's replies: means of scores and counts, medians of times."""
     names = dict.fromkeys(name for row in rows for name in row)
     times = medians(rows, [name for name in names if name.endswith("_ms")])
     return {

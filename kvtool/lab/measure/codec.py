@@ -31,7 +31,7 @@ class Integers:
     bits: int
 
     def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
-        """One layer of one chunk as it comes back, and its bytes."""
+        """Round one layer of one chunk; returns what comes back, and its bytes."""
         keys, values = kv
         size = sum(side.numel() * self.bits // 8 + side.shape[0] * side.shape[1] * _SCALE_BYTES for side in kv)
         return (self._rounded(keys), self._rounded(values)), size
@@ -44,7 +44,7 @@ class Integers:
 
 
 def schemes(profile: Profile | None, layers: int) -> dict[str, Scheme]:
-    """All schemes by name: the profile's levels, the plain predictors' (`anchor` is the paper's), 8 and 4 bits."""
+    """List all schemes by name: the profile's levels, the plain predictors' (`anchor` is the paper's), 8 and 4 bits."""
     known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
     for predictor in ("anchor", "mean"):
         known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor, layers) for level in lossy()}
@@ -54,7 +54,7 @@ def schemes(profile: Profile | None, layers: int) -> dict[str, Scheme]:
 
 
 def chosen_schemes(names: Sequence[str], profile: Profile | None, layers: int) -> dict[str, Scheme]:
-    """The named ones, or all.
+    """Pick the named schemes, or all.
 
     Raises
     ------
@@ -68,9 +68,9 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, layers: int) -
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
-    """What some schemes lose of a question, as its rows; see `measure_one`.
+    """Make what measures the loss of some schemes on a question; see `measure_one`.
 
-    They raise KvtoolError where a chunk that the question needs is not stored exactly.
+    It raises KvtoolError where a chunk that the question needs is not stored exactly.
     """
     _ = session.decoder  # whose context a prompt has to fit
 
@@ -91,13 +91,13 @@ def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOp
 def codec_facts(
     session: Session, requests: Sequence[Request], options: QueryOptions, profile: Profile | None
 ) -> dict[str, Any]:
-    """What results depend on besides the schemes."""
+    """Tell what results depend on besides the schemes."""
     facts = evaluation_facts(session.store, session.identity, requests, options)
     return facts | {"profile": None if profile is None else profile.digest.hex()}
 
 
 def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) -> dict[str, Any]:
-    """The JSON of `inspect codec`.
+    """Make the JSON of `inspect codec`.
 
     Returns
     -------

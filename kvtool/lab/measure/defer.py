@@ -31,12 +31,12 @@ _ANY = Threshold(0.0, "default")  # any confidence is enough: what is refused, i
 
 
 def defer_facts(options: QueryOptions) -> dict[str, Any]:
-    """What results of rounds depend on besides `evaluation_facts`."""
+    """Tell what results of rounds depend on besides `evaluation_facts`."""
     return {"rounds": [options.defer_first, PROBED], "whole": True}
 
 
 def rows_of_rounds(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions) -> RowsOf:
-    """A question's rows: for each run what it would answer after every round, and from one pass over all chunks."""
+    """Make what answers a question: each run after every round, and from one pass over all chunks."""
     _ = session.decoder  # whose context a prompt has to fit
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
@@ -48,7 +48,7 @@ def rows_of_rounds(session: Session, specs: Mapping[str, RunSpec], options: Quer
 
 
 def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, options: QueryOptions) -> Row:
-    """What every round would have answered, had it been the last, and what one pass over all chunks answers."""
+    """Answer after every round, as if it were the last, and from one pass over all chunks."""
     decoder, selector = session.decoder, selector_for(spec.options(options), spec.mode)
     source, answers = session.source, asked.request.answers
     rounds = [
@@ -61,7 +61,7 @@ def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, opt
 
 
 def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str], options: QueryOptions) -> Row:
-    """The answer over a fused prompt, how sure it begins, and its scores."""
+    """Answer over a fused prompt, and tell how sure that begins and how it scores."""
     decoder = session.decoder
     begun = probe(decoder, fused, options.max_tokens)
     first, *more = begun.ids
@@ -81,7 +81,7 @@ def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str]
 
 
 def defer_overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
-    """The JSON of `inspect quality --defer`: one entry a run, in `runs`; `levels` as in :func:`levels_in`.
+    """Make the JSON of `inspect quality --defer`: one entry a run, in `runs`; `levels` as in :func:`levels_in`.
 
     Returns
     -------
@@ -116,7 +116,7 @@ def _overview(questions: Sequence[Row]) -> dict[str, Any]:
 
 
 def policy(questions: Sequence[Row], threshold: float) -> dict[str, Any]:
-    """What a threshold gives: means of the scores, of the chunks loaded and the bytes read, and the share of bytes.
+    """Tell what a threshold gives: means of the scores, the chunks loaded and the bytes read, and the share of bytes.
 
     Below 0 the first round is taken whatever it says.
     """
@@ -128,7 +128,7 @@ def _rounds(questions: Sequence[Row]) -> list[Sequence[Row]]:
 
 
 def _whole(questions: Sequence[Row]) -> dict[str, Any]:
-    """Means of one pass over all chunks."""
+    """Average what one pass over all chunks gives."""
     return means([question["whole"] for question in questions], (*SCORES, "chunks", "bytes_read"))
 
 
@@ -146,7 +146,7 @@ def _means(threshold: float, taken: Sequence[tuple[Sequence[Row], int]]) -> dict
 
 
 def _taken(rounds: Sequence[Row], threshold: float) -> int:
-    """The round that a threshold stops at."""
+    """Find the round that a threshold stops at."""
     if threshold < 0:
         return 0
     enough = (at for at, row in enumerate(rounds) if row["confidence"] >= threshold and not row["refused"])
@@ -154,8 +154,8 @@ def _taken(rounds: Sequence[Row], threshold: float) -> int:
 
 
 def choose(questions: Sequence[Row]) -> float:
-    """The lowest of a few thresholds that loses at most ALLOWED_LOSS of either score; if none does, the one that loses
-    least.
+    """Choose the lowest of a few thresholds that loses at most ALLOWED_LOSS of either score; if none does, the one that
+    loses least.
 
     What it is held against is what a query without `--defer` gives: one pass over all chunks.
     """
@@ -169,7 +169,7 @@ def choose(questions: Sequence[Row]) -> float:
 
 
 def _held_out(questions: Sequence[Row]) -> dict[str, Any] | None:
-    """What each half of the questions gets by the threshold of the other; None where there are less than two."""
+    """Try on each half of the questions the threshold of the other; None where there are less than two."""
     halves = questions[::2], questions[1::2]
     if not all(halves):
         return None
@@ -183,7 +183,7 @@ def _held_out(questions: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def bins(questions: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rounds that something hung on, by confidence; empty bins are left out."""
+    """Sort the rounds that something hung on by confidence; empty bins are left out."""
     by_bin: dict[int, list[Row]] = {}
     for row in (row for rounds in _rounds(questions) for row in rounds[:-1]):
         by_bin.setdefault(min(int(row["confidence"] * _BINS), _BINS - 1), []).append(row)

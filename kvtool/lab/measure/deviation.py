@@ -61,13 +61,13 @@ def deviation(prompt: ReusedPrompt, reused: PromptCache, full: PromptCache) -> D
 
 
 def top_share(values: torch.Tensor, share: float) -> float:
-    """What part of the sum the highest `share` of the values holds; 0 where the sum is 0."""
+    """Tell what part of the sum the highest `share` of the values holds; 0 where the sum is 0."""
     total = float(values.sum())
     return float(values.topk(share_of(share, len(values))).values.sum()) / total if total else 0.0
 
 
 def spearman(values: torch.Tensor, others: torch.Tensor) -> float:
-    """Rank correlation; equal values share the mean of their ranks. 0 where all values of one side are equal."""
+    """Compute the rank correlation; equal values share the mean of their ranks. It is 0 where one side is all equal."""
     ranks = torch.stack([_ranks(values), _ranks(others)])
     centred = ranks - ranks.mean(1, keepdim=True)
     norms = centred.norm(dim=1)
@@ -75,7 +75,7 @@ def spearman(values: torch.Tensor, others: torch.Tensor) -> float:
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """The rank of each value, from 0, as float64."""
+    """Rank each value, from 0, as float64."""
     _, which, counts = values.unique(return_inverse=True, return_counts=True)
     last = counts.cumsum(0)
     middle: torch.Tensor = (last - counts + last - 1).double() / 2
@@ -86,14 +86,15 @@ def _ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def attention_deviation(cache: PromptCache, asked: Queries, full: PromptCache, asked_full: Queries) -> list[float]:
-    """How far a question's attention over a cache is from that over the full one, by layer: the L2 norm of the
+    """Tell by layer how far a question's attention over a cache is from that over the full one: the L2 norm of the
     difference over that of the full one, over heads, rows of the question and keys (CacheBlend, section 4.1)."""
     both = zip(asked.attention(cache), asked_full.attention(full), strict=True)
     return [float((wrong - exact).norm() / exact.norm()) for wrong, exact in both]
 
 
 def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Tensor) -> torch.Tensor:
-    """Bool `[length]`: `ratio` of the reused rows, by highest deviation, at random, or the first of every chunk."""
+    """Choose `ratio` of the reused rows: those that deviate most, random ones, or the first of every chunk, as
+    bool `[length]`."""
     chosen = torch.zeros(prompt.plan.length, dtype=torch.bool)
     count = share_of(ratio, len(prompt.hits))
     if choice == "hkvd":
@@ -112,7 +113,7 @@ def chosen_rows(prompt: ReusedPrompt, choice: str, ratio: float, worth: torch.Te
 def deviation_report(
     prompt: ReusedPrompt, ratios: Sequence[float] = RATIOS, choices: Sequence[str] = CHOICES
 ) -> dict[str, Any]:
-    """Everything that `inspect deviation` tells of one prompt, as JSON values.
+    """Measure everything that `inspect deviation` tells of one prompt, as JSON values.
 
     Returns
     -------

@@ -41,7 +41,7 @@ class Evaluation:
     strict: bool = False
 
     def open_work(self) -> list[tuple[int, list[str]]]:
-        """Questions that are not finished, by place, and the runs that each still needs."""
+        """List the questions that are not finished, by place, and the runs that each still needs."""
         rows, places = self.journal.rows, range(len(self.requests))
         missing = [(at, [name for name in self.names if name not in rows.get(at, {})]) for at in places]
         return [(at, names) for at, names in missing if names or at not in rows]
@@ -79,14 +79,14 @@ class Evaluation:
 
 
 def name_of(request: Request) -> str:
-    """How a warning calls a question: by its id, else by its words."""
+    """Name a question in a warning: by its id, else by its words."""
     return f"question {request.id or repr(request.question)}"
 
 
 def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
-    """What results depend on besides the runs: equal facts, comparable results."""
+    """Tell what results depend on besides the runs: where it is equal, they can be compared."""
     batch = json.dumps([asdict(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,
@@ -102,7 +102,7 @@ def evaluation_facts(
 
 
 def by_run(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, list[Mapping[str, Row]]]:
-    """The questions that each run has answered, in the order of the file; a question is its rows by run."""
+    """List the questions that each run has answered, in the order of the file; a question is its rows by run."""
     questions: dict[str, list[Mapping[str, Row]]] = {}
     for _, question in sorted(rows.items()):
         for name in question:

@@ -61,12 +61,12 @@ class LaidOut:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What every report says of them first."""
+        """What every report says of the prompts first."""
         return {"question": self.question, "resolved": self.resolved, "level": self.level}
 
     @property
     def read_at(self) -> str:
-        """What a report's title says of it."""
+        """What a report's title says of the level."""
         return "from exact records" if self.level == EXACTLY else f"chunks read at level {self.level}"
 
 
@@ -94,7 +94,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
 
 
 def _computed(session: Session, asked: Asked, source: Exactly) -> Asked:
-    """The same prompt with the chunks that are stored at lossy levels alone computed into `source`."""
+    """Compute the chunks that are stored at lossy levels alone into `source`, and read the prompt from there."""
     prefix, *_, question = asked.plan.segments
     chunks = []
     for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True):
@@ -110,7 +110,7 @@ def _computed(session: Session, asked: Asked, source: Exactly) -> Asked:
 
 
 def _before(session: Session, segment: Segment, source: str, start: int) -> Ids:
-    """The chunk's own part of its lead-in: of a `neighbour` store the chunk before it in its document."""
+    """Find the chunk's own part of its lead-in: in a `neighbour` store the chunk before it in its document."""
     identity, lead_in = session.identity, segment.source.lead_in
     if lead_in == identity.lead_in.digest():
         return ()

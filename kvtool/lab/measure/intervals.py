@@ -17,18 +17,18 @@ Interval = tuple[float, float]
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """The 95 % interval of the mean over questions; None where there are none."""
+    """Estimate the 95 % interval of the mean over questions; None where there are none."""
     return _bounds(np.asarray(values, np.float64)[:, None], lambda means: means[:, 0])
 
 
 def ratio_interval(upper: Sequence[float], lower: Sequence[float]) -> Interval | None:
-    """The same of Σ upper / Σ lower, both by question and drawn together; None where nothing can be divided by."""
+    """Estimate that of Σ upper / Σ lower, both by question and drawn together; None where Σ lower is 0."""
     pairs = np.asarray([upper, lower], np.float64).T
     return _bounds(pairs, lambda means: means[means[:, 1] > 0, 0] / means[means[:, 1] > 0, 1])
 
 
 def _bounds(values: Floats, statistic: Callable[[Floats], Floats]) -> Interval | None:
-    """`values` `[questions, columns]`; `statistic` takes resampled means `[resamples, columns]`."""
+    """Bound a statistic of resampled means, `[resamples, columns]`; `values` are `[questions, columns]`."""
     if not len(values):
         return None
     resampled = statistic(_resampled_means(values))
@@ -39,7 +39,7 @@ def _bounds(values: Floats, statistic: Callable[[Floats], Floats]) -> Interval |
 
 
 def _resampled_means(values: Floats) -> Floats:
-    """`[RESAMPLES, columns]`; the same questions are drawn for every table of as many."""
+    """Draw questions and average them, `[RESAMPLES, columns]`; every table of as many gets the same draws."""
     random = np.random.default_rng(SEED)
     count = len(values)
     step = max(1, _AT_ONCE // values.size)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def mean_of(values: Sequence[Any]) -> Any:
-    """Numbers become their mean, lists and objects are gone into; what is no number is the first one's.
+    """Average reports number by number, in lists and objects too; what is no number is taken from the first.
 
     None stands for a number that there is not: the mean is of the others.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
-    """What `inspect plan` tells of one prompt, as JSON values.
+    """Work out what `inspect plan` tells of one prompt, as JSON values.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
 
 
 def _tokens(plan: Plan) -> dict[str, int]:
-    """`prompt = reused + fresh`, before a mode recomputes anything; `exact` of the reused, `miss` of the fresh ones."""
+    """Count tokens before a mode recomputes any: `prompt = reused + fresh`, reused with `exact`, fresh with `miss`."""
     exact, hit, miss, fresh = (
         sum(len(segment.ids) for segment in plan.segments if segment.status == status)
         for status in ("exact", "hit", "miss", "fresh")
@@ -87,12 +87,12 @@ def _break_even(
 
 
 def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
-    """TTFT of every mode, retrieval left out, from the speeds that the controller decides by."""
+    """Expect the TTFT of every mode, without retrieval, from the speeds that the controller decides by."""
     spans = [Span.of(segment) for segment in plan.segments]
     prompt = PromptRows(spans, speeds)
     return {mode: 1e3 * prompt.seconds(selector_for(options, mode).cost(prompt)) for mode in MODES}
 
 
 def _seen(before: int, tokens: int) -> int:
-    """Keys that so many rows see behind so many others."""
+    """Count the keys that so many rows see behind so many others."""
     return tokens * before + tokens * (tokens + 1) // 2

@@ -25,7 +25,7 @@ _WITH_INTERVAL = ("f1", "contains", "kl_first", "kl_answer")
 
 
 def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
-    """A question's rows: the reference's, then one for each run.
+    """Make what answers a question: in full, then by each run.
 
     The store stays as it is: holes are computed in place, for every run anew, and a warning names them.
     """
@@ -46,7 +46,7 @@ def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryO
 
 
 def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
-    """One summary a run: the reference first, then by mode and amount.
+    """Sum up each run: the reference first, then by mode and amount.
 
     Returns
     -------
@@ -62,14 +62,14 @@ def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
 
 
 def levels_in(rows: Mapping[int, Mapping[str, Row]]) -> list[str]:
-    """The levels at which any run read chunks, finest first: what a lossy one rounds away is part of its results."""
+    """List the levels at which any run read chunks, finest first: what a lossy one rounds away is in its results."""
     return known(
         level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ())
     )
 
 
 def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
-    """The JSON of `inspect quality`."""
+    """Make the JSON of `inspect quality`."""
     return {
         "questions": len(rows),
         "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),

@@ -49,7 +49,7 @@ class ReusedPrompt:
 
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
-        """Raises UsageError where nothing of the prompt is reused."""
+        """Look at a laid out prompt. Raises UsageError where nothing of it is reused."""
         hits = plan.hit_rows().nonzero()[:, 0]
         if not len(hits):
             raise UsageError(
@@ -59,15 +59,15 @@ class ReusedPrompt:
         return cls(decoder, plan, source, hits)
 
     def full(self) -> PromptCache:
-        """The cache of plain full prefill."""
+        """Prefill the prompt in full."""
         return self.decoder.prefill(self.plan.ids)[1]
 
     def fused(self, selector: Selector) -> Fused:
-        """The cache of a fusion mode."""
+        """Fuse the prompt in a mode."""
         return fuse(self.decoder, self.plan, selector, self.source)
 
     def recomputing(self, rows: torch.Tensor) -> PromptCache:
-        """The cache with these rows (bool `[length]`) recomputed."""
+        """Fuse the prompt with these rows (bool `[length]`) recomputed."""
         return self.fused(Chosen(rows)).cache
 
     def watch_question(self, cache: PromptCache, watch: Watch) -> None:
@@ -76,7 +76,7 @@ class ReusedPrompt:
         watch_rows(self.decoder, question.ids, question.start, cache, watch)
 
     def queries(self, cache: PromptCache) -> Queries:
-        """What the question asks this cache with."""
+        """Compute what the question asks a cache with."""
         question = self.plan.segments[-1]
         return queries_of(self.decoder, question.ids, question.start, cache)
 
@@ -95,13 +95,13 @@ class Queries:
     layers: list[tuple[torch.Tensor, float | None]]
 
     def attention(self, cache: PromptCache) -> Iterator[torch.Tensor]:
-        """The weights of each layer over a cache: `[heads, rows, keys]`."""
+        """Compute the weights of each layer over a cache: `[heads, rows, keys]`."""
         for (query, scaling), buffer in zip(self.layers, cache.buffers, strict=True):
             yield attention_weights(query, buffer.view()[0][0], self.positions, scaling)
 
 
 def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
-    """What some rows ask a cache with."""
+    """Compute what some rows ask a cache with."""
     layers: list[tuple[torch.Tensor, float | None]] = []
     watch_rows(
         decoder, ids, start, cache, lambda layer, query, key, scaling: layers.append((query[0].clone(), scaling))
@@ -117,7 +117,7 @@ def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCa
 
 
 def cache_of(decoder: Decoder, length: int) -> PromptCache:
-    """A cache with room for a prompt of this length, all of whose rows are still to be computed."""
+    """Make a cache for a prompt of this length, all of whose rows are still to be computed."""
     cache = decoder.new_cache(length)
     cache.set_length(length)
     return cache

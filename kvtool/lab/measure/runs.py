@@ -34,7 +34,7 @@ class RunSpec:
         return self.mode if self.amount is None else f"{self.mode}:{self.amount:.12g}"
 
     def options(self, base: QueryOptions) -> QueryOptions:
-        """`base` with this run's mode and amount."""
+        """Put this run's mode and amount into the options `base`."""
         if self.amount is None:
             return replace(base, fusion=self.mode)
         changed: dict[str, Any] = {self.knob: self.amount}
@@ -42,7 +42,7 @@ class RunSpec:
 
 
 def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
-    """Runs in the order given, each once; commas separate, too. Nothing given: `default_runs`.
+    """Read runs, in the order given and each once; commas separate, too. Nothing given: `default_runs`.
 
     The reference is left out: it always runs.
 
@@ -59,7 +59,7 @@ def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
 
 
 def parse_run(text: str) -> RunSpec:
-    """One run: `mode`, or `mode:amount`. The amount is a ratio (0 … 1, or in percent) or a number of tokens.
+    """Read one run: `mode`, or `mode:amount`. The amount is a ratio (0 … 1, or in percent) or a number of tokens.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def parse_run(text: str) -> RunSpec:
 
 
 def default_runs() -> Iterator[str]:
-    """Every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
+    """List every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
     for mode, kind in SELECTORS.items():
         knob = _knob(mode)
         if knob is not None and knob.unit == "percentage":
@@ -90,7 +90,7 @@ def default_runs() -> Iterator[str]:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Names of runs by mode, as the registry has them, then by amount."""
+    """Order the names of runs by mode, as the registry has them, then by amount."""
     modes = list(SELECTORS)
 
     def place(name: str) -> tuple[int, float, str]:
@@ -101,6 +101,6 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def _knob(mode: str) -> Option | None:
-    """The option of a query that says how much a mode recomputes."""
+    """Find the option of a query that says how much a mode recomputes."""
     knob = SELECTORS[mode].knob
     return options_of(QueryOptions)[knob] if knob else None

@@ -54,7 +54,7 @@ class Classes:
         return cls(fixed, chunk)
 
     def mass(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Mass by class, summed over rows: float64 `[heads, classes]`; their `weights` are `[heads, rows, keys]`."""
+        """Sum the mass of each class over rows: float64 `[heads, classes]`; `weights` are `[heads, rows, keys]`."""
         fixed = self.fixed[: weights.shape[2]]
         one_hot = torch.nn.functional.one_hot(fixed, len(CLASSES)).to(weights.dtype)
         mass = (weights @ one_hot).sum(1).double()
@@ -68,7 +68,7 @@ class Classes:
 
 
 def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS) -> torch.Tensor:
-    """The share of the keys a row sees that holds `mass` of its attention: float64 `[heads, rows]`.
+    """Tell what share of the keys that a row sees holds `mass` of its attention: float64 `[heads, rows]`.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Tally:
         self.needed.append(needed / len(self._rows))
 
     def to_json(self) -> dict[str, Any]:
-        """`mass` by class (mean over layers and heads), `keys_for_mass`; and both of each of `layers` and `heads`."""
+        """Tell `mass` by class and `keys_for_mass`, as means over layers and heads; and both of each of them."""
         mass, needed = torch.stack(self.mass), torch.stack(self.needed)
         layers = [
             {"layer": layer, **_facts(mass[layer].mean(0), needed[layer].mean())}
@@ -132,7 +132,7 @@ def _named(mass: torch.Tensor) -> dict[str, float]:
 
 
 def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, share: float = HEAVY) -> torch.Tensor:
-    """The `share` of the context's positions with most of the question's attention, as bool `[layers, length]`."""
+    """Find the `share` of the context's positions with most of the question's attention, as bool `[layers, length]`."""
     layers = []
     for weights in asked.attention(cache):
         worth = weights.mean((0, 1)).cpu()
@@ -143,7 +143,7 @@ def heavy_positions(asked: Queries, cache: PromptCache, context: torch.Tensor, s
 
 
 def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
-    """What share of the chosen positions another choice has, too, by layer. Both are bool `[layers, length]`."""
+    """Tell what share of the chosen positions another choice has, too, by layer. Both are bool `[layers, length]`."""
     shares: list[float] = ((chosen & other).sum(1).double() / chosen.sum(1).clamp_min(1)).tolist()
     return shares
 
@@ -154,7 +154,7 @@ def overlap(chosen: torch.Tensor, other: torch.Tensor) -> list[float]:
 def sparsity_report(
     prompt: ReusedPrompt, others: Sequence[Sequence[int]] = (), start_tokens: int = START_TOKENS
 ) -> dict[str, Any]:
-    """Everything that `inspect sparsity` tells of one prompt, as JSON values.
+    """Measure everything that `inspect sparsity` tells of one prompt, as JSON values.
 
     Parameters
     ----------
@@ -192,8 +192,8 @@ def sparsity_report(
 
 
 def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """How many of the heaviest positions two questions share, mean over pairs: `by_layer`, `mean`; `chance` is what two
-    random choices would share, `starts`: the part of all heavy positions among the first tokens of chunks."""
+    """Tell how many of the heaviest positions two questions share, as means over pairs: `by_layer`, `mean`; `chance` is
+    what two random choices would share, `starts`: the part of all heavy positions among the first tokens of chunks."""
     plan = prompt.plan
     context = torch.cat([torch.arange(segment.start, segment.stop) for segment in plan.chunks])
     heavy = [heavy_positions(prompt.queries(cache), cache, context)]
@@ -214,7 +214,7 @@ def _stability(prompt: ReusedPrompt, cache: PromptCache, others: Sequence[Sequen
 
 
 def _heavy_of(prompt: ReusedPrompt, cache: PromptCache, ids: Sequence[int], context: torch.Tensor) -> torch.Tensor:
-    """The heavy positions of another question over the same context, in full: bool `[layers, length of the prompt]`."""
+    """Find the heavy positions of another question over the same context: bool `[layers, length of the prompt]`."""
     start, decoder = prompt.plan.segments[-1].start, prompt.decoder
     other = cache_of(decoder, start + len(ids))
     for source, target in zip(cache.buffers, other.buffers, strict=True):

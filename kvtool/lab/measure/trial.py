@@ -35,7 +35,7 @@ class Trial:
     options: QueryOptions
 
     def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:
-        """The reference's row under its name, then each run's; one cache is held at a time."""
+        """Answer in full, then by each run, and name the rows; one cache is held at a time."""
         fused, full_ms = self._fuse(RunSpec(REFERENCE))
         reference = Reference.answered(self.decoder, fused, self.options.max_tokens)
         row = self._row(fused, full_ms, full_ms, reference.answer, reference.answer, SAME)
@@ -51,7 +51,7 @@ class Trial:
         return self._row(fused, milliseconds, full_ms, answer, reference.answer, forced.distance)
 
     def _fuse(self, spec: RunSpec) -> tuple[Fused, float]:
-        """The run's cache, and its TTFT in ms: from the question's text to the first token's id."""
+        """Fuse as a run does, and time it in ms: from the question's text to the first token's id."""
         selector = selector_for(spec.options(self.options), spec.mode)
         started = time.perf_counter()
         fused = fuse(self.decoder, self.asked.plan, selector, self.source, reserve=self.options.max_tokens)

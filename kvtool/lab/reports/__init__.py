@@ -21,6 +21,6 @@ REPORTS = {
 
 
 def load_report(name: str) -> Report:
-    """The report of this name; `glance` is the one that needs none."""
+    """Import the report of this name; `glance` is what is shown where none is named."""
     report: Report = importlib.import_module(f"kvtool.lab.reports.{name}").REPORT
     return report

@@ -27,7 +27,7 @@ def chunk(desk: Desk) -> Findings:
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
-    """`id, tokens, layers, lead_in_digest`, `levels[{level, bytes}]`, `last_used` (seconds since 1970, or None),
+    """Tell `id, tokens, layers, lead_in_digest`, `levels[{level, bytes}]`, `last_used` (seconds since 1970, or None),
     `places[{source, start, end}]`, `text` of the first place, `sensitivity` by token (empty where none was kept).
 
     Raises

@@ -64,7 +64,7 @@ def _hits(plan: Plan) -> list[Segment]:
 
 
 def _texts(plan: Plan, worth: Sequence[float], tokenizer: Any) -> list[list[tuple[str, float]]]:
-    """Each reused chunk's text in pieces; several tokens that make one character are one piece."""
+    """Cut each reused chunk's text into pieces; several tokens that make one character are one piece."""
     from kvtool.core.model.tokens import whole_characters
 
     ends = itertools.accumulate((len(segment.ids) for segment in _hits(plan)), initial=0)

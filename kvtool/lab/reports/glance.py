@@ -42,7 +42,7 @@ def glance(desk: Desk) -> Findings:
 
 
 def beginning_of(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
-    """What is stored of the prompt's own beginning: a chunk that no document has.
+    """Tell what is stored of the prompt's own beginning: a chunk that no document has.
 
     Returns
     -------

@@ -26,7 +26,7 @@ class BatchOptions(Options):
     limit: int | None = option(None, "Only the first N of them.", group=QUESTIONS, setting=False, metavar="N", lowest=1)
 
     def requests(self, report: str) -> list[Request]:
-        """All questions of the file. Raises UsageError where none is named, or it cannot be read."""
+        """Read all questions of the file. Raises UsageError where none is named, or it cannot be read."""
         from kvtool.core.query.reply import read_batch
 
         if self.batch is None:
@@ -64,7 +64,7 @@ class ChunkChoice(Options):
 
 
 def questions(desk: Desk, report: str) -> list[Request]:
-    """The question behind the report's name, or those of `--batch`, `--limit` of them.
+    """Take the question behind the report's name, or those of `--batch`, `--limit` of them.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def questions(desk: Desk, report: str) -> list[Request]:
 
 
 def one_question(desk: Desk, report: str) -> Request:
-    """The question behind the report's name. Raises UsageError where there is none."""
+    """Take the question behind the report's name. Raises UsageError where there is none."""
     from kvtool.core.query.reply import Request
 
     if desk.about is None:

@@ -41,11 +41,11 @@ class Desk:
     about: str | None = None
 
     def get(self, source: type[O]) -> O:
-        """Options with the values in force."""
+        """Take a room's options with the values in force."""
         return self.options.get(source)
 
     def query_options(self, *names: str, **others: Any) -> QueryOptions:
-        """Options of a query: these as they are in force, those given, and of all others the defaults."""
+        """Make options of a query: these as they are in force, those given, and of all others the defaults."""
         given = self.get(QueryOptions)
         return QueryOptions(**{name: getattr(given, name) for name in (*names, "offline")}, **others)
 

@@ -47,7 +47,7 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        """How it went."""
+        """The exit code: whether all, some or none of the questions were answered."""
         return 0 if not self.failed else EXIT_PARTIAL if self.rows else EXIT_FAILED
 
 
@@ -88,5 +88,5 @@ def evaluate(
 
 
 def read_at(value: Mapping[str, Any]) -> str:
-    """What a report's title says of the levels: what a lossy one rounds away is part of what is measured."""
+    """Say in a report's title which levels were read: what a lossy one rounds away is part of what is measured."""
     return f"chunks read at level {', '.join(value['levels'])}" if value["levels"] else "no chunk read"
