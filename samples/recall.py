@@ -26,7 +26,7 @@ from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, Part
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
-from kvtool.core.retrieval.segment import IndexSegment, Marked
+from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
 from kvtool.core.retrieval.tables import Array
 
 FOUND = 5
@@ -57,7 +57,7 @@ def main() -> None:
     entries = [document(number, body) for number, body in enumerate(bodies)]
     index = Index.empty()
     started = time.perf_counter()
-    index.parts = [Part(IndexSegment.build([Marked(bytes(20), bytes(16), entry) for entry in entries]))]
+    index.parts = [Part(IndexSegment.build([MarkedDocument(bytes(20), bytes(16), entry) for entry in entries]))]
     built = time.perf_counter() - started
     by_source = {entry.source: entry for entry in entries}
 

@@ -12,7 +12,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.retrieval.index import Index, Part
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
-from kvtool.core.retrieval.segment import IndexSegment, Marked
+from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
 from tests.cache.making import id_of, put
 
 
@@ -48,7 +48,7 @@ def store_of(path: Path, texts: Mapping[str, str]) -> Store:
 def index_of_texts(texts: Mapping[str, str]) -> Index:
     """An index of documents (source: text), in memory."""
     index = Index.empty()
-    marked = [Marked(bytes(20), bytes(16), entry_of(source, text)) for source, text in texts.items()]
+    marked = [MarkedDocument(bytes(20), bytes(16), entry_of(source, text)) for source, text in texts.items()]
     index.parts = [Part(IndexSegment.build(marked))] if marked else []
     return index
 

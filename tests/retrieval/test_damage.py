@@ -13,7 +13,7 @@ import pytest
 from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
-from kvtool.core.retrieval.finder import Finder, How
+from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.tables import open_tables, write_tables
 from kvtool.core.retrieval.vectors import remember, remembered
 from tests.cli.working import kvtool
@@ -43,13 +43,13 @@ def cut(path: Path, bit: int) -> None:
     path.write_bytes(path.read_bytes()[: bit // 8])
 
 
-WORDS = How("bm25")
+WORDS = Retrieval("bm25")
 
 
-def found(store: Store, how: How = WORDS) -> tuple[list[object], list[str]]:
+def found(store: Store, retrieval: Retrieval = WORDS) -> tuple[list[object], list[str]]:
     told: list[str] = []
     finder = Finder(store, lambda text, hint: told.append(text))
-    return [finder.find(question, 3, how) for question in QUESTIONS], told
+    return [finder.find(question, 3, retrieval) for question in QUESTIONS], told
 
 
 @pytest.mark.parametrize("kind", ["state", "segment", "vectors"])
@@ -57,7 +57,7 @@ def found(store: Store, how: How = WORDS) -> tuple[list[object], list[str]]:
 def test_any_flipped_bit_of_the_index_is_found(
     store: Store, static_model: Path, kind: str, spoil: Callable[[Path, int], None], times: int
 ) -> None:
-    how = How("hybrid", str(static_model))
+    how = Retrieval("hybrid", str(static_model))
     wanted, told = found(store, how)
     assert told == []
     some = random.Random(f"{kind} {times}")
@@ -157,5 +157,5 @@ def test_a_damaged_name_of_the_embedding_model_is_told(
     Finder(store).embed(str(static_model))
     (path,) = (store.path / "index").glob("embedder*")
     spoil(path, 8 * 20)
-    _, told = found(store, How("auto"))
+    _, told = found(store, Retrieval("auto"))
     assert any("the name of the embedding model is damaged" in text for text in told)

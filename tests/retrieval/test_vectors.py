@@ -13,7 +13,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.retrieval import embed
 from kvtool.core.retrieval.embed import Embedder
-from kvtool.core.retrieval.finder import Finder, How
+from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.retrieval.vectors import Meaning, remembered
 from tests.retrieval.making import ingest, store_of
@@ -41,17 +41,17 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-def found(store: Store, question: str, how: How, top_k: int = 5) -> list[str]:
-    return [hit.passage.source for hit in Finder(store).find(question, top_k, how)]
+def found(store: Store, question: str, retrieval: Retrieval, top_k: int = 5) -> list[str]:
+    return [hit.passage.source for hit in Finder(store).find(question, top_k, retrieval)]
 
 
 def test_a_word_that_is_not_there_is_found_by_its_meaning(store: Store, static_model: Path) -> None:
     for question, source in (("grinder", "a"), ("river", "b"), ("bread", "c")):
         for retriever in ("dense", "hybrid", "auto"):
-            how = How(retriever, str(static_model))
+            how = Retrieval(retriever, str(static_model))
             assert found(store, question, how)[0] == source
         with pytest.raises(Exception, match="no chunk matches"):
-            found(store, question, How("bm25", str(static_model)))
+            found(store, question, Retrieval("bm25", str(static_model)))
 
 
 @pytest.mark.parametrize("kind", ["static_model", "sentence_model"])
@@ -67,7 +67,7 @@ def test_likeness_is_the_cosine(store: Store, kind: str, request: pytest.Fixture
 
 
 def test_a_vector_is_made_once(store: Store, static_model: Path, encoded: list[list[str]]) -> None:
-    how = How("dense", str(static_model))
+    how = Retrieval("dense", str(static_model))
     found(store, "mill", how)
     assert sorted(encoded[0]) == sorted(TEXTS.values())
     found(store, "river", how)
@@ -81,21 +81,21 @@ def test_a_vector_is_made_once(store: Store, static_model: Path, encoded: list[l
 
 
 def test_each_model_has_vectors_of_its_own(store: Store, static_model: Path, sentence_model: Path) -> None:
-    first = found(store, "grinder", How("dense", str(static_model)))
-    found(store, "grinder", How("dense", str(sentence_model)))
-    assert found(store, "grinder", How("dense", str(static_model))) == first
+    first = found(store, "grinder", Retrieval("dense", str(static_model)))
+    found(store, "grinder", Retrieval("dense", str(sentence_model)))
+    assert found(store, "grinder", Retrieval("dense", str(static_model))) == first
     assert len(list((store.path / "index").glob("vectors-*"))) == 2
 
 
 def test_the_model_is_remembered(store: Store, static_model: Path) -> None:
     assert remembered(store) is None
     with pytest.raises(UsageError, match="needs an embedding model"):
-        found(store, "grinder", How("dense"))
+        found(store, "grinder", Retrieval("dense"))
     with pytest.raises(Exception, match="no chunk matches"):
-        found(store, "grinder", How())
+        found(store, "grinder", Retrieval())
     Finder(store).embed(str(static_model))
     assert remembered(store) == str(static_model)
-    assert found(store, "grinder", How())[0] == "a"
+    assert found(store, "grinder", Retrieval())[0] == "a"
 
 
 def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, static_model: Path) -> None:
@@ -103,10 +103,10 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
     gone = static_model.rename(static_model.with_name("gone"))
     try:
         warned: list[str] = []
-        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, How())
+        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval())
         assert hits[0].passage.source == "a"
         assert "found by words alone" in warned[0]
-        for how in (How("hybrid"), How("auto", str(static_model))):
+        for how in (Retrieval("hybrid"), Retrieval("auto", str(static_model))):
             with pytest.raises(ModelError, match="there is no embedding model"):
                 found(store, "mill", how)
     finally:
@@ -140,7 +140,7 @@ def test_what_is_no_model(
 
 
 def test_damaged_vectors_are_made_anew(store: Store, static_model: Path) -> None:
-    how = How("dense", str(static_model))
+    how = Retrieval("dense", str(static_model))
     wanted = found(store, "river", how)
     (path,) = (store.path / "index").glob("vectors-*")
     for keep in (0, 20, -8):
@@ -177,14 +177,14 @@ def test_a_damaged_document_fails_no_question(
     monkeypatch.setattr(store, "document", document)
     warned: list[str] = []
     finder = Finder(store, lambda text, hint: warned.append(text))
-    assert {hit.passage.source for hit in finder.find("mill stream", 2, How("bm25"))} == {"a", "b"}
+    assert {hit.passage.source for hit in finder.find("mill stream", 2, Retrieval("bm25"))} == {"a", "b"}
     assert [text for text in warned if "names in a were not followed" in text]
     with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
-        finder.find("mill", 1, How("dense", str(static_model)))
+        finder.find("mill", 1, Retrieval("dense", str(static_model)))
 
 
 def test_only_some_documents(store: Store, static_model: Path) -> None:
-    assert found(store, "river mill", How("dense", str(static_model)))[:2] == ["a", "b"]
-    assert found(store, "river mill", How("dense", str(static_model), ("[bcd]",))) == ["b"]
+    assert found(store, "river mill", Retrieval("dense", str(static_model)))[:2] == ["a", "b"]
+    assert found(store, "river mill", Retrieval("dense", str(static_model), ("[bcd]",))) == ["b"]
     with pytest.raises(UsageError, match="no document matches"):
-        found(store, "river", How(only=("*.md",)))
+        found(store, "river", Retrieval(only=("*.md",)))

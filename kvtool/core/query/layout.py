@@ -20,7 +20,7 @@ from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.defer import check_defer, spans
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.retrieval.finder import How
+from kvtool.core.retrieval.finder import Retrieval
 from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
 from kvtool.core.session.levels import smallest_allowed
 
@@ -113,8 +113,8 @@ def _chosen(session: Session, request: Request, options: QueryOptions) -> list[H
         return [Hit(finder.places.of_chunk(chunk), math.nan) for chunk in request.chunks]
     if request.documents:
         return [Hit(place, math.nan) for name in request.documents for place in finder.places.of_document(name)]
-    how = How(options.retriever, options.embedder, options.only, options.offline)
-    hits = finder.find(request.question, options.top_k, how, prefer=session.hot)
+    retrieval = Retrieval(options.retriever, options.embedder, options.only, options.offline)
+    hits = finder.find(request.question, options.top_k, retrieval, prefer=session.hot)
     if not options.defer:
         return in_order(hits, options.order)
     rounds = spans(len(hits), options.defer_first)

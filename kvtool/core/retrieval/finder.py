@@ -31,8 +31,8 @@ _TIES = 8  # found beyond those wanted, where a preferred one may stand instead 
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How chunks are found.
+class Retrieval:
+    """Says how chunks are to be found.
 
     Attributes
     ----------
@@ -81,7 +81,9 @@ class Finder:
             self._meanings.clear()
             self._document.cache_clear()
 
-    def find(self, question: str, top_k: int, how: How, prefer: Container[bytes] | None = None) -> list[Hit]:
+    def find(
+        self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None
+    ) -> list[Hit]:
         """Find the best chunks, best first.
 
         Parameters
@@ -97,17 +99,17 @@ class Finder:
         with self._store.view():
             self.follow()
             if prefer is None:
-                return self._find(question, top_k, how)
-            return hot_first(self._find(question, top_k + _TIES, how), prefer)[:top_k]
+                return self._find(question, top_k, retrieval)
+            return hot_first(self._find(question, top_k + _TIES, retrieval), prefer)[:top_k]
 
-    def _find(self, question: str, top_k: int, how: How) -> list[Hit]:
+    def _find(self, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
         if not len(self.index):
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
-        allowed = self._allowed(how.only) if how.only else None
-        meaning = self._meaning(how)
+        allowed = self._allowed(retrieval.only) if retrieval.only else None
+        meaning = self._meaning(retrieval)
         like = meaning(question) if meaning is not None else None
         search = Search(self.index, self.text, allowed)
-        hits = search.best(question, top_k, like, words=how.retriever != "dense")
+        hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise KvtoolError(
                 "no chunk matches the question", "use words that stand in the documents, or name them with --documents"
@@ -143,21 +145,21 @@ class Finder:
         self._meaning_by(ref, offline)
         remember(self._store, ref)
 
-    def _meaning(self, how: How) -> Meaning | None:
-        if how.retriever == "bm25":
+    def _meaning(self, retrieval: Retrieval) -> Meaning | None:
+        if retrieval.retriever == "bm25":
             return None
-        ref = how.embedder or remembered(self._store, self._warn)
+        ref = retrieval.embedder or remembered(self._store, self._warn)
         if ref is None:
-            if how.retriever == "auto":
+            if retrieval.retriever == "auto":
                 return None
             raise UsageError(
-                f"--retriever {how.retriever} needs an embedding model",
+                f"--retriever {retrieval.retriever} needs an embedding model",
                 "name it with --embedder, once, at ingest or here",
             )
         try:
-            return self._meaning_by(ref, how.offline)
+            return self._meaning_by(ref, retrieval.offline)
         except ModelError as error:
-            if how.retriever != "auto" or how.embedder is not None:
+            if retrieval.retriever != "auto" or retrieval.embedder is not None:
                 raise
             self._warn(f"found by words alone: {error.message}", error.hint)
             return None

@@ -20,7 +20,7 @@ from kvtool.core.cache.side import TABLES
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
-from kvtool.core.retrieval.segment import IndexSegment, Marked, digests
+from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument, digests
 from kvtool.core.retrieval.tables import Array, open_tables, write_tables
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Index:
             self.parts.append(Part(segments[0] if len(segments) == 1 else IndexSegment.merged(segments)))
         self._merge()
 
-    def _changed(self, store: Store, key: bytes) -> Iterator[Marked]:
+    def _changed(self, store: Store, key: bytes) -> Iterator[MarkedDocument]:
         """The new and changed documents of a file; what the index has in their place, or no more, is buried."""
         entry = store.file_at(key)
         known = self._documents_of(key)
@@ -134,7 +134,7 @@ class Index:
             if place is not None and mark == place[0].tables["marks"][place[1]].tobytes():
                 del known[source]
             elif mark is not None and (document := store.document(source)) is not None:
-                yield Marked(key, mark, document)
+                yield MarkedDocument(key, mark, document)
         for segment, number in known.values():
             segment.bury(np.array([number]))
 
@@ -209,9 +209,9 @@ class Index:
             raise DamagedError(f"{folder} cannot be read: {error}") from error
 
 
-def _batches(documents: Iterable[Marked]) -> Iterator[list[Marked]]:
+def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocument]]:
     """Documents as they come, so many at once that their texts take little memory beside the model's."""
-    batch: list[Marked] = []
+    batch: list[MarkedDocument] = []
     size = 0
     for document in documents:
         batch.append(document)

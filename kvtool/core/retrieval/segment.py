@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkedDocument:
     """A document as stored: its file's key, a digest of its row, and itself."""
 
     file_key: bytes
@@ -48,7 +48,7 @@ class IndexSegment:
         self.alive = np.ones(len(self._first) - 1, dtype=bool)
 
     @classmethod
-    def build(cls, documents: Sequence[Marked]) -> IndexSegment:
+    def build(cls, documents: Sequence[MarkedDocument]) -> IndexSegment:
         """Index documents."""
         documents = sorted(documents, key=lambda document: document.entry.source)
         entries = [document.entry for document in documents]
