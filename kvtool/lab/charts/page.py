@@ -18,10 +18,15 @@ main { max-width: 68rem; margin: 0 auto; padding: 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 1rem; color: var(--faint); margin: 0 }
 dd { margin: 0; overflow-wrap: anywhere }
-figure, .wide { margin: 1rem 0; overflow-x: auto; scrollbar-width: auto; scrollbar-color: var(--faint) var(--line) }
+figure, .wide { margin: 1rem 0; overflow-x: auto; background:
+  linear-gradient(to right, var(--page) 40%, transparent) left / 3rem 100% no-repeat local,
+  linear-gradient(to left, var(--page) 40%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to right, var(--faint), transparent) left / .6rem 100% no-repeat,
+  linear-gradient(to left, var(--faint), transparent) right / .6rem 100% no-repeat }
 figure::-webkit-scrollbar, .wide::-webkit-scrollbar { height: 10px }
 figure::-webkit-scrollbar-track, .wide::-webkit-scrollbar-track { background: var(--line) }
 figure::-webkit-scrollbar-thumb, .wide::-webkit-scrollbar-thumb { background: var(--faint); border-radius: 5px }
+figure svg .page { fill: none }
 figure svg { display: block; width: 100%; height: auto; min-width: 55rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
@@ -126,7 +131,7 @@ def _section(section: Section) -> Iterator[str]:
     for paragraph in section.text:
         yield f"<p>{escape(paragraph)}</p>"
     for figure in section.figures:
-        yield f"<figure>{figure}</figure>"
+        yield f'<figure tabindex="0">{figure}</figure>'
     for table in section.tables:
         yield from _table(table)
     if section.heat is not None:
@@ -135,7 +140,7 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    yield '<div class="wide"><table><thead><tr>'
+    yield '<div class="wide" tabindex="0"><table><thead><tr>'
     yield from (f"<th>{escape(name)}</th>" for name in table.head)
     yield "</tr></thead><tbody>"
     for row in table.rows:
