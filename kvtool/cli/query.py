@@ -35,34 +35,28 @@ app = new_app()
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryFlags(Options):
+class QueryFlags(Options, settings=False):
     """What only the command line has."""
 
     batch: Path | None = option(
-        None, "Answer every question of a file.", group=ANSWER, setting=False, metavar="FILE.jsonl", unit="path"
+        None, "Answer every question of a file.", group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
     hot_memory: int = option(
         10**9,
         "What --batch may hold of loaded chunks.",
         group=ANSWER,
-        setting=False,
         unit="size",
         lowest=0,
         instead="1GB",
     )
-    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", group=CHUNKS, setting=False, metavar="ID")
-    documents: tuple[str, ...] = option(
-        (), "Use all chunks of these documents.", group=CHUNKS, setting=False, metavar="PATH"
-    )
-    compare: str | None = option(
-        None, "Answer in several modes, beside full recompute.", group=INSIDE, setting=False, metavar="a,b,c"
-    )
+    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", group=CHUNKS, metavar="ID")
+    documents: tuple[str, ...] = option((), "Use all chunks of these documents.", group=CHUNKS, metavar="PATH")
+    compare: str | None = option(None, "Answer in several modes, beside full recompute.", group=INSIDE, metavar="a,b,c")
     timeline: Path | None = option(
         None,
         "Write a timeline (Chrome's trace format).",
         group=INSIDE,
         synonyms=("--profile",),
-        setting=False,
         metavar="FILE",
         unit="path",
     )
@@ -90,7 +84,8 @@ def query(
     requests = _requests(question, flags)
     if flags.timeline is not None:
         _check_writable(flags.timeline)
-    _check_defer(options, flags.compare)
+    if options.defer and modes is not None:
+        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
     with open_any_store(run) as store, _timed(flags.timeline) as timeline:
         session = _session(run, store, timeline)
         if flags.batch is not None:
@@ -102,17 +97,6 @@ def query(
         else:
             _answer(run, session, requests[0], options)
     return None
-
-
-def _check_defer(options: QueryOptions, compare: str | None) -> None:
-    """Refuse what --defer cannot do, before anything is loaded."""
-    if not options.defer:
-        return
-    from kvtool.core.query.defer import check_defer
-
-    if compare is not None:
-        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    check_defer(options)
 
 
 def _check_writable(profile: Path) -> None:

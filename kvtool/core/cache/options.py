@@ -78,15 +78,10 @@ def _check_part(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(LockOptions):
+class VerifyOptions(LockOptions, settings=False, group=CHECKED):
     """How a store is checked."""
 
-    repair: bool = option(False, "Drop what is damaged; it is computed again.", group=CHECKED, setting=False)
+    repair: bool = option(False, "Drop what is damaged; it is computed again.")
     sample: str | None = option(
-        None,
-        "Check the KV of only this part of the chunks; always the same part.",
-        group=CHECKED,
-        setting=False,
-        metavar="1/7",
-        check=_check_part,
+        None, "Check the KV of only this part of the chunks; always the same part.", metavar="1/7", check=_check_part
     )

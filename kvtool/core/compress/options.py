@@ -16,7 +16,7 @@ LEVEL, PROFILE = "Level", "Profile of the codec"  # headings in the command's he
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressOptions(ModelOptions, LockOptions):
+class CompressOptions(ModelOptions, LockOptions, settings=False):
     """What is encoded, and how.
 
     Attributes
@@ -31,29 +31,20 @@ class CompressOptions(ModelOptions, LockOptions):
         "What to store; 1 is the finest.",
         group=LEVEL,
         flag="--level",
-        setting=False,
         choices=(AUTO, *LEVELS),
         metavar="1..4|auto|lossless",
         instead="2",
     )
-    max_loss: float | None = option(None, "What `auto` may lose (nats a token).", group=LEVEL, setting=False, lowest=0)
-    questions: int = option(
-        8, "How many prompts the loss is measured on; 0: it is not.", group=LEVEL, setting=False, lowest=0
-    )
-    chunks: tuple[str, ...] = option((), "Only these chunks.", group=LEVEL, setting=False, metavar="ID")
+    max_loss: float | None = option(None, "What `auto` may lose (nats a token).", group=LEVEL, lowest=0)
+    questions: int = option(8, "How many prompts the loss is measured on; 0: it is not.", group=LEVEL, lowest=0)
+    chunks: tuple[str, ...] = option((), "Only these chunks.", group=LEVEL, metavar="ID")
     keep_raw: bool = option(
-        True,
-        "Whether exact records stay once the others were read back.",
-        group=LEVEL,
-        flag="--keep-raw/--drop-raw",
-        setting=False,
+        True, "Whether exact records stay once the others were read back.", group=LEVEL, flag="--keep-raw/--drop-raw"
     )
-    fit: bool = option(False, "Learn the codec's profile from this store first.", group=PROFILE, setting=False)
-    profile: Path | None = option(
-        None, "Take another store's profile.", group=PROFILE, setting=False, metavar="STORE", unit="path"
-    )
+    fit: bool = option(False, "Learn the codec's profile from this store first.", group=PROFILE)
+    profile: Path | None = option(None, "Take another store's profile.", group=PROFILE, metavar="STORE", unit="path")
     predictor: str = option(
-        "auto", "`anchor` is the paper's scheme.", group=PROFILE, setting=False, choices=("auto", "mean", "anchor")
+        "auto", "`anchor` is the paper's scheme.", group=PROFILE, choices=("auto", "mean", "anchor")
     )
     max_size: int | None = max_size_option()
 

@@ -13,7 +13,7 @@ LEARNING = "Learning"  # the heading in the command's help
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitOptions(ModelOptions, LockOptions):
+class FitOptions(ModelOptions, LockOptions, settings=False, group=LEARNING):
     """What is learned from, or taken over.
 
     Attributes
@@ -22,14 +22,8 @@ class FitOptions(ModelOptions, LockOptions):
         default, and little at its end.
     """
 
-    rounds: int = option(150, "How many prompts it learns from.", group=LEARNING, setting=False, lowest=1)
-    rate: float = option(0.004, "Step size of the learning.", flag=None, setting=False, lowest=0)
+    rounds: int = option(150, "How many prompts it learns from.", lowest=1)
+    rate: float = option(0.004, "Step size of the learning.", flag=None, lowest=0)
     source: Path | None = option(
-        None,
-        "Take what this other store of the same model has learned.",
-        group=LEARNING,
-        flag="--from",
-        setting=False,
-        metavar="STORE",
-        unit="path",
+        None, "Take what this other store of the same model has learned.", flag="--from", metavar="STORE", unit="path"
     )

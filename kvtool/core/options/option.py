@@ -38,7 +38,7 @@ def option(
     group: str = "",
     flag: str | None = "",
     synonyms: tuple[str, ...] = (),
-    setting: str | bool = True,
+    setting: str | bool | None = None,
     metavar: str = "",
     choices: Iterable[str] = (),
     suggest: Iterable[str] = (),
@@ -56,10 +56,11 @@ def option(
     ----------
     default : its value where nobody gives another.
     help : one sentence.
-    group : the heading of the command's help that it stands under.
+    group : the heading of the command's help that it stands under; empty: its class's.
     flag : empty: made of the name; `--this/--that` names both flags of a yes or no; None: it has none.
     synonyms : further flags that mean the same and are not shown, such as older names.
-    setting : whether a variable and a configuration file can give it, too; a text names it there.
+    setting : whether a variable and a configuration file can give it, too; a text names it there, None: as its class
+        says.
     metavar : what stands for its value in the help; empty: made of the type, the unit or the choices.
     choices, pattern, check, lowest, highest : what a value has to fulfil; `check` returns the complaint, or nothing.
     suggest : values for completion and for "did you mean".
@@ -246,10 +247,12 @@ class Options:
     """
 
     sections: ClassVar[tuple[str, ...]] = ()  # the tables of a configuration file that its settings may stand in
+    group: ClassVar[str] = ""  # the heading that its options stand under
+    settings: ClassVar[bool] = True  # whether variables and files can give them
 
-    def __init_subclass__(cls, sections: tuple[str, ...] = ()) -> None:
+    def __init_subclass__(cls, sections: tuple[str, ...] = (), group: str = "", settings: bool = True) -> None:
         super().__init_subclass__()
-        cls.sections = sections
+        cls.sections, cls.group, cls.settings = sections, group, settings
 
     def __post_init__(self) -> None:
         for name, known in options_of(type(self)).items():
@@ -319,7 +322,9 @@ def _read_option(declared: Field[Any], hint: Any, owner: type[Options]) -> Optio
     assert declared.default is not MISSING
     known = dict(declared.metadata)
     known["choices"], known["suggest"] = tuple(known["choices"]), tuple(known["suggest"])
-    known["setting"] = {True: declared.name, False: ""}.get(known["setting"], known["setting"])
+    setting = owner.settings if known["setting"] is None else known["setting"]
+    known["setting"] = setting if isinstance(setting, str) else declared.name if setting else ""
+    known["group"] = known["group"] or owner.group
     dashed = "--" + declared.name.replace("_", "-")
     both = f"{dashed}/--no-{dashed[2:]}" if kind is bool and known["setting"] else dashed
     known["flag"] = both if known["flag"] == "" else known["flag"] or ""

@@ -10,14 +10,12 @@ from kvtool.core.remote.options import MOVED, levels_option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(Options):
+class ExportOptions(Options, settings=False, group=MOVED):
     """What goes into a pack."""
 
-    only: tuple[str, ...] = option(
-        (), "Only the files of these documents.", group=MOVED, setting=False, metavar="PATH|GLOB|ID", instead="all"
-    )
+    only: tuple[str, ...] = option((), "Only the files of these documents.", metavar="PATH|GLOB|ID", instead="all")
     levels: tuple[str, ...] = levels_option()
-    force: bool = option(False, "Replace a file that is there.", group=MOVED, setting=False)
+    force: bool = option(False, "Replace a file that is there.")
 
 
 @dataclass(frozen=True, kw_only=True)

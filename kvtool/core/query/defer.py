@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import AUTO
-
 if TYPE_CHECKING:
-    from kvtool.core.query.options import QueryOptions
+    pass
 
 PROBED = 8  # answer tokens whose probability says how sure a round is
 DEFAULT_THRESHOLD = 0.6  # samples/results/deferred-loading.md
@@ -73,16 +70,6 @@ class Round:
             "timing_ms": {"round": round(self.milliseconds, 3)},
             "tokens": self.tokens,
         }
-
-
-def check_defer(options: QueryOptions) -> None:
-    """Refuse what is chosen for a whole prompt, and a first round of nothing. Raises UsageError."""
-    if options.defer_first < 1:
-        raise UsageError(f"a first round of {options.defer_first} chunks", "--defer-first 1 or more")
-    if options.fusion == AUTO:
-        raise UsageError("--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt")
-    if options.slo_ms is not None:
-        raise UsageError("--defer and --slo-ms exclude each other", "leave one out: an objective is for a whole prompt")
 
 
 def spans(count: int, first: int) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
-from kvtool.core.query.defer import check_defer, spans
+from kvtool.core.query.defer import spans
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Retrieval
@@ -64,11 +64,9 @@ def lay_out(
 
     Raises
     ------
-    UsageError : the options exclude each other, or the prompt is longer than a loaded model's context.
+    UsageError : the prompt is longer than a loaded model's context.
     KvtoolError : nothing was found; DamagedError : nothing is left of what was found.
     """
-    if options.defer:
-        check_defer(options)
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()

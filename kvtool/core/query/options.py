@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS
-from kvtool.core.fusion.selectors import FUSIONS
+from kvtool.core.errors import UsageError
+from kvtool.core.fusion.selectors import AUTO, FUSIONS
 from kvtool.core.model.options import NetworkOptions, system_option
 from kvtool.core.options.option import option
 from kvtool.core.retrieval.options import embedder_option
@@ -118,3 +119,14 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     pooling: str | None = option(None, "How a question's rows become one.", flag=None, setting=False)
     weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
+
+    def check(self) -> None:
+        """Refuse what is chosen for a whole prompt where it is loaded in rounds."""
+        if self.defer and self.fusion == AUTO:
+            raise UsageError(
+                "--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt"
+            )
+        if self.defer and self.slo_ms is not None:
+            raise UsageError(
+                "--defer and --slo-ms exclude each other", "leave one out: an objective is for a whole prompt"
+            )

@@ -34,23 +34,21 @@ def levels_option() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions(RemoteOptions):
+class PushOptions(RemoteOptions, settings=False, group=MOVED):
     """What is sent to a shared store."""
 
-    delete: bool = option(False, "Forget there what the store does not have.", group=MOVED, setting=False)
-    verify: bool = option(False, "Read back what is there, and send again what is damaged.", group=MOVED, setting=False)
-    dry_run: bool = option(False, "Change nothing; count what would be sent and deleted.", group=MOVED, setting=False)
-    yes: bool = option(False, "Let --delete take more than half of what is there.", group=MOVED, setting=False)
+    delete: bool = option(False, "Forget there what the store does not have.")
+    verify: bool = option(False, "Read back what is there, and send again what is damaged.")
+    dry_run: bool = option(False, "Change nothing; count what would be sent and deleted.")
+    yes: bool = option(False, "Let --delete take more than half of what is there.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PullOptions(RemoteOptions, LockOptions):
+class PullOptions(RemoteOptions, LockOptions, settings=False, group=MOVED):
     """What is fetched from a shared store."""
 
     levels: tuple[str, ...] = levels_option()
-    delete: bool = option(False, "Forget files that are not there.", group=MOVED, setting=False)
-    dry_run: bool = option(
-        False, "Change nothing; count what would be fetched and forgotten.", group=MOVED, setting=False
-    )
-    yes: bool = option(False, "Let --delete take more than half of the files.", group=MOVED, setting=False)
+    delete: bool = option(False, "Forget files that are not there.")
+    dry_run: bool = option(False, "Change nothing; count what would be fetched and forgotten.")
+    yes: bool = option(False, "Let --delete take more than half of the files.")
     max_size: int | None = max_size_option()

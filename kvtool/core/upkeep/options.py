@@ -11,37 +11,28 @@ WHICH, LISTED = "What goes", "What is listed"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions(Options):
+class ListOptions(Options, settings=False, group=LISTED):
     """Which chunks are listed, in which order."""
 
     filter: str = option(
         "",
         'Only chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, kind, tokens, '
         "chunks, used, level, bytes, pinned.",
-        group=LISTED,
-        setting=False,
         metavar="CONDITIONS",
     )
-    sort: str = option(
-        "",
-        "In this order, with a minus in the reverse.",
-        group=LISTED,
-        setting=False,
-        metavar="[-]FIELD",
-        instead="as ingested",
-    )
+    sort: str = option("", "In this order, with a minus in the reverse.", metavar="[-]FIELD", instead="as ingested")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForgetOptions(LockOptions):
+class ForgetOptions(LockOptions, settings=False, group=WHICH):
     """How documents are forgotten."""
 
-    dry_run: bool = option(False, "Say what would go, and do nothing.", group=WHICH, setting=False)
-    yes: bool = option(False, "Do it even where more than half would go.", group=WHICH, setting=False)
+    dry_run: bool = option(False, "Say what would go, and do nothing.")
+    yes: bool = option(False, "Do it even where more than half would go.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneOptions(ForgetOptions):
+class PruneOptions(ForgetOptions, settings=False, group=WHICH):
     """How much of a store goes.
 
     Attributes
@@ -57,25 +48,13 @@ class PruneOptions(ForgetOptions):
     max_age: float | None = option(
         None,
         "Forget documents not changed since.",
-        group=WHICH,
         synonyms=("--older-than",),
-        setting=False,
         metavar="30d",
         unit="duration",
         lowest=0,
     )
-    unused: float | None = option(
-        None, "Forget documents not used since.", group=WHICH, setting=False, metavar="30d", unit="duration", lowest=0
-    )
+    unused: float | None = option(None, "Forget documents not used since.", metavar="30d", unit="duration", lowest=0)
     cold: float | None = option(
-        None,
-        "Keep what was not used since at its coarsest level.",
-        group=WHICH,
-        setting=False,
-        metavar="30d",
-        unit="duration",
-        lowest=0,
+        None, "Keep what was not used since at its coarsest level.", metavar="30d", unit="duration", lowest=0
     )
-    compact: bool = option(
-        True, "Whether files shrink to meet the size.", group=WHICH, flag="--compact/--no-compact", setting=False
-    )
+    compact: bool = option(True, "Whether files shrink to meet the size.", flag="--compact/--no-compact")

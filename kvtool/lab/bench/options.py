@@ -19,138 +19,86 @@ def _repeat(rounds: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestBenchOptions(Options):
+class IngestBenchOptions(Options, settings=False):
     """How much is ingested again."""
 
-    tokens: int = option(8192, "How much of the store to prefill again.", group=MEASURED, setting=False, lowest=1)
+    tokens: int = option(8192, "How much of the store to prefill again.", group=MEASURED, lowest=1)
     repeat: int = _repeat(3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecBenchOptions(Options):
+class CodecBenchOptions(Options, settings=False, group=MEASURED):
     """How much is encoded and decoded, and by what."""
 
-    tokens: int = option(8192, "How much of the store to encode and decode.", group=MEASURED, setting=False, lowest=1)
+    tokens: int = option(8192, "How much of the store to encode and decode.", lowest=1)
     repeat: int = _repeat(3)
-    threads: int | None = option(
-        None, "Beside one thread.", group=MEASURED, setting=False, lowest=1, instead="one a core"
-    )
-    coder: str | None = option(
-        None,
-        "Entropy coder.",
-        group=MEASURED,
-        setting=False,
-        metavar="avx512|avx2|scalar|numpy",
-        instead="the best",
-    )
+    threads: int | None = option(None, "Beside one thread.", lowest=1, instead="one a core")
+    coder: str | None = option(None, "Entropy coder.", metavar="avx512|avx2|scalar|numpy", instead="the best")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusionBenchOptions(Options):
+class FusionBenchOptions(Options, settings=False):
     """Which modes answer which prompts."""
 
     shape: str | None = option(
-        None,
-        "Random weights of this model's size, instead of the store's.",
-        group=MEASURED,
-        setting=False,
-        metavar="NAME",
+        None, "Random weights of this model's size, instead of the store's.", group=MEASURED, metavar="NAME"
     )
     context: tuple[int, ...] = option(
-        (2048,),
-        "Tokens of the whole prompt.",
-        group=MEASURED,
-        setting=False,
-        metavar="N,N",
-        lowest=1,
-        instead="2048",
+        (2048,), "Tokens of the whole prompt.", group=MEASURED, metavar="N,N", lowest=1, instead="2048"
     )
     fusion: tuple[str, ...] = option(
         tuple(mode for mode in MODES if mode != REFERENCE),
         "Modes.",
         group=MEASURED,
-        setting=False,
         choices=MODES,
         metavar="a,b,c",
         instead="all but full",
     )
-    question_tokens: int = option(32, "Length of the question.", group=MEASURED, setting=False, lowest=1)
-    level: str = option("raw", "Codec level that is read.", group=MEASURED, setting=False, choices=LEVELS)
+    question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
+    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
     repeat: int = _repeat(5)
-    plot: Path | None = option(None, "Draw the result.", group=DRAWN, setting=False, metavar="FILE.svg", unit="path")
+    plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamBenchOptions(Options):
+class StreamBenchOptions(Options, settings=False):
     """Which policies meet which objectives over which links."""
 
-    shape: str | None = option(
-        None, "KV of this model's size, instead of the store's.", group=MEASURED, setting=False, metavar="NAME"
-    )
+    shape: str | None = option(None, "KV of this model's size, instead of the store's.", group=MEASURED, metavar="NAME")
     slo_ms: tuple[float, ...] = option(
         (300.0, 500.0, 1000.0, 2000.0),
         "Objectives.",
         group=MEASURED,
-        setting=False,
         metavar="MS,MS",
         lowest=1,
         instead="300,500,1000,2000",
     )
-    context: int = option(10_000, "Tokens of all chunks.", group=MEASURED, setting=False, lowest=1)
-    chunk_tokens: int = option(1500, "Tokens of a chunk, with --shape.", group=MEASURED, setting=False, lowest=1)
+    context: int = option(10_000, "Tokens of all chunks.", group=MEASURED, lowest=1)
+    chunk_tokens: int = option(1500, "Tokens of a chunk, with --shape.", group=MEASURED, lowest=1)
     levels: Path | None = option(
         None,
         "With --shape: bits and losses by level, as `inspect codec --json` gives them.",
         group=MEASURED,
-        setting=False,
         metavar="FILE.json",
         unit="path",
         instead="those of a small model",
     )
     trace: tuple[Path, ...] = option(
-        (),
-        "Bandwidth over time.",
-        group=LINK,
-        setting=False,
-        metavar="FILE",
-        unit="path",
-        instead="generated ones",
+        (), "Bandwidth over time.", group=LINK, metavar="FILE", unit="path", instead="generated ones"
     )
-    predictor: str = option(
-        DEFAULT_PREDICTOR, "How the bandwidth is predicted.", group=LINK, setting=False, choices=PREDICTORS
-    )
+    predictor: str = option(DEFAULT_PREDICTOR, "How the bandwidth is predicted.", group=LINK, choices=PREDICTORS)
     margin: float = option(
-        DEFAULT_MARGIN,
-        "Share of the prediction not counted on.",
-        group=LINK,
-        setting=False,
-        unit="percentage",
-        lowest=0,
-        highest=0.99,
+        DEFAULT_MARGIN, "Share of the prediction not counted on.", group=LINK, unit="percentage", lowest=0, highest=0.99
     )
-    depth: int = option(DEPTH, "Requests outstanding at once.", group=LINK, setting=False, lowest=1)
-    gpu: str = option(
-        "a100", "What computes, with --shape.", group=LINK, setting=False, metavar="a100|a40", suggest=("a100", "a40")
-    )
+    depth: int = option(DEPTH, "Requests outstanding at once.", group=LINK, lowest=1)
+    gpu: str = option("a100", "What computes, with --shape.", group=LINK, metavar="a100|a40", suggest=("a100", "a40"))
     prefill_tokens_per_second: float | None = option(
-        None,
-        "How fast it prefills.",
-        group=LINK,
-        setting=False,
-        lowest=1e-9,
-        instead="of the GPU, or measured",
+        None, "How fast it prefills.", group=LINK, lowest=1e-9, instead="of the GPU, or measured"
     )
-    decode_gb_per_s: float | None = option(
-        None, "GB/s of decoded KV.", group=LINK, setting=False, lowest=1e-9, instead="not counted"
-    )
+    decode_gb_per_s: float | None = option(None, "GB/s of decoded KV.", group=LINK, lowest=1e-9, instead="not counted")
     write_traces: Path | None = option(
-        None, "Write the generated traces there.", group=DRAWN, setting=False, metavar="FOLDER", unit="path"
+        None, "Write the generated traces there.", group=DRAWN, metavar="FOLDER", unit="path"
     )
     plot: Path | None = option(
-        None,
-        "Draw it; also FILE-classes.svg, FILE-drop.svg.",
-        group=DRAWN,
-        setting=False,
-        metavar="FILE.svg",
-        unit="path",
+        None, "Draw it; also FILE-classes.svg, FILE-drop.svg.", group=DRAWN, metavar="FILE.svg", unit="path"
     )

@@ -17,12 +17,10 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecOptions(Options):
+class CodecOptions(Options, settings=False):
     """What is measured."""
 
-    scheme: tuple[str, ...] = option(
-        (), "Only these: 1, mean-1, anchor-1, int8 …", group="Codec", setting=False, metavar="NAME"
-    )
+    scheme: tuple[str, ...] = option((), "Only these: 1, mean-1, anchor-1, int8 …", group="Codec", metavar="NAME")
 
 
 def codec(desk: Desk) -> Findings:

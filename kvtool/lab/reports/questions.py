@@ -17,13 +17,11 @@ QUESTIONS = "Questions"  # the heading in a report's help
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(Options):
+class BatchOptions(Options, settings=False, group=QUESTIONS):
     """A file of questions."""
 
-    batch: Path | None = option(
-        None, "A file of questions.", group=QUESTIONS, setting=False, metavar="FILE.jsonl", unit="path"
-    )
-    limit: int | None = option(None, "Only the first N of them.", group=QUESTIONS, setting=False, metavar="N", lowest=1)
+    batch: Path | None = option(None, "A file of questions.", metavar="FILE.jsonl", unit="path")
+    limit: int | None = option(None, "Only the first N of them.", metavar="N", lowest=1)
 
     def requests(self, report: str) -> list[Request]:
         """Read all questions of the file. Raises UsageError where none is named, or it cannot be read."""
@@ -35,27 +33,24 @@ class BatchOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(Options):
+class ResumeOptions(Options, settings=False):
     """The file that an evaluation's results are kept in: what may take hours can be interrupted."""
 
     resume: Path | None = option(
         None,
         "Keep results here and go on from them.",
         group=QUESTIONS,
-        setting=False,
         metavar="FILE.jsonl",
         unit="path",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkChoice(Options):
+class ChunkChoice(Options, settings=False, group=QUESTIONS):
     """Which chunks a question's prompt has; without these they are found."""
 
-    chunks: tuple[str, ...] = option((), "These chunks, in this order.", group=QUESTIONS, setting=False, metavar="ID")
-    documents: tuple[str, ...] = option(
-        (), "All chunks of these documents.", group=QUESTIONS, setting=False, metavar="PATH"
-    )
+    chunks: tuple[str, ...] = option((), "These chunks, in this order.", metavar="ID")
+    documents: tuple[str, ...] = option((), "All chunks of these documents.", metavar="PATH")
 
     def check(self) -> None:
         """Refuse both at once."""

@@ -121,15 +121,11 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageOptions(Options):
+class PageOptions(Options, settings=False, group="Page"):
     """Where a report is written besides the terminal."""
 
-    html: Path | None = option(
-        None, "Write a page with plots, too.", group="Page", setting=False, metavar="FILE", unit="path"
-    )
-    figures: Path | None = option(
-        None, "Write the plots as SVG files.", group="Page", setting=False, metavar="FOLDER", unit="path"
-    )
+    html: Path | None = option(None, "Write a page with plots, too.", metavar="FILE", unit="path")
+    figures: Path | None = option(None, "Write the plots as SVG files.", metavar="FOLDER", unit="path")
 
     @property
     def wanted(self) -> bool:

@@ -23,19 +23,23 @@ RUNS = "Runs"  # the heading in the report's help
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(Options):
+class RunOptions(Options, settings=False, group=RUNS):
     """What is evaluated."""
 
     runs: tuple[str, ...] = option(
         (),
         "Modes, each with how much it recomputes: reuse, epic:16, union:5% …",
-        group=RUNS,
-        setting=False,
         metavar="a,b:AMOUNT,c",
     )
-    max_tokens: int = option(20, "Longest answer in tokens.", group=RUNS, setting=False, lowest=1)
-    force: bool = option(False, "Measure although the gate refuses.", group=RUNS, setting=False)
-    defer: bool = option(False, "Calibrate deferred loading instead.", group=RUNS, setting=False)
+    max_tokens: int = option(20, "Longest answer in tokens.", lowest=1)
+    force: bool = option(
+        False,
+        "Measure although the gate refuses.",
+    )
+    defer: bool = option(
+        False,
+        "Calibrate deferred loading instead.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
