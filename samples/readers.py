@@ -246,14 +246,13 @@ def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) ->
     from kvtool.core.query.answer import answer
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
-    from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
 
     expected: dict[tuple[str, str], dict[str, Any]] = {}
     with Store.open(copy) as store:
         if not sessions:
             sessions.append(Session.open(store, offline=True))
-        session = Session(store, store_identity(store), decoder=sessions[0].decoder)
+        session = Session(store, decoder=sessions[0].decoder)
         for row in rows:
             question, mode = asked = tuple(row["asked"])
             if asked not in expected:

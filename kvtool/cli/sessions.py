@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run
@@ -16,19 +17,22 @@ if TYPE_CHECKING:
 
 def open_any_store(run: Run) -> Store:
     """The store of `--store`, a folder or a URL; what a shared one has to say is told to the user."""
-    from kvtool.core.remote.opening import open_store
+    from kvtool.core.cache.store import Store
+
+    place = run.get(StoreOptions).place
+    if isinstance(place, Path):
+        return Store.open(place)
+    from kvtool.core.remote.opening import open_shared
 
     timeout = run.get(RemoteOptions).remote_timeout
-    return open_store(run.get(StoreOptions).place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
+    return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
 
 
 def open_session(run: Run, store: Store) -> Session:
     """A session of the store with its model loaded; what it warns of is told to the user. Raises ModelError."""
-    from kvtool.core.session.identity import store_identity
     from kvtool.core.session.session import Session
 
-    identity = store_identity(store)
-    run.out.doing(f"loading the model {identity.model}")
-    session = Session(store, identity, run.get(ModelOptions), warn=run.out.warning)
+    session = Session(store, run.get(ModelOptions), warn=run.out.warning)
+    run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder
     return session

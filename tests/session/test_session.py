@@ -84,6 +84,6 @@ def test_a_prompt_is_laid_out_without_the_model(store: Path, monkeypatch: pytest
         loaded = Session.open(opened)
         expected = lay_out(loaded, Request(QUESTION), QueryOptions()).plan
         monkeypatch.setattr(load, "load_model", None)
-        session = Session(opened, store_identity(opened))
+        session = Session(opened)
         assert lay_out(session, Request(QUESTION), QueryOptions()).plan == expected
         assert not session.is_loaded

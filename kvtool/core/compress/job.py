@@ -23,7 +23,6 @@ from kvtool.core.compress.prompts import own_prompts
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.reading import exact_level
-from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import losses_by_maker
 from kvtool.core.session.session import Session
 
@@ -50,7 +49,7 @@ def compress(
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         loaded = None if options.fit else decoder
-        session = Session(store, store_identity(store), options, gradients=True, decoder=loaded)
+        session = Session(store, options, gradients=True, decoder=loaded)
         report = _Job(session, writer, options, events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
     return report

@@ -48,7 +48,7 @@ def fit_lead_in(path: Path, options: FitOptions, events: Events | None = None) -
     """
     started = time.perf_counter()
     with Store.open(path) as store:
-        session = Session(store, store_identity(store), options, gradients=True)
+        session = Session(store, options, gradients=True)
         job = _Job(session, options, events or Events())
         rows = job.taken(options.source) if options.source is not None else job.fitted()
         state = {"digest": rows.digest, "fingerprint": rows.fingerprint, "ids": list(rows.ids)}

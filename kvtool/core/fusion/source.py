@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -63,20 +64,18 @@ class KVSource(Protocol):
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoreSource:
-    """Records of a store; every one is verified against its digest, its shape and the wanted level."""
+    """Records of a store for a model; every one is verified against its digest, its shape and the wanted level."""
 
     store: RecordReader
-    shape: tuple[int, int]  # kv_heads, head_dim
+    decoder: Decoder
     profiles: Profiles = no_profiles
-    device: torch.device | None = None  # where a codec may decode; None: in main memory
 
-    @classmethod
-    def of(cls, store: RecordReader, decoder: Decoder, profiles: Profiles = no_profiles) -> StoreSource:
-        """Records for this model; they are decoded on its device where that can be done."""
-        device = torch.device(decoder.device) if decodes_there(decoder.device) else None
-        return cls(store, (decoder.kv_heads, decoder.head_dim), profiles, device)
+    @cached_property
+    def device(self) -> torch.device | None:
+        """Where a codec may decode: the model's device if that can be done there; None: in main memory."""
+        return torch.device(self.decoder.device) if decodes_there(self.decoder.device) else None
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         by_start: dict[int, LayerKV] = {}
@@ -108,7 +107,7 @@ class StoreSource:
 
         started = time.perf_counter()
         chunk_ids = [segment.source.chunk_id for segment in segments]
-        shapes = [(self.shape[0], len(segment.ids), self.shape[1]) for segment in segments]
+        shapes = [(self.decoder.kv_heads, len(segment.ids), self.decoder.head_dim) for segment in segments]
         read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before)
         stats.reading = None
         stats.read_s += time.perf_counter() - started

@@ -219,7 +219,7 @@ class _Job:
             decoder = None
         if decoder is None:
             events.status(f"loading {self.choices.files.ref}")
-        session = Session(store, identity, self.options, decoder=decoder)
+        session = Session(store, self.options, identity=identity, decoder=decoder)
         loaded = session.decoder.loaded
         self.account.report.resolved = {
             "model": loaded.files.ref,
@@ -232,7 +232,7 @@ class _Job:
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.gate import gate_store
+        from kvtool.core.session.laws import gate_store
 
         verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
         if verdict is not None:

@@ -116,9 +116,10 @@ def _fuse(session: Session, streamed: Streamed, selector: Selector, options: Que
 
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
     """The first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
-    if outcome.begun is not None and sampling.temperature <= 0:
-        return outcome.begun.ids
-    outcome.fused.cache.set_length(outcome.fused.plan.length)
+    if outcome.begun is not None:
+        if sampling.temperature <= 0:
+            return outcome.begun.ids
+        outcome.fused.cache.set_length(outcome.fused.plan.length)
     return [first_token(outcome.fused.logits, sampling)]
 
 
@@ -157,7 +158,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment]) -> None:
     starts = {segment.start for segment in holes}
     holes += [segment for segment in computed if segment.start not in starts]
     if holes:
-        fill_holes(session.store, session.decoder, session.identity, holes, session.lock_wait, session.warn)
+        fill_holes(session, holes)
 
 
 def _timing(

@@ -21,7 +21,7 @@ from kvtool.core.query.defer import spans
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Retrieval
-from kvtool.core.retrieval.passages import Hit, Passage, in_order, stands_in
+from kvtool.core.retrieval.passages import Hit, Passage, stands_in
 from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
@@ -117,6 +117,22 @@ def _chosen(session: Session, request: Request, options: QueryOptions) -> list[H
         return in_order(hits, options.order)
     rounds = spans(len(hits), options.defer_first)
     return [hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)]
+
+
+def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
+    """Put hits, given best first, in the order in which they are to stand in the prompt.
+
+    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
+    first.
+    """
+    if order == "best-last":
+        return list(reversed(hits))
+    if order == "document":
+        ranks: dict[str, int] = {}
+        for hit in hits:
+            ranks.setdefault(hit.passage.source, len(ranks))
+        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
+    return list(hits)
 
 
 def _plan(session: Session, request: Request, options: QueryOptions, chunks: Sequence[Candidate]) -> Plan:

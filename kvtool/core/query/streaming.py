@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.link import Link
@@ -25,7 +26,7 @@ from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
 from kvtool.core.query.ahead import COMPUTED, Ahead
 from kvtool.core.query.fetching import Driver
-from kvtool.core.query.meanwhile import Meanwhile
+from kvtool.core.query.fill import compute_alone
 from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.streaming.book import text_row
 from kvtool.core.streaming.estimate import make_estimator
@@ -95,7 +96,7 @@ def _stream(
     segments = asked.plan.segments
     if not isinstance(source, HotSource):
         source = HotSource(source, session.decoder.kv_bytes(asked.plan.length))
-    ahead = Ahead(source, speeds.layers, Meanwhile(session))
+    ahead = Ahead(source, speeds.layers, partial(compute_alone, session))
     holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
     computing = Computing(asked.plan, speeds, selector)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds)

@@ -29,22 +29,6 @@ class Hit:
     score: float
 
 
-def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Put hits, given best first, in the order in which they are to stand in the prompt.
-
-    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
-    first.
-    """
-    if order == "best-last":
-        return list(reversed(hits))
-    if order == "document":
-        ranks: dict[str, int] = {}
-        for hit in hits:
-            ranks.setdefault(hit.passage.source, len(ranks))
-        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
-    return list(hits)
-
-
 def hot_first(hits: Sequence[Hit], hot: Container[bytes]) -> list[Hit]:
     """Sort hits, best first; among equal scores, chunks that are hot (in memory, given by id) come first."""
     return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in hot))

@@ -1,26 +1,20 @@
 """The gate: a model's first meeting with a store checks that its fused caches are what full recompute gives.
 
-This file holds the verdict and keeps it beside the store, one file a model; `session/laws.py` finds it.
+This file keeps its verdicts beside the store, one file a model; `session/laws.py` finds them, and needs torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.side import read_side, write_side
-from kvtool.core.common.types import Ids
-from kvtool.core.errors import DamagedError, GateError
-from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.errors import GateError
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.model.decoder import Decoder
 
 GATE_FORMAT = 1
-_LOOKED_AT = 8  # of the store's chunks, to find some that can be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,36 +70,9 @@ def stored_verdict(store: Store, fingerprint: str) -> GateVerdict | None:
         return None  # missing or unreadable: the gate is run again
 
 
-def gate_store(
-    store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
-) -> GateVerdict | None:
-    """The verdict that the store keeps, or a new one; None if there is no chunk to check with.
-
-    Parameters
-    ----------
-    chunks : token ids of those to check with; None: some of the store's.
-    """
-    verdict = stored_verdict(store, identity.fingerprint)
-    if verdict is not None:
-        return verdict
-    chunks = _own_chunks(store, identity) if chunks is None else chunks
-    if not chunks:
-        return None
-    from kvtool.core.session.laws import check_laws
-
-    verdict = check_laws(decoder, identity.fingerprint, identity.prefix, chunks)
-    write_side(store, _name(identity.fingerprint), verdict.to_json())  # else the gate is run again next time
-    return verdict
-
-
-def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
-    chunks = []
-    for chunk_id in store.chunk_ids()[:_LOOKED_AT]:
-        with contextlib.suppress(DamagedError):
-            info = store.chunk_info(chunk_id)
-            if info is not None and info.token_ids != identity.prefix:
-                chunks.append(info.token_ids)
-    return chunks
+def keep_verdict(store: Store, verdict: GateVerdict) -> None:
+    """Keep a verdict beside the store; where it cannot be kept, the gate is run again next time."""
+    write_side(store, _name(verdict.fingerprint), verdict.to_json())
 
 
 def _name(fingerprint: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +14,7 @@ from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.types import Ids
+from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, build_plan
 from kvtool.core.fusion.selectors.base import Selector
@@ -22,9 +25,14 @@ from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.session.gate import GateCheck, GateVerdict
+from kvtool.core.session.gate import GateCheck, GateVerdict, keep_verdict, stored_verdict
+from kvtool.core.session.identity import StoreIdentity
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
 
 MAX_CHUNKS, MAX_TOKENS = 3, 256
+_LOOKED_AT = 8  # of the store's chunks, to find some that can be read
 _QUESTION: Ids = (11, 7, 5, 3, 2)  # any ids do: the laws hold for all
 SHIFT = 137
 
@@ -41,6 +49,36 @@ KEY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.05}
 # In half precision a rounded router score may choose another expert: a correct mixture of experts differed by 0.29 in
 # one prompt of 24. What is broken is broken in every prompt, so the chunks get other turns before the gate refuses.
 TURNS = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 3}
+
+
+def gate_store(
+    store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
+) -> GateVerdict | None:
+    """The verdict that the store keeps, or a new one; None if there is no chunk to check with.
+
+    Parameters
+    ----------
+    chunks : token ids of those to check with; None: some of the store's.
+    """
+    verdict = stored_verdict(store, identity.fingerprint)
+    if verdict is not None:
+        return verdict
+    chunks = _own_chunks(store, identity) if chunks is None else chunks
+    if not chunks:
+        return None
+    verdict = check_laws(decoder, identity.fingerprint, identity.prefix, chunks)
+    keep_verdict(store, verdict)
+    return verdict
+
+
+def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
+    chunks = []
+    for chunk_id in store.chunk_ids()[:_LOOKED_AT]:
+        with contextlib.suppress(DamagedError):
+            info = store.chunk_info(chunk_id)
+            if info is not None and info.token_ids != identity.prefix:
+                chunks.append(info.token_ids)
+    return chunks
 
 
 def check_laws(

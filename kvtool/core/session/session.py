@@ -15,7 +15,7 @@ from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
-from kvtool.core.session.gate import GateVerdict, gate_store
+from kvtool.core.session.gate import GateVerdict, stored_verdict
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
 from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
 
@@ -39,11 +39,15 @@ class Session:
 
     Parameters
     ----------
-    identity : what the store is made with, or about to be.
     wanted : the model as the user names it, and where it is to run.
+    identity : what the store is about to be made with; None: what it was made with.
     gradients : they will be asked for; a model that is only run forward is laid out for speed.
     decoder : the store's model where it is loaded already.
     warn : told what the user should know although the work goes on.
+
+    Raises
+    ------
+    StoreNotFoundError : nothing was ever ingested into the store.
 
     Attributes
     ----------
@@ -56,15 +60,16 @@ class Session:
     def __init__(
         self,
         store: Store,
-        identity: StoreIdentity,
         wanted: ModelOptions = _STORES_OWN,
         *,
+        identity: StoreIdentity | None = None,
         gradients: bool = False,
         decoder: Decoder | None = None,
         warn: Warn = warn_nobody,
         lock_wait: float = 0.0,
     ) -> None:
-        self.store, self.identity, self.warn, self.lock_wait = store, identity, warn, lock_wait
+        self.store, self.identity = store, identity or store_identity(store)
+        self.warn, self.lock_wait = warn, lock_wait
         self._wanted, self._gradients = wanted, gradients
         self.lock = threading.RLock()
         self.timeline: Timeline | None = None
@@ -94,7 +99,7 @@ class Session:
         StoreNotFoundError : nothing was ever ingested into the store.
         ModelError : the model that is wanted is another than the store's, or cannot be loaded.
         """
-        session = cls(store, store_identity(store), wanted, gradients=gradients, warn=warn)
+        session = cls(store, wanted, gradients=gradients, warn=warn)
         _ = session.decoder
         return session
 
@@ -175,16 +180,21 @@ class Session:
         GateError : with the measured numbers.
         """
         if self._verdict is None:
-            self._verdict = gate_store(self.store, self.decoder, self.identity)
+            self._verdict = stored_verdict(self.store, self.identity.fingerprint) or self._meet()
         if self._verdict is not None:
             self._verdict.enforce()
+
+    def _meet(self) -> GateVerdict | None:
+        from kvtool.core.session.laws import gate_store
+
+        return gate_store(self.store, self.decoder, self.identity)
 
     # ---- reading ----
 
     @cached_property
     def source(self) -> KVSource:
         """Where KV is read: the store, behind a memory of what was read if :meth:`keep_hot` was called."""
-        return StoreSource.of(self.store, self.decoder, self.profiles)
+        return StoreSource(self.store, self.decoder, self.profiles)
 
     @cached_property
     def speeds(self) -> SpeedBook:

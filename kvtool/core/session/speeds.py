@@ -77,7 +77,7 @@ class SpeedBook:
         samples = find_samples(self._store, len(self._decoder.layers), stored, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
-        source = StoreSource.of(self._store, self._decoder, ProfileShelf(self._store))
+        source = StoreSource(self._store, self._decoder, ProfileShelf(self._store))
         for level in levels:
             speed = (
                 measure_memory(self._decoder)

@@ -96,7 +96,7 @@ class Answerer:
         return Facts(passes, rows, bytes_read, peak.bytes, without_reading.bytes)
 
     def _source(self) -> StoreSource:
-        return StoreSource.of(self._store, self.decoder, self._profiles)
+        return StoreSource(self._store, self.decoder, self._profiles)
 
     def _plain(self, prompt: Prompt) -> Sample:
         plan = prompt.plan(self._store)

@@ -62,7 +62,7 @@ class Desk:
         from kvtool.core.session.session import Session
 
         self.events.status(f"loading the model {self.identity.model}")
-        return Session(self.store, self.identity, self.get(ModelOptions), warn=self.events.warn)
+        return Session(self.store, self.get(ModelOptions), warn=self.events.warn)
 
 
 @dataclass(frozen=True, slots=True)
