@@ -54,7 +54,7 @@ class Chunks(Opened):
         return list(self.level_sizes(chunk_id))
 
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
-        """Bytes of the records of each level of which all layers are stored or offered by a link, by level, sorted."""
+        """How many bytes each level has, of which all layers are stored or offered by a link; sorted by level."""
         here = self.sizes_here(chunk_id)
         if self.link is None:
             return here
@@ -62,7 +62,7 @@ class Chunks(Opened):
         return dict(sorted((offered | here).items()))
 
     def sizes_here(self, chunk_id: bytes) -> dict[str, int]:
-        """The same of this folder alone, whatever a link offers."""
+        """How many bytes the records of each level have in this folder alone, whatever a link offers."""
         with self.snapshot() as snapshot:
             return _sizes_of(snapshot, chunk_id)
 

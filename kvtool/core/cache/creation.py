@@ -50,14 +50,14 @@ def _create(root: Path) -> None:
     """
     root.chmod(0o700)
     try:
-        found = layout.read_store_file(root)
+        store_file = layout.read_store_file(root)
     except StoreNotFoundError:
-        found = layout.write_store_file(root)
+        store_file = layout.write_store_file(root)
     building = root / f"{layout.TEMPORARY}data"
     shutil.rmtree(building, ignore_errors=True)
     layout.make_folder(building)
     layout.make_folder(building / "gen-1")
-    _fill(building / "gen-1", found)
+    _fill(building / "gen-1", store_file)
     for folder in (building / "gen-1", building):
         layout.sync_folder(folder)
     layout.point_to(root, root / layout.DATA_FOLDER / "gen-1")
@@ -65,13 +65,13 @@ def _create(root: Path) -> None:
     layout.sync_folder(root)
 
 
-def _fill(generation: Path, found: layout.StoreFile) -> None:
+def _fill(generation: Path, store_file: layout.StoreFile) -> None:
     if not layout.allocate_lock_file(generation, LOCK_FILE_BYTES):
         raise NoSpaceError(f"no space to make a store at {generation}", "free some disk space")
     environment = open_lmdb(generation, read_only=False, create=True)
     try:
         with environment.begin(write=True) as transaction:
-            data = dump_json({"uuid": found.uuid, "format": found.format})
+            data = dump_json({"uuid": store_file.uuid, "format": store_file.format})
             transaction.put(tables.META + keys.STORE_KEY, seal(keys.STORE_KEY, Kind.STORE, data))
     except lmdb.Error as error:
         raise NoSpaceError(f"cannot make a store at {generation}: {error}", "is the disk full?") from error

@@ -39,7 +39,7 @@ class FileFullError(Exception):
 
 
 class Environment:
-    """See the module. Get one with :func:`acquire`, give it back with :func:`release`."""
+    """A generation's LMDB. Get one with :func:`acquire`, give it back with :func:`release`."""
 
     def __init__(self, generation: Path, read_only: bool) -> None:
         self.generation = generation
@@ -272,11 +272,11 @@ class Environment:
         return (self.generation / "data.mdb").stat().st_size
 
     def allocated_bytes(self) -> int:
-        """Bytes of pages that were ever in use."""
+        """How many bytes the pages have that were ever in use."""
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def free_bytes(self) -> int:
-        """Bytes of pages inside the data file that nothing uses."""
+        """How many bytes the pages inside the data file have that nothing uses."""
         with self.read() as snapshot:
             return max(0, self.allocated_bytes() - snapshot.live_bytes())
 

@@ -43,11 +43,11 @@ class Facts(Opened):
             return _json_of(snapshot, key, what)
 
     def profile(self, digest: bytes) -> memoryview | None:
-        """Bytes of a codec profile by its digest. Raises DamagedError."""
+        """The codec profile of a digest, or None. Raises DamagedError."""
         return self._fitted(digest, "a codec profile")
 
     def learned(self, digest: bytes) -> memoryview | None:
-        """Bytes of a learned lead-in by its digest. Raises DamagedError."""
+        """The learned lead-in of a digest, or None. Raises DamagedError."""
         return self._fitted(digest, "the learned lead-in")
 
     def _fitted(self, digest: bytes, what: str) -> memoryview | None:

@@ -92,8 +92,8 @@ class Gate:
 
     def _others(self) -> bool:
         """Whether other threads are inside; what this thread has left behind ends."""
-        own = threading.get_ident()
+        this_thread = threading.get_ident()
         for visit in self._inside():
-            if visit.thread == own:
+            if visit.thread == this_thread:
                 visit.end()
         return bool(self._inside())

@@ -79,7 +79,7 @@ def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
         return []
     if len(digits) == 2 * ID_BYTES:
         return [whole] if (whole := bytes.fromhex(digits)) in known else []
-    return [one for one in known if one.hex().startswith(digits)]
+    return [known_id for known_id in known if known_id.hex().startswith(digits)]
 
 
 def chunk_named(text: str, known: Collection[bytes]) -> bytes:

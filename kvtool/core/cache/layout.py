@@ -105,7 +105,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """Bytes of a small regular file (never a FIFO, which would hang)."""
+    """The content of a small regular file (never of a FIFO, which would hang)."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
@@ -156,16 +156,16 @@ def read_store_file(root: Path) -> StoreFile:
 def _parse_store_file(root: Path, text: bytes) -> StoreFile:
     try:
         value = json.loads(text)
-        found = StoreFile(str(uuid.UUID(value["uuid"])), int(value["format"]))
+        parsed = StoreFile(str(uuid.UUID(value["uuid"])), int(value["format"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
-    if found.format > FORMAT:
+    if parsed.format > FORMAT:
         raise StoreFormatError(
-            f"the store at {root} has format {found.format}, this kvtool reads up to {FORMAT}", "update kvtool"
+            f"the store at {root} has format {parsed.format}, this kvtool reads up to {FORMAT}", "update kvtool"
         )
-    if found.format < 1:
-        raise DamagedError(f"{root / STORE_FILE} states format {found.format}", REBUILD)
-    return found
+    if parsed.format < 1:
+        raise DamagedError(f"{root / STORE_FILE} states format {parsed.format}", REBUILD)
+    return parsed
 
 
 def write_store_file(root: Path) -> StoreFile:
@@ -182,8 +182,8 @@ def check_foreign(root: Path) -> None:
     ------
     StoreFormatError
     """
-    own = {LOCK_FILE, HOLDER_FILE}
-    others = [name for name in os.listdir(root) if name not in own and not name.startswith(TEMPORARY)]
+    ours = {LOCK_FILE, HOLDER_FILE}
+    others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
     if others and not (root / STORE_FILE).exists():  # in this order: another process may be making the store
         raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
 

@@ -94,13 +94,13 @@ class Link(Protocol):
 
     def complete(
         self,
-        found: list[KVRead | KvtoolError | None],
+        reads: list[KVRead | KvtoolError | None],
         chunk_ids: Sequence[bytes],
         level: str,
         layer: int,
         before: Callable[[int], None],
     ) -> None:
-        """Fetch what a read of the local store did not find, and put it into its place in `found`."""
+        """Fetch what a read of the local store did not find, and put it into its place in `reads`."""
         ...
 
     def keep_fetched(self) -> None:

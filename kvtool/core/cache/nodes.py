@@ -109,5 +109,5 @@ def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: 
 
 
 def _check_order(keys: list[bytes]) -> None:
-    if any(one >= two for one, two in pairwise(keys)):
+    if any(before >= after for before, after in pairwise(keys)):
         raise ValueError("its keys are not in order")

@@ -85,8 +85,8 @@ def _is_lmdb(head: bytes) -> bool:
 
 def _newer(first: Meta, second: Meta) -> Meta:
     """Transactions alternate between the pages, so one follows the other; raises DamagedError."""
-    one, two = first.transaction, second.transaction
-    if (one or two) and (one % 2 or not two % 2 or abs(one - two) != 1):
+    of_first, of_second = first.transaction, second.transaction
+    if (of_first or of_second) and (of_first % 2 or not of_second % 2 or abs(of_first - of_second) != 1):
         raise DamagedError("its meta pages do not follow each other")
     if first.page_size != second.page_size:
         raise DamagedError("its meta pages state two page sizes")

@@ -204,15 +204,15 @@ class _Fields:
 def _parse_header(view: memoryview, kind: Kind) -> _Fields:
     if view.nbytes < OVERHEAD_BYTES:
         raise DamagedError(f"truncated: {view.nbytes} bytes are less than an empty record")
-    magic, version, found, dtype, zero, level, layer, heads, tokens, dim_k, dim_v, zero2, length, zero3 = (
+    magic, version, stated, dtype, zero, level, layer, heads, tokens, dim_k, dim_v, zero2, length, zero3 = (
         _HEADER.unpack_from(view)
     )
     if magic != _MAGIC:
         raise DamagedError("no record: its first bytes are wrong")
     if version != RECORD_VERSION:
         raise DamagedError(f"record version {version}, this kvtool reads {RECORD_VERSION}")
-    if found != kind:
-        raise DamagedError(f"a record of kind {found} where kind {int(kind)} belongs")
+    if stated != kind:
+        raise DamagedError(f"a record of kind {stated} where kind {int(kind)} belongs")
     if zero or zero2 or zero3:
         raise DamagedError("reserved header fields are not zero")
     if length != view.nbytes - OVERHEAD_BYTES:

@@ -84,7 +84,7 @@ class Snapshot:
         return damaged_pages(self._tree)
 
     def live_bytes(self) -> int:
-        """Bytes of pages in use, free pages inside the file not counted."""
+        """How many bytes the pages in use have; free pages inside the file are not counted."""
         count = self._tree.meta.counts[1]
         return (count.branches + count.leaves + count.beside) * self._tree.meta.page_size
 

@@ -109,7 +109,7 @@ class Store(Facts, Documents, Chunks):
             self.link.keep_fetched()
 
     def note_use(self, chunk_ids: Sequence[bytes]) -> None:
-        """The same of chunks that were not found: computed for a question, and stored now."""
+        """Remember that these chunks were used, though they were not found: computed for a question, and stored now."""
         self._access.note(chunk_ids)
 
     def flush(self) -> None:
@@ -132,7 +132,7 @@ class Store(Facts, Documents, Chunks):
         return times
 
     def folded_uses(self) -> dict[bytes, int]:
-        """The same as far as a writer has folded the notes."""
+        """Chunk id → when it was last used, as far as a writer has folded the notes into the store."""
         return self._times(tables.USED)
 
     def added(self) -> dict[bytes, int]:

@@ -46,7 +46,7 @@ class DataFile:
         return os.path.samestat(os.fstat(self._handle), status)
 
     def size(self) -> int:
-        """Its length, now."""
+        """The file's length, now."""
         return os.fstat(self._handle).st_size
 
     def tree(self, transaction: int, page_size: int) -> Tree | None:
@@ -64,7 +64,7 @@ class DataFile:
         return self._tree
 
     def read(self, at: int, size: int) -> bytes:
-        """Bytes of it; raises DamagedError where it is too short."""
+        """A part of the file; raises DamagedError where the file is too short."""
         data = os.pread(self._handle, size, at)
         if len(data) != size:
             raise DamagedError("the file is shorter than it says")
@@ -178,9 +178,9 @@ class Tree:
                 return
             node = self._node(page, low, high)
             if isinstance(node, Leaf):
-                found = _index(node, key)
-                if found is not None and node.values[found][2]:
-                    self.pages_of(node, found)
+                index = _index(node, key)
+                if index is not None and node.values[index][2]:
+                    self.pages_of(node, index)
                 return
             at = _child_at(node, key)
             for beside in (at - 1, at + 1):
@@ -264,8 +264,8 @@ class Tree:
             if len(kept) >= most:
                 kept.clear()
             kept[page] = known  # type: ignore[assignment]
-        own = known.keys[1:] if isinstance(known, Branch) else known.keys  # a branch's first key says nothing
-        if own and (own[0] < low or (high is not None and own[-1] >= high)):
+        keys = known.keys[1:] if isinstance(known, Branch) else known.keys  # a branch's first key says nothing
+        if keys and (keys[0] < low or (high is not None and keys[-1] >= high)):
             raise DamagedError(f"page {page} of the index does not hold the keys that its parent says")
         return known
 
@@ -298,5 +298,5 @@ def _child_at(node: Branch, key: bytes) -> int:
 
 
 def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
-    """Of a child's keys."""
+    """The keys between which all keys below a child lie."""
     return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high

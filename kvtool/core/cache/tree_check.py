@@ -95,10 +95,10 @@ def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
                 raise DamagedError(f"page {at} of the index is used twice")
             used[at : at + pages] = b"\1" * pages
     counted = tree.meta.counts[number]
-    found = Counts(deepest, branches, leaves, beside, keys)
-    if counted != found:
+    seen = Counts(deepest, branches, leaves, beside, keys)
+    if counted != seen:
         what = "data" if number else "free pages"
-        yield f"the index of {what} has {found}; counted are {counted}"
+        yield f"the index of {what} has {seen}; counted are {counted}"
 
 
 def _beside(tree: Tree, node: Branch | Leaf) -> Iterator[tuple[int, int]]:

@@ -165,10 +165,10 @@ class Writer:
         if sorted(entry.documents) != sorted(document.source for document in documents):
             raise ValueError("a file entry must name exactly its documents")
         self._check_references(documents)
-        own = {ref.chunk_id for document in documents for ref in document.chunks}
-        others = {place: pending for place, pending in self._pending.items() if place[0] not in own}
+        needed = {ref.chunk_id for document in documents for ref in document.chunks}
+        others = {place: pending for place, pending in self._pending.items() if place[0] not in needed}
         try:
-            rows = self._pending_rows(own) + [document_row(document) for document in documents] + [file_row(entry)]
+            rows = self._pending_rows(needed) + [document_row(document) for document in documents] + [file_row(entry)]
             self._commit(rows, self._stale_documents(entry.path, set(entry.documents)))
         except BaseException:
             others = {}

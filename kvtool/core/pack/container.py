@@ -67,7 +67,7 @@ def writing(path: Path, force: bool) -> Iterator[PackWriter]:
 
 
 def _put(temporary: Path, path: Path, force: bool) -> None:
-    """In its place; without `force` never over what came there meanwhile."""
+    """Put the file in its place; without `force` never over what came there meanwhile."""
     if force:
         temporary.replace(path)
         return
@@ -94,7 +94,7 @@ class PackReader:
             raise DamagedError(f"{path} is no pack, or is cut off: {error}", "get the pack again") from error
 
     def size(self, name: str) -> int:
-        """Bytes of a member; 0 where there is none."""
+        """How many bytes a member has; 0 where there is none."""
         member = self._members.get(name)
         return 0 if member is None else member.file_size
 

@@ -51,7 +51,7 @@ class ExportReport:
     damaged: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` shows it."""
+        """A JSON object, as `--json` shows it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -146,13 +146,13 @@ class _Export:
                 return
             raise DamagedError("its description is lost")
         key, value = chunk_id.hex(), values.chunk_value(chunk_id, info)
-        found = chunks[key] = Chunk(digest_of(value), info.layers, {})
-        self.out.add(chunk_name(key, found), value)
-        there = self.store.levels(chunk_id)
+        described = chunks[key] = Chunk(digest_of(value), info.layers, {})
+        self.out.add(chunk_name(key, described), value)
+        stored = self.store.levels(chunk_id)
         everything = self.levels is None or chunk_id == self.identity.prefix_id
-        for level in there if everything else [one for one in there if one in (self.levels or ())]:
+        for level in stored if everything else [one for one in stored if one in (self.levels or ())]:
             what = f"chunk {key} at level {level}"
-            self._noting(what, lambda one=level: self._level(chunk_id, found, one))  # type: ignore[misc]
+            self._noting(what, lambda one=level: self._level(chunk_id, described, one))  # type: ignore[misc]
 
     def _level(self, chunk_id: bytes, chunk: Chunk, level: str) -> None:
         """A level, behind the one that it refines."""
@@ -172,14 +172,14 @@ class _Export:
         self.report.chunks += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
-        """Those that records, new records or the lead-in need."""
+        """The profiles that records, new records or the lead-in need."""
         named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
         named |= {str(self.store.codec_state().get("profile", "")), self.identity.lead_in.rows}
         named.add(str(self.store.lead_in_state().get("digest", "")))
-        taken = [one.hex() for one in self.store.profile_digests() if one.hex() in named]
+        taken = [profile.hex() for profile in self.store.profile_digests() if profile.hex() in named]
         sound: list[str] = []
         for digest in taken:
-            self._noting(f"profile {digest}", lambda one=digest: self._profile(one, sound))  # type: ignore[misc]
+            self._noting(f"profile {digest}", lambda profile=digest: self._profile(profile, sound))  # type: ignore[misc]
         return tuple(sound)
 
     def _profile(self, digest: str, sound: list[str]) -> None:

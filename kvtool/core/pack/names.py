@@ -8,5 +8,5 @@ HEAD, CATALOGUE = "head", "catalogue"
 
 
 def kv_member(key: str, chunk: Chunk, level: str) -> str:
-    """Of a chunk at a level: all its layers, as safetensors."""
+    """The name of the member of a chunk at a level: all its layers, as safetensors."""
     return f"kv/{key}/{level}-{chunk.levels[level].mark}.safetensors"

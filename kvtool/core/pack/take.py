@@ -39,12 +39,12 @@ def take(
     NoSpaceError, StoreLockedError : what came stays.
     """
     with closing(PackReader(pack)) as reader:
-        there = _catalogue(reader)
-        blobs = PackBlobs(reader, there)
-        _check_manifest(blobs, there, pack)
+        catalogue = _catalogue(reader)
+        blobs = PackBlobs(reader, catalogue)
+        _check_manifest(blobs, catalogue, pack)
         with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
             try:
-                return adopt(store, writer, blobs, there, None, newer=True, timeout=_SECONDS, events=events)
+                return adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
             except StoreFormatError as error:  # made with another model or other settings
                 hint = f"import {pack.name} into a store of its own: --store FOLDER"
                 raise StoreFormatError(f"{error.message} than {pack}", hint) from error
@@ -69,23 +69,23 @@ def _catalogue(reader: PackReader) -> Catalogue:
         return Catalogue.unpack(packed)
 
 
-def _check_manifest(blobs: PackBlobs, there: Catalogue, pack: Path) -> None:
+def _check_manifest(blobs: PackBlobs, catalogue: Catalogue, pack: Path) -> None:
     """Before a store is made for it."""
     with _of_the_pack(pack):
-        name = f"meta/manifest-{there.meta.get('manifest', '')}"
+        name = f"meta/manifest-{catalogue.meta.get('manifest', '')}"
         value = blobs.value(name, most_bytes(name))
         if value is None or not values.is_sound(name, value):
             raise DamagedError("it does not say what it was made with")
-        if values.open_meta("manifest", value).get("identity") != there.identity:
+        if values.open_meta("manifest", value).get("identity") != catalogue.identity:
             raise DamagedError("it was made with something else than its index says")
 
 
 class PackBlobs:
     """A pack's members by the names of a tier's blobs, as a pull reads them."""
 
-    def __init__(self, pack: PackReader, there: Catalogue) -> None:
+    def __init__(self, pack: PackReader, catalogue: Catalogue) -> None:
         self.url = str(pack.path)
-        self._pack, self._there = pack, there
+        self._pack, self._there = pack, catalogue
         self._member = ""  # whose records were read last: a chunk's layers are asked for one after the other
         self._records: Mapping[str, bytes] = {}
 
@@ -93,8 +93,8 @@ class PackBlobs:
         """A blob, None where there is none, empty where it is damaged or larger than `most`."""
         if not name.startswith("kv/"):
             return self._pack.get(name, min(most, most_bytes(name)))
-        found = self._record(name)
-        return b"" if found is not None and len(found) > most else found
+        record = self._record(name)
+        return b"" if record is not None and len(record) > most else record
 
     def _record(self, name: str) -> bytes | None:
         _, key, rest, _ = name.split("/")

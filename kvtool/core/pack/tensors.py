@@ -89,8 +89,8 @@ def _read(data: memoryview) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for name, row in header.items():
         facts = checks.object_of(row)
-        start, stop = (checks.count_of(one, 0, len(body)) for one in checks.list_of(facts["data_offsets"], 2))
-        shape = [checks.count_of(one, 0, 2**32 - 1) for one in checks.list_of(facts["shape"])]
+        start, stop = (checks.count_of(number, 0, len(body)) for number in checks.list_of(facts["data_offsets"], 2))
+        shape = [checks.count_of(number, 0, 2**32 - 1) for number in checks.list_of(facts["shape"])]
         if stop - start != math.prod(shape) * _SIZES[facts["dtype"]]:
             raise ValueError(f"{name} has not the bytes of its shape")
         parts[name] = (facts["dtype"], shape, body[start:stop])

@@ -52,16 +52,16 @@ class Arrivals:
         RemoteError : the tier is gone, or the time is over.
         """
         try:
-            found = self._there.get(timeout=max(timeout, 0.0))
+            arrival = self._there.get(timeout=max(timeout, 0.0))
         except queue.Empty:
             raise RemoteError(f"{self._blobs.url} sent nothing whole within {timeout:.3g} s") from None
-        if isinstance(found, KvtoolError):
+        if isinstance(arrival, KvtoolError):
             self.alive = False
-            raise found
+            raise arrival
         with self._room:
-            self._untaken -= len(found.value or b"")
+            self._untaken -= len(arrival.value or b"")
             self._room.notify()
-        return found
+        return arrival
 
     def close(self) -> None:
         """Stop; the thread ends after what it is reading."""
@@ -100,17 +100,17 @@ class Arrivals:
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
-        """So that a tier that is faster than whoever takes fills no memory."""
+        """Wait while much is untaken, so that a tier that is faster than whoever takes fills no memory."""
         with self._room:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
 
     def _next(self) -> list[_Wanted] | None:
         """All that is asked for by now, at least one; None: it is over."""
-        found = [self._asked.get()]
+        asked = [self._asked.get()]
         while not self._asked.empty():
-            found.append(self._asked.get())
-        return [one for one in found if one is not None] if None not in found else None
+            asked.append(self._asked.get())
+        return [wanted for wanted in asked if wanted is not None] if None not in asked else None
 
 
 def _ask(reader: Reader, wanted: Sequence[_Wanted]) -> None:

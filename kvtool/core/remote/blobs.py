@@ -84,7 +84,7 @@ class Blobs(Protocol):
         ...
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """Bytes of values; 0 where there is none, or an empty one, which no value of ours is."""
+        """How many bytes each value has; 0 where there is none, or an empty one, which no value of ours is."""
         ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
@@ -100,7 +100,7 @@ class Blobs(Protocol):
         ...
 
     def names(self, below: str = "") -> Iterator[str]:
-        """Names that begin so, in no order."""
+        """List the names that begin so, in no order."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
@@ -130,5 +130,5 @@ class Blobs(Protocol):
 
 
 def seconds_held(name: str) -> float:
-    """For how long a name that is held stands. Raises KeyError for another name."""
+    """How long a name that is held stands. Raises KeyError for another name."""
     return LEASES[name.partition("-")[0]]

@@ -76,8 +76,8 @@ class Chunk:
 
     @property
     def makers(self) -> dict[str, str]:
-        """By level, of those levels that name one."""
-        return {level: one.maker for level, one in self.levels.items() if one.maker is not None}
+        """The profile that each level's records name, of those levels that say it."""
+        return {level: stored.maker for level, stored in self.levels.items() if stored.maker is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """All of it. Keys and ids are in hex; two stores may be joined if they have the same `identity`.
+    """What a tier holds. Keys and ids are in hex; two stores may be joined if they have the same `identity`.
 
     Attributes
     ----------
@@ -111,13 +111,13 @@ class Catalogue:
             "identity": self.identity,
             "meta": self.meta,
             "profiles": sorted(self.profiles),
-            "files": {key: [one.mark, one.mtime_ns] for key, one in self.files.items()},
+            "files": {key: [row.mark, row.mtime_ns] for key, row in self.files.items()},
             "chunks": {
-                key: [one.mark, one.layers, {n: [v.size, v.mark, v.base] for n, v in one.levels.items()}]
-                for key, one in self.chunks.items()
+                key: [row.mark, row.layers, {n: [v.size, v.mark, v.base] for n, v in row.levels.items()}]
+                for key, row in self.chunks.items()
             },
         }
-        makers = {key: one.makers for key, one in self.chunks.items() if one.makers}
+        makers = {key: row.makers for key, row in self.chunks.items() if row.makers}
         if makers:
             value["makers"] = makers  # beside the chunks: a kvtool that does not know of it reads the rest
         text = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
@@ -138,23 +138,23 @@ class Catalogue:
             raise DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN) from error
 
     def with_chunks(self, chunks: dict[str, Chunk]) -> Catalogue:
-        """The same with other chunks."""
+        """This catalogue with other chunks."""
         return replace(self, chunks=chunks)
 
     def blobs(self) -> set[str]:
-        """Names of all that it counts on, itself and `head` aside."""
-        found = {f"meta/{name}-{mark}" for name, mark in self.meta.items()}
-        found |= {f"profile/{digest}" for digest in self.profiles}
-        found |= {file_name(key, one) for key, one in self.files.items()}
+        """The names of all blobs that it counts on, itself and `head` aside."""
+        names = {f"meta/{name}-{mark}" for name, mark in self.meta.items()}
+        names |= {f"profile/{digest}" for digest in self.profiles}
+        names |= {file_name(key, file) for key, file in self.files.items()}
         for key, chunk in self.chunks.items():
-            found.add(chunk_name(key, chunk))
+            names.add(chunk_name(key, chunk))
             for level in chunk.levels:
-                found.update(kv_names(key, chunk, level))
-        return found
+                names.update(kv_names(key, chunk, level))
+        return names
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Its JSON. A catalogue is mostly digests: what claims to have been packed much better is none."""
+    """The JSON of a packed catalogue, which is mostly digests: what claims to have been packed much better is none."""
     size = zstandard.frame_content_size(data)
     if not 0 <= size <= min(_MOST_BYTES, _MOST_PACKED * len(data) + 2**16):
         raise ValueError("its size is out of bounds")
@@ -171,11 +171,11 @@ def _parsed(value: dict[str, Any]) -> Catalogue:
             checks.name_of(name): checks.hex_of(mark, _MARK_BYTES)
             for name, mark in checks.object_of(value["meta"]).items()
         },
-        profiles=tuple(checks.hex_of(one, *_PROFILE_BYTES) for one in checks.list_of(value["profiles"])),
-        files={checks.hex_of(key, ID_BYTES): _file(one) for key, one in checks.object_of(value["files"]).items()},
+        profiles=tuple(checks.hex_of(row, *_PROFILE_BYTES) for row in checks.list_of(value["profiles"])),
+        files={checks.hex_of(key, ID_BYTES): _file(row) for key, row in checks.object_of(value["files"]).items()},
         chunks={
-            checks.hex_of(key, ID_BYTES): _chunk(key, one, makers.get(key, {}), left_out)
-            for key, one in checks.object_of(value["chunks"]).items()
+            checks.hex_of(key, ID_BYTES): _chunk(key, row, makers.get(key, {}), left_out)
+            for key, row in checks.object_of(value["chunks"]).items()
         },
         left_out=tuple(left_out),
     )
@@ -190,13 +190,13 @@ def _chunk(key: str, value: Any, makers: Any, left_out: list[tuple[str, str]]) -
     mark, layers, levels = checks.list_of(value, 3)
     layers = checks.count_of(layers, 1, MOST_LAYERS)
     checks.object_of(makers)
-    found = {name: _level(name, row, layers, makers.get(name)) for name, row in checks.object_of(levels).items()}
-    for name in reversed(nested(found)):  # coarsest first: what refines nothing is of no use to what refines it
-        base = found[name].base
-        if base is not None and base not in found:
-            del found[name]
+    by_name = {name: _level(name, row, layers, makers.get(name)) for name, row in checks.object_of(levels).items()}
+    for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
+        base = by_name[name].base
+        if base is not None and base not in by_name:
+            del by_name[name]
             left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
-    return Chunk(checks.hex_of(mark, _MARK_BYTES), layers, found)
+    return Chunk(checks.hex_of(mark, _MARK_BYTES), layers, by_name)
 
 
 def _level(name: str, value: Any, layers: int, maker: Any) -> Level:
@@ -222,17 +222,17 @@ def digest_of(data: bytes) -> str:
 
 
 def file_name(key: str, file: File) -> str:
-    """Of a file's blob."""
+    """The name of a file's blob."""
     return f"file/{key}-{file.mark}"
 
 
 def chunk_name(key: str, chunk: Chunk) -> str:
-    """Of the blob of a chunk's description."""
+    """The name of the blob of a chunk's description."""
     return f"chunk/{key}-{chunk.mark}"
 
 
 def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
-    """Of the blobs of a chunk's records at a level, by layer."""
+    """The names of the blobs of a chunk's records at a level, by layer."""
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
@@ -260,7 +260,7 @@ class Head:
 
 
 def catalogue_name(digest: str) -> str:
-    """Of a catalogue's blob."""
+    """The name of a catalogue's blob."""
     return f"catalogue/{digest}"
 
 
@@ -283,7 +283,7 @@ def unseal_head(data: bytes) -> Head:
         if value["format"] > FORMAT:
             raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
         digests = [value["catalogue"], *value.get("before", ())]
-        if not all(isinstance(one, str) and re.fullmatch(_MARK, one) for one in digests):
+        if not all(isinstance(digest, str) and re.fullmatch(_MARK, digest) for digest in digests):
             raise ValueError("it names no catalogue")
         return Head(digests[0], tuple(digests[1:]))
     except (DamagedError, ValueError, KeyError, TypeError) as error:

@@ -102,41 +102,41 @@ def plain(value: Any, left: int = _MOST_NESTED) -> Any:
 
 def identity_of(value: Any) -> dict[str, Any]:
     """What a store was made with (core/identity): each of its parts of the right type."""
-    found: dict[str, Any] = plain(object_of(value))
+    identity: dict[str, Any] = plain(object_of(value))
     for name in ("model", "fingerprint", "dtype", "system", "namespace"):
-        text_of(found.get(name, ""))
+        text_of(identity.get(name, ""))
     for name in ("prefix", "answer_header"):
-        _ids(found.get(name, []))
-    lead_in = object_of(found.get("lead_in", {}))
+        _ids(identity.get(name, []))
+    lead_in = object_of(identity.get("lead_in", {}))
     text_of(lead_in.get("mode", ""))
     _ids(lead_in.get("ids", []))
     if lead_in.get("rows", "") != "":
         hex_of(lead_in["rows"], 20)
-    object_of(found.get("split", {}))
-    return found
+    object_of(identity.get("split", {}))
+    return identity
 
 
 def codec_of(value: Any) -> dict[str, Any]:
     """What is known of the codec levels: a profile, and rows of numbers by level, or by profile and level."""
-    found: dict[str, Any] = plain(object_of(value))
-    if found.get("profile", "") != "":
-        hex_of(found["profile"], 16)
-    for row in object_of(found.get("losses", {})).values():
+    state: dict[str, Any] = plain(object_of(value))
+    if state.get("profile", "") != "":
+        hex_of(state["profile"], 16)
+    for row in object_of(state.get("losses", {})).values():
         for inner in object_of(row).values():
             for number in inner.values() if isinstance(inner, dict) else [inner]:
                 if number is not None and not isinstance(number, int | float):
                     raise ValueError("a loss that is no number")
-    return found
+    return state
 
 
 def lead_in_of(value: Any) -> dict[str, Any]:
     """Which learned lead-in is in use."""
-    found: dict[str, Any] = plain(object_of(value))
-    if found.get("digest", "") != "":
-        hex_of(found["digest"], 20)
-    text_of(found.get("fingerprint", ""))
-    _ids(found.get("ids", []))
-    return found
+    state: dict[str, Any] = plain(object_of(value))
+    if state.get("digest", "") != "":
+        hex_of(state["digest"], 20)
+    text_of(state.get("fingerprint", ""))
+    _ids(state.get("ids", []))
+    return state
 
 
 def _ids(value: Any) -> None:

@@ -97,7 +97,7 @@ class Writing:
 
 
 def new_name() -> str:
-    """Of a temporary file: nobody can put something in its place beforehand."""
+    """A name for a temporary file: nobody can put something in its place beforehand."""
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -130,6 +130,6 @@ def _tidy(folder: int) -> None:
         names = [entry.name for entry in entries if entry.name.startswith(TEMPORARY)]
     for name in names:
         with suppress(OSError):
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if stat.S_ISREG(found.st_mode) and is_left_behind(name, found.st_mtime, now):
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode) and is_left_behind(name, status.st_mtime, now):
                 os.unlink(name, dir_fd=folder)

@@ -211,10 +211,10 @@ def read_bounded(path: Path, most: int) -> bytes | None:
 
 def _size_of(path: Path) -> int:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
 def _name_of(root: Path, path: Path) -> str:

@@ -62,4 +62,4 @@ def _room(store: Store, budget: int) -> int:
 def _oldest_first(store: Store) -> list[bytes]:
     used, added, kept = store.last_used(), store.added(), kept_always(store) | pinned_with_documents(store)
     known = [chunk_id for chunk_id in store.chunk_ids() if chunk_id not in kept]
-    return sorted(known, key=lambda one: (used.get(one, added.get(one, 0)), one))
+    return sorted(known, key=lambda chunk_id: (used.get(chunk_id, added.get(chunk_id, 0)), chunk_id))

@@ -19,7 +19,7 @@ _LOOK_EVERY = 0.1  # seconds, while another one deletes
 
 
 class Lease:
-    """That of one push. Use `running`."""
+    """What one push shows of itself to others. Use `running`."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs

@@ -13,5 +13,5 @@ _MOST = {"head": 2**12, "catalogue": 2**28, "meta": 2**24, "chunk": 2**24}  # by
 
 
 def most_bytes(name: str) -> int:
-    """Of a value, by its name."""
+    """How many bytes a value of this name may have."""
     return _MOST.get(name.partition("/")[0], MOST_BYTES)

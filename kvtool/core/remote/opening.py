@@ -65,16 +65,16 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
     """
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
-        there = read_catalogue(blobs)
+        catalogue = read_catalogue(blobs)
     except (RemoteError, DamagedError) as error:
         blobs.close()
         return _alone(place, warn, error)
     store: Store | None = None
     try:
         store = Store.create_or_open(place)
-        packed = there.pack()
-        if _take_over(store, blobs, there, packed, timeout, lock_wait, warn):
-            store.link = Tier(store, blobs, there, digest_of(packed), timeout, warn)
+        packed = catalogue.pack()
+        if _take_over(store, blobs, catalogue, packed, timeout, lock_wait, warn):
+            store.link = Tier(store, blobs, catalogue, digest_of(packed), timeout, warn)
         return store
     except BaseException:
         if store is not None:
@@ -97,14 +97,14 @@ def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
 
 
 def _take_over(
-    store: Store, blobs: Blobs, there: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
+    store: Store, blobs: Blobs, catalogue: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
 ) -> bool:
     """Bring the store up to date with a catalogue; False: the tier cannot be used, what is here can."""
     mine = store.manifest()
     try:
         if mine:
-            check_same_identity(mine.get("identity", {}), there.identity, blobs.url)
-        _adopt(store, blobs, there, packed, timeout, lock_wait, warn)
+            check_same_identity(mine.get("identity", {}), catalogue.identity, blobs.url)
+        _adopt(store, blobs, catalogue, packed, timeout, lock_wait, warn)
     except StoreFormatError as error:
         warn(f"{error.message}: only what is here already is used", f"start anew: remove {store.path}")
         return False
@@ -117,24 +117,24 @@ def _take_over(
             raise
         warn(f"{error.message}: only what is here already is used", error.hint)
         return False
-    if any(level not in one.makers for one in there.chunks.values() for level in nested(one.levels)):
+    if any(level not in chunk.makers for chunk in catalogue.chunks.values() for level in nested(chunk.levels)):
         text = f"{blobs.url} does not say which profile its lossy records are of: --level auto leaves them alone"
         warn(text, "push to it again")
     return True
 
 
 def _adopt(
-    store: Store, blobs: Blobs, there: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
+    store: Store, blobs: Blobs, catalogue: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
 ) -> None:
     """Take over what the catalogue describes, once for each catalogue."""
     last, done = store.side_file(CATALOGUE), {"catalogue": digest_of(packed), "rules": _RULES}
     if read_side(store, _ADOPTED) == done:
         return
     with store.writer(lock_wait) as writer:
-        report = adopt(store, writer, blobs, there, levels=(), delete=True, timeout=timeout, mirror=True)
+        report = adopt(store, writer, blobs, catalogue, levels=(), delete=True, timeout=timeout, mirror=True)
         if store.budget() is None and not last.exists():  # later on it is what its owner wants
             writer.set_budget(default_budget(store.path))
-        _drop_stale(store, writer, there, _read_before(last))
+        _drop_stale(store, writer, catalogue, _read_before(last))
         atomic_write(last, packed)
     for damage in report.damaged[:_MOST_TOLD]:
         warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
@@ -160,7 +160,7 @@ def _read_before(path: Path) -> Catalogue | None:
     return None
 
 
-def _drop_stale(store: Store, writer: Writer, there: Catalogue, before: Catalogue | None) -> None:
+def _drop_stale(store: Store, writer: Writer, catalogue: Catalogue, before: Catalogue | None) -> None:
     """Drop lossy records that are others than the tier's by now: what is fetched may refine just those.
 
     Parameters
@@ -169,7 +169,7 @@ def _drop_stale(store: Store, writer: Writer, there: Catalogue, before: Catalogu
     """
     doomed: dict[str, list[bytes]] = {}
     for chunk_id in store.chunk_ids():
-        now = there.chunks.get(chunk_id.hex())
+        now = catalogue.chunks.get(chunk_id.hex())
         then = before.chunks.get(chunk_id.hex()) if before is not None else None
         if now is not None and (then is None or then.levels != now.levels):
             for level in _stale(store, chunk_id, now):

@@ -57,18 +57,18 @@ def pull(
     RemoteError : the tier does not answer. What came stays.
     StoreFormatError : the store is of another model.
     """
-    there = read_catalogue(blobs)
+    catalogue = read_catalogue(blobs)
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
         if delete and not yes:
-            _check_share(store, there, blobs.url)
-        return adopt(store, writer, blobs, there, levels, delete, newer, timeout, events)
+            _check_share(store, catalogue, blobs.url)
+        return adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
 
 
 def adopt(
     store: Store,
     writer: Writer,
     blobs: Readable,
-    there: Catalogue,
+    catalogue: Catalogue,
     levels: Sequence[str] | None,
     delete: bool = False,
     newer: bool = False,
@@ -76,7 +76,7 @@ def adopt(
     events: Events | None = None,
     mirror: bool = False,
 ) -> TransferReport:
-    """The same with a catalogue and a writer at hand.
+    """Bring a store up to date with a catalogue, through a writer at hand; see `pull`.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def adopt(
     """
     started = time.perf_counter()
     job = _Pull(store, writer, blobs, TransferReport("pull", blobs.url), timeout, events or Events())
-    job.run(there, levels, delete, newer, mirror)
+    job.run(catalogue, levels, delete, newer, mirror)
     job.report.seconds = time.perf_counter() - started
     return job.report
 
@@ -94,23 +94,23 @@ def preview(
 ) -> TransferReport:
     """What a pull would do; nothing is fetched but the catalogue, and nothing is written. Raises as `pull` does."""
     started = time.perf_counter()
-    there, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=True)
+    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=True)
     try:
         with Store.open(path) as store:
             if mine := store.manifest():
-                check_same_identity(there.identity, mine.get("identity", {}), str(path))
-            files = wanted_files(store, there, newer)
-            records, report.chunks.unchanged = wanted_records(store, there, levels)
-            report.removed = len(only_here(store, there)) if delete else 0
+                check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
+            files = wanted_files(store, catalogue, newer)
+            records, report.chunks.unchanged = wanted_records(store, catalogue, levels)
+            report.removed = len(only_here(store, catalogue)) if delete else 0
     except StoreNotFoundError:
-        files = list(there.files)
+        files = list(catalogue.files)
         records = [
             (key, Bundle(tuple(with_bases(chunk, chunk.levels if levels is None else levels))))
-            for key, chunk in there.chunks.items()
+            for key, chunk in catalogue.chunks.items()
         ]
-    report.files.moved, report.files.unchanged = len(files), len(there.files) - len(files)
-    report.chunks.moved = sum(len(one.levels) for _, one in records)
-    report.bytes = sum(there.chunks[key].levels[level].size for key, one in records for level in one.levels)
+    report.files.moved, report.files.unchanged = len(files), len(catalogue.files) - len(files)
+    report.chunks.moved = sum(len(bundle.levels) for _, bundle in records)
+    report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -130,21 +130,21 @@ class _Pull:
         self.report, self.timeout, self.events = report, timeout, events
 
     def run(
-        self, there: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: bool = False
+        self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: bool = False
     ) -> None:
-        for what, why in there.left_out:
+        for what, why in catalogue.left_out:
             self.report.note_damage(what, why)
         mine = self.store.manifest()
         if mine:
-            check_same_identity(there.identity, mine.get("identity", {}), str(self.store.path))
-        self._manifest(there, new=not mine)
-        self._profiles(there)  # before the state that names them
-        self._state(there, mirror)
-        self._describe(there)
-        self._records(there, levels)
-        self._files(there, newer)
+            check_same_identity(catalogue.identity, mine.get("identity", {}), str(self.store.path))
+        self._manifest(catalogue, new=not mine)
+        self._profiles(catalogue)  # before the state that names them
+        self._state(catalogue, mirror)
+        self._describe(catalogue)
+        self._records(catalogue, levels)
+        self._files(catalogue, newer)
         if delete:
-            self._forget(there)
+            self._forget(catalogue)
 
     def _fetched(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:
         """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
@@ -158,25 +158,25 @@ class _Pull:
 
     # ---- the parts ----
 
-    def _manifest(self, there: Catalogue, new: bool) -> None:
+    def _manifest(self, catalogue: Catalogue, new: bool) -> None:
         """What the tier says of its model; a store that knows its own keeps it."""
         if new:
-            found = self._metas(there, ["manifest"]).get("manifest", {})
-            if not found or found.get("identity") != there.identity:
+            manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
+            if not manifest or manifest.get("identity") != catalogue.identity:
                 raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
-            self.writer.set_manifest(found)
+            self.writer.set_manifest(manifest)
 
-    def _state(self, there: Catalogue, mirror: bool) -> None:
+    def _state(self, catalogue: Catalogue, mirror: bool) -> None:
         """What was measured of the codec levels, and which lead-in is the learned one: the tier's in a mirror; else
         the store's own, and what the tier knows besides."""
         put = {"codec": self.writer.set_codec_state, "lead-in": self.writer.set_lead_in_state}
-        own = {name: self._own_state(name) for name in put}
-        differ = [name for name in put if there.meta.get(name) != digest_of(values.sealed_meta(name, own[name]))]
-        for name, theirs in self._metas(there, differ).items():
+        stored = {name: self._own_state(name) for name in put}
+        differ = [name for name in put if catalogue.meta.get(name) != digest_of(values.sealed_meta(name, stored[name]))]
+        for name, theirs in self._metas(catalogue, differ).items():
             joined = theirs
             if not mirror:
-                joined = join_codec(own[name], theirs) if name == "codec" else own[name] or theirs
-            if joined != own[name]:
+                joined = join_codec(stored[name], theirs) if name == "codec" else stored[name] or theirs
+            if joined != stored[name]:
                 put[name](joined)
 
     def _own_state(self, name: str) -> dict[str, Any]:
@@ -185,44 +185,52 @@ class _Pull:
         except DamagedError:  # replaced by the tier's
             return {}
 
-    def _metas(self, there: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        groups = [Group(name, name, [f"meta/{name}-{there.meta[name]}"]) for name in names if name in there.meta]
-        found = {}
+    def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        groups = [
+            Group(name, name, [f"meta/{name}-{catalogue.meta[name]}"]) for name in names if name in catalogue.meta
+        ]
+        metas = {}
         for group, value in self._single(groups):
             with self._noted(group):
-                found[group.key] = values.open_meta(group.key, value)
-        return found
+                metas[group.key] = values.open_meta(group.key, value)
+        return metas
 
-    def _profiles(self, there: Catalogue) -> None:
+    def _profiles(self, catalogue: Catalogue) -> None:
         known = {digest.hex() for digest in self.store.profile_digests()}
-        missing = [digest for digest in there.profiles if digest not in known]
-        for group, value in self._single(Group(one, f"profile {one}", [f"profile/{one}"]) for one in missing):
+        missing = [digest for digest in catalogue.profiles if digest not in known]
+        for group, value in self._single(
+            Group(digest, f"profile {digest}", [f"profile/{digest}"]) for digest in missing
+        ):
             with self._noted(group):
                 self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
-    def _describe(self, there: Catalogue) -> None:
+    def _describe(self, catalogue: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
         groups = (
-            Group(key, f"chunk {key}", [chunk_name(key, one)]) for key, one in there.chunks.items() if key not in known
+            Group(key, f"chunk {key}", [chunk_name(key, chunk)])
+            for key, chunk in catalogue.chunks.items()
+            if key not in known
         )
         infos: dict[bytes, ChunkInfo] = {}
         size = 0
         for group, value in self._single(groups):
             chunk_id = bytes.fromhex(group.key)
             with self._noted(group):
-                infos[chunk_id] = values.open_chunk(chunk_id, value, there.identity, there.chunks[group.key].layers)
+                infos[chunk_id] = values.open_chunk(
+                    chunk_id, value, catalogue.identity, catalogue.chunks[group.key].layers
+                )
                 size += len(value)
             if len(infos) == _DESCRIBED_AT_ONCE or size > MOST_BYTES // 64:
                 self.writer.describe(infos)
                 infos, size = {}, 0
         self.writer.describe(infos)
 
-    def _records(self, there: Catalogue, levels: Sequence[str] | None) -> None:
-        wanted, self.report.chunks.unchanged = wanted_records(self.store, there, levels)
-        self.events.step("chunks", sum(len(one.levels) for _, one in wanted), "chunks")
-        for group, records in self._fetched(_records_of(key, there.chunks[key], one) for key, one in wanted):
+    def _records(self, catalogue: Catalogue, levels: Sequence[str] | None) -> None:
+        wanted, self.report.chunks.unchanged = wanted_records(self.store, catalogue, levels)
+        self.events.step("chunks", sum(len(bundle.levels) for _, bundle in wanted), "chunks")
+        for group, records in self._fetched(_records_of(key, catalogue.chunks[key], bundle) for key, bundle in wanted):
             with self._noted(group):
-                self._put(group, there.chunks[group.key], records)
+                self._put(group, catalogue.chunks[group.key], records)
             self.events.advance(len(group.levels))
         self.writer.flush()
 
@@ -233,22 +241,22 @@ class _Pull:
             raise DamagedError("its description did not come")
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
-        for level, own in by_level.items():
-            survey.check_level(chunk_id, chunk, level, own)
+        for level, of_level in by_level.items():
+            survey.check_level(chunk_id, chunk, level, of_level)
             base = chunk.levels[level].base
             if base is not None and base not in by_level and not self.writer.has_level(chunk_id, base):
                 raise DamagedError(f"level {base}, which it refines, did not come")
         if group.replaces:
             self.writer.flush()  # so that all of it is in one transaction
-        for level, own in by_level.items():
-            self.writer.put_chunk(chunk_id, info, level, own, replace=group.replaces)
+        for level, of_level in by_level.items():
+            self.writer.put_chunk(chunk_id, info, level, of_level, replace=group.replaces)
         self.report.chunks.moved += len(by_level)
 
-    def _files(self, there: Catalogue, newer: bool) -> None:
-        wanted = wanted_files(self.store, there, newer)
-        self.report.files.unchanged = len(there.files) - len(wanted)
+    def _files(self, catalogue: Catalogue, newer: bool) -> None:
+        wanted = wanted_files(self.store, catalogue, newer)
+        self.report.files.unchanged = len(catalogue.files) - len(wanted)
         for group, value in self._single(
-            Group(key, f"file {key}", [file_name(key, there.files[key])]) for key in wanted
+            Group(key, f"file {key}", [file_name(key, catalogue.files[key])]) for key in wanted
         ):
             with self._noted(group):
                 self.writer.commit_file(*values.open_file(bytes.fromhex(group.key), value))
@@ -264,14 +272,14 @@ class _Pull:
         except ValueError as error:
             self.report.note_damage(group.what, str(error))
 
-    def _forget(self, there: Catalogue) -> None:
-        for path in only_here(self.store, there):
+    def _forget(self, catalogue: Catalogue) -> None:
+        for path in only_here(self.store, catalogue):
             self.report.removed += self.writer.remove_file(path)
-        self.writer.collect(keep=[bytes.fromhex(key) for key in there.chunks])
+        self.writer.collect(keep=[bytes.fromhex(key) for key in catalogue.chunks])
 
 
-def _check_share(store: Store, there: Catalogue, url: str) -> None:
-    gone, count = len(only_here(store, there)), sum(1 for _ in store.files())
+def _check_share(store: Store, catalogue: Catalogue, url: str) -> None:
+    gone, count = len(only_here(store, catalogue)), sum(1 for _ in store.files())
     if gone > max(1, count // 2):
         raise UsageError(
             f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",

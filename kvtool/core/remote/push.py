@@ -80,9 +80,9 @@ class _Push:
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
-        head, there = self._there()
+        head, theirs = self._there()
         listed = own_names(self.blobs) if delete else set()
-        mine = survey.survey(self.store, there, self.report.note_damage)
+        mine = survey.survey(self.store, theirs, self.report.note_damage)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -90,74 +90,75 @@ class _Push:
             )
             delete = False
         if delete and not yes:
-            check_share(listed, mine, there, self.blobs.url)
+            check_share(listed, mine, theirs, self.blobs.url)
         with self.lease.running():
-            mine = self.sender.send(mine, there)
-            self._publish(head, there, mine, delete)
+            mine = self.sender.send(mine, theirs)
+            self._publish(head, theirs, mine, delete)
             if delete and not self.sweep.run(listed):
                 self.sender.send(mine, None)  # what somebody who knows of no leases counts on was deleted
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         """What is there; a push that verifies replaces a catalogue that is damaged."""
         try:
-            head, there = read_head(self.blobs)
+            head, theirs = read_head(self.blobs)
         except DamagedError:
             if not self.verify:
                 raise
-            head, there = self.blobs.get([HEAD])[0], None
-        if there is None:
+            head, theirs = self.blobs.get([HEAD])[0], None
+        if theirs is None:
             check_ours(self.blobs)
         else:
-            check_same_identity(self.store.manifest().get("identity", {}), there.identity, self.blobs.url)
-        return head, there
+            check_same_identity(self.store.manifest().get("identity", {}), theirs.identity, self.blobs.url)
+        return head, theirs
 
-    def _publish(self, head: bytes | None, there: Catalogue | None, mine: Catalogue, delete: bool) -> None:
+    def _publish(self, head: bytes | None, theirs: Catalogue | None, mine: Catalogue, delete: bool) -> None:
         for _ in range(_TRIES):
-            if there is not None:
-                check_same_identity(mine.identity, there.identity, self.blobs.url)
-            joined = mine if there is None or delete else self._joined(mine, there)
-            if there is not None and joined == there:
+            if theirs is not None:
+                check_same_identity(mine.identity, theirs.identity, self.blobs.url)
+            joined = mine if theirs is None or delete else self._joined(mine, theirs)
+            if theirs is not None and joined == theirs:
                 return
-            if self._swap(head, there, joined):
-                if delete and there is not None:
-                    self.report.forgotten = len(there.files.keys() - mine.files.keys())
+            if self._swap(head, theirs, joined):
+                if delete and theirs is not None:
+                    self.report.forgotten = len(theirs.files.keys() - mine.files.keys())
                 return
-            head, there = read_head(self.blobs)
+            head, theirs = read_head(self.blobs)
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
 
-    def _joined(self, mine: Catalogue, there: Catalogue) -> Catalogue:
-        joined = join(mine, there, self.newer)
+    def _joined(self, mine: Catalogue, theirs: Catalogue) -> Catalogue:
+        joined = join(mine, theirs, self.newer)
         less = without_superseded(joined, mine)
         return less if less != joined and self._is_whole(mine) else joined
 
     def _is_whole(self, mine: Catalogue) -> bool:
-        """Else what is damaged or lost here may be whole there."""
+        """Whether nothing is damaged or lost here: else it may be whole there."""
         return not self.report.damaged and survey.is_complete(self.store, mine)
 
-    def _swap(self, head: bytes | None, there: Catalogue | None, joined: Catalogue) -> bool:
+    def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
         packed = joined.pack()
         digest = digest_of(packed)
         self.blobs.put({catalogue_name(digest): packed})
         self.blobs.settle()
         before: tuple[str, ...] = ()
-        if head is not None and there is not None:
-            before = self.sweep.reclaim(head, joined, there)
+        if head is not None and theirs is not None:
+            before = self.sweep.reclaim(head, joined, theirs)
         return self.blobs.swap(HEAD, head, seal_head(Head(digest, before)))
 
 
 # ---- two catalogues ----
 
 
-def join(mine: Catalogue, there: Catalogue, newer: bool) -> Catalogue:
+def join(mine: Catalogue, theirs: Catalogue, newer: bool) -> Catalogue:
     """What both hold. Of what both have in two versions it is `mine`, or of files the one changed last."""
-    files: dict[str, File] = there.files | mine.files
+    files: dict[str, File] = theirs.files | mine.files
     if newer:
-        for key in mine.files.keys() & there.files.keys():
-            files[key] = max(mine.files[key], there.files[key], key=lambda one: (one.mtime_ns, one.mark))
-    chunks = there.chunks | {
-        key: join_chunks(one, there.chunks[key]) if key in there.chunks else one for key, one in mine.chunks.items()
+        for key in mine.files.keys() & theirs.files.keys():
+            files[key] = max(mine.files[key], theirs.files[key], key=lambda version: (version.mtime_ns, version.mark))
+    chunks = theirs.chunks | {
+        key: join_chunks(version, theirs.chunks[key]) if key in theirs.chunks else version
+        for key, version in mine.chunks.items()
     }
-    profiles = tuple(sorted({*mine.profiles, *there.profiles}))
+    profiles = tuple(sorted({*mine.profiles, *theirs.profiles}))
     return replace(mine, profiles=profiles, files=files, chunks=chunks)
 
 
@@ -169,14 +170,14 @@ def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
     if joined.files != mine.files:
         return joined
     chunks = {key: joined.chunks[key] for key in mine.chunks}
-    own = all(chunk.levels == mine.chunks[key].levels for key, chunk in chunks.items())
-    return replace(joined, chunks=chunks, profiles=mine.profiles if own else joined.profiles)
+    same_levels = all(chunk.levels == mine.chunks[key].levels for key, chunk in chunks.items())
+    return replace(joined, chunks=chunks, profiles=mine.profiles if same_levels else joined.profiles)
 
 
-def join_chunks(mine: Chunk, there: Chunk) -> Chunk:
+def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
     """Levels of both. Nested ones may refine each other, so they are all of one side where they differ."""
-    levels: dict[str, Level] = there.levels | mine.levels
-    common = nested(mine.levels.keys() & there.levels.keys())
-    if any(mine.levels[level].mark != there.levels[level].mark for level in common):
-        levels = {name: one for name, one in levels.items() if not level_of(name).nested or name in mine.levels}
+    levels: dict[str, Level] = theirs.levels | mine.levels
+    common = nested(mine.levels.keys() & theirs.levels.keys())
+    if any(mine.levels[level].mark != theirs.levels[level].mark for level in common):
+        levels = {name: level for name, level in levels.items() if not level_of(name).nested or name in mine.levels}
     return replace(mine, levels=levels)

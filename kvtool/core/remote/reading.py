@@ -41,10 +41,10 @@ def catalogue_of(blobs: Blobs, digest: str) -> Catalogue:
 
 def read_catalogue(blobs: Blobs) -> Catalogue:
     """The catalogue of a tier that was pushed to; raises StoreNotFoundError where nothing was, and as read_head."""
-    _, found = read_head(blobs)
-    if found is None:
+    _, catalogue = read_head(blobs)
+    if catalogue is None:
         raise StoreNotFoundError(f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`")
-    return found
+    return catalogue
 
 
 def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:

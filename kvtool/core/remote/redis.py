@@ -43,13 +43,13 @@ class RedisBlobs:
             import redis
         except ImportError as error:
             raise KvtoolError("redis:// needs the package redis", "pip install 'kvtool[redis]'") from error
-        own, self._prefix = _split_prefix(url)
+        server_url, self._prefix = _split_prefix(url)
         self.url = for_people(url)
         self._secrets = _secrets_of(url)
         self._timeout = timeout
         try:
             self._client: Any = redis.Redis.from_url(
-                own, socket_timeout=timeout, socket_connect_timeout=timeout, retry=None, decode_responses=False
+                server_url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=None, decode_responses=False
             )
         except (ValueError, TypeError):  # what it says repeats parts of the URL
             raise UsageError(f"{self.url} is no Redis URL", _OPTIONS) from None
@@ -57,8 +57,8 @@ class RedisBlobs:
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
         limits = [most_bytes(name) for name in names]
-        found = self._all("getrange", names, [(0, most) for most in limits])
-        return [_bounded(value, most) for value, most in zip(found, limits, strict=True)]
+        values = self._all("getrange", names, [(0, most) for most in limits])
+        return [_bounded(value, most) for value, most in zip(values, limits, strict=True)]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """See Blobs."""
@@ -120,8 +120,8 @@ class RedisBlobs:
     def held(self) -> set[str]:
         """See Blobs."""
         with self._explained():
-            found = self._client.zrangebyscore(self._key(_LEASES), self._now(), "+inf")
-            return {name.decode(errors="backslashreplace") for name in found}
+            names = self._client.zrangebyscore(self._key(_LEASES), self._now(), "+inf")
+            return {name.decode(errors="backslashreplace") for name in names}
 
     def release(self, name: str) -> None:
         """See Blobs."""
@@ -139,16 +139,16 @@ class RedisBlobs:
             self._client.close()
 
     def _all(self, command: str, names: Sequence[str], more: Sequence[tuple[int, ...]] = ()) -> list[Any]:
-        found: list[Any] = []
+        answers: list[Any] = []
         arguments = more or [()] * len(names)
         with self._explained():
             step = _AT_ONCE.get(command, _SMALL_AT_ONCE)
             for at in range(0, len(names), step):
                 waiting = self._client.pipeline(transaction=False)
-                for name, own in zip(names[at : at + step], arguments[at:], strict=False):
-                    getattr(waiting, command)(self._key(name), *own)
-                found += waiting.execute()
-        return found
+                for name, more_of_it in zip(names[at : at + step], arguments[at:], strict=False):
+                    getattr(waiting, command)(self._key(name), *more_of_it)
+                answers += waiting.execute()
+        return answers
 
     def _now(self) -> float:
         seconds, micros = self._client.time()
@@ -206,7 +206,7 @@ class RedisReader:
 
     def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
         """See Reader."""
-        limits = [min(most_bytes(name), own) for name, own in zip(names, most, strict=True)]
+        limits = [min(most_bytes(name), bound) for name, bound in zip(names, most, strict=True)]
         with self._blobs._explained():
             keys = map(self._blobs._key, names)
             commands = [("GETRANGE", key, 0, limit) for key, limit in zip(keys, limits, strict=True)]
@@ -245,7 +245,7 @@ def _split_prefix(url: str) -> tuple[str, str]:
 def _secrets_of(url: str) -> list[str]:
     """What must not be repeated of a URL, escaped and not, longest first."""
     parts = urlsplit(url)
-    found = {parts.password or parts.username or ""} | {
+    secrets = {parts.password or parts.username or ""} | {
         value for name, value in parse_qsl(parts.query) if name not in SHOWN
     }
-    return sorted({*found, *map(unquote, found)} - {""}, key=len, reverse=True)
+    return sorted({*secrets, *map(unquote, secrets)} - {""}, key=len, reverse=True)

@@ -20,8 +20,8 @@ class Rehearsal:
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
-        found = self._blobs.get(names)
-        return [self._written.get(name, value) for name, value in zip(names, found, strict=True)]
+        values = self._blobs.get(names)
+        return [self._written.get(name, value) for name, value in zip(names, values, strict=True)]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """See Blobs."""
@@ -36,29 +36,29 @@ class Rehearsal:
         return self._blobs.reader()
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """Not done."""
+        """Keep catalogues in mind, and nothing else; see Blobs."""
         self._written |= {name: value for name, value in values.items() if name.startswith("catalogue/")}
 
     def settle(self) -> None:
-        """Not done."""
+        """Do nothing; see Blobs."""
 
     def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """Not done, as if it had been."""
+        """Act as if it had been swapped; see Blobs."""
         self._written[name] = after
         return True
 
     def delete(self, names: Sequence[str]) -> None:
-        """Not done."""
+        """Do nothing; see Blobs."""
 
     def hold(self, name: str) -> None:
-        """Not done."""
+        """Do nothing; see Blobs."""
 
     def held(self) -> set[str]:
-        """Nothing: who changes nothing is in nobody's way."""
+        """Nothing is held: who changes nothing is in nobody's way."""
         return set()
 
     def release(self, name: str) -> None:
-        """Not done."""
+        """Do nothing; see Blobs."""
 
     def close(self) -> None:
         """Left to whoever opened the tier."""

@@ -37,10 +37,10 @@ class Sender:
         self.store, self.blobs, self.lease = store, blobs, lease
         self.report, self.events, self.verify = report, events, verify
 
-    def send(self, mine: Catalogue, there: Catalogue | None) -> Catalogue:
+    def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
         """Send what is missing; the catalogue as the tier has it now.
 
-        It differs from `mine` where a mark was taken from `there` and its records, made on another machine, are gone:
+        It differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are gone:
         half of a level may not be of one rounding and half of another.
 
         Raises
@@ -48,7 +48,7 @@ class Sender:
         RemoteError, NoSpaceError : the tier is gone or full.
         KvtoolError : the store was changed meanwhile.
         """
-        self._send_small(mine, there)
+        self._send_small(mine, theirs)
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
         chunks, left = {}, iter(mine.chunks.items())
         while some := dict(islice(left, _CHUNKS_AT_ONCE)):
@@ -74,39 +74,39 @@ class Sender:
             if survey.mark_of_records(records) != chunk.levels[level].mark:
                 if not again:
                     raise _changed()
-                own = survey.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
-                if own is None:
+                surveyed = survey.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
+                if surveyed is None:
                     raise _changed()
-                return self._send_chunk(key, own, self._gaps({key: own})[0], again=False)
+                return self._send_chunk(key, surveyed, self._gaps({key: surveyed})[0], again=False)
             by_name = dict(zip(kv_names(key, chunk, level), records, strict=True))
             self._put({name: by_name[name] for name in names})
         return _without(chunk, lost)
 
     def _gaps(self, chunks: dict[str, Chunk]) -> list[Gaps]:
-        """Of each chunk what has to be sent."""
+        """What has to be sent of each chunk."""
         places = [(key, level, kv_names(key, chunk, level)) for key, chunk in chunks.items() for level in chunk.levels]
         sizes = self._sound_sizes([name for _, _, names in places for name in names])
-        found: dict[str, Gaps] = {key: {} for key in chunks}
+        gaps: dict[str, Gaps] = {key: {} for key in chunks}
         for key, level, names in places:
             missing = [name for name in names if not sizes[name]]
             if missing or sum(sizes[name] for name in names) != chunks[key].levels[level].size:
-                found[key][level] = missing or names  # cut off: some of them, and nobody knows which
-        return list(found.values())
+                gaps[key][level] = missing or names  # cut off: some of them, and nobody knows which
+        return list(gaps.values())
 
     def _sound_sizes(self, names: list[str]) -> dict[str, int]:
-        """Bytes of each that is there; 0 of one that is missing or known to be damaged."""
+        """How many bytes each value has that is there; 0 of one that is missing or known to be damaged."""
         if not self.verify:
             return dict(zip(names, self.blobs.sizes(names), strict=True))
-        found = {}
+        sizes = {}
         for at in range(0, len(names), _READ_AT_ONCE):
             some = names[at : at + _READ_AT_ONCE]
             for name, value in zip(some, self.blobs.get(some), strict=True):
-                found[name] = len(value) if value is not None and values.is_sound(name, value) else 0
-        return found
+                sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
+        return sizes
 
     # ---- all the rest ----
 
-    def _send_small(self, mine: Catalogue, there: Catalogue | None) -> None:
+    def _send_small(self, mine: Catalogue, theirs: Catalogue | None) -> None:
         left, sent = self._small_values(mine), set[str]()
         while batch := dict(islice(left, _SMALL_AT_ONCE)):
             sizes = self._sound_sizes(list(batch))
@@ -115,8 +115,8 @@ class Sender:
                 raise _changed()
             self._put(missing)
             sent |= missing.keys()
-        known = {file_name(key, one) for key, one in there.files.items()} if there is not None else set()
-        files = {file_name(key, one) for key, one in mine.files.items()}
+        known = {file_name(key, file) for key, file in theirs.files.items()} if theirs is not None else set()
+        files = {file_name(key, file) for key, file in mine.files.items()}
         self.report.files.unchanged = len(files & known - sent)
         self.report.files.moved = len(files) - self.report.files.unchanged
 
@@ -143,10 +143,10 @@ class Sender:
 
 
 def _without(chunk: Chunk, lost: set[str]) -> Chunk:
-    """The same without levels that could not be sent, and what refines them: no catalogue names what is not there."""
-    while more := {level for level, one in chunk.levels.items() if one.base in lost and level not in lost}:
+    """The chunk without levels that could not be sent and what refines them: no catalogue names what is not there."""
+    while more := {level for level, stored in chunk.levels.items() if stored.base in lost and level not in lost}:
         lost = lost | more
-    return replace(chunk, levels={level: one for level, one in chunk.levels.items() if level not in lost})
+    return replace(chunk, levels={level: stored for level, stored in chunk.levels.items() if level not in lost})
 
 
 def _changed() -> KvtoolError:

@@ -19,8 +19,8 @@ def join_codec(mine: State, theirs: State) -> dict[str, Any]:
     """
     if not mine or not theirs:
         return dict(mine or theirs)
-    own, other = losses_by_maker(mine), losses_by_maker(theirs)
-    rows = {maker: other.get(maker, {}) | own.get(maker, {}) for maker in {**other, **own}}
+    ours, other = losses_by_maker(mine), losses_by_maker(theirs)
+    rows = {maker: other.get(maker, {}) | ours.get(maker, {}) for maker in {**other, **ours}}
     profile = mine.get("profile") or theirs.get("profile") or ""
     return {**theirs, **mine, "profile": profile, "losses": _written(rows, profile)}
 

@@ -87,33 +87,33 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue
     chunks = {}
     for chunk_id in store.chunk_ids():
         try:
-            there = known.chunks.get(chunk_id.hex()) if known is not None else None
-            found = survey_chunk(store, chunk_id, there, damaged)
+            known_chunk = known.chunks.get(chunk_id.hex()) if known is not None else None
+            chunk = survey_chunk(store, chunk_id, known_chunk, damaged)
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()}", error.message)
         else:
-            if found is not None:
-                chunks[chunk_id.hex()] = found
+            if chunk is not None:
+                chunks[chunk_id.hex()] = chunk
     meta = {name: digest_of(values.meta_value(store, name)) for name in values.META}
     profiles = tuple(digest.hex() for digest in store.profile_digests())
     return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
 
 
-def survey_chunk(store: Store, chunk_id: bytes, there: Chunk | None, damaged: Damaged) -> Chunk | None:
-    """One chunk of it; None: it is described nowhere. `there` is what `known` says of it. Raises DamagedError."""
+def survey_chunk(store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged) -> Chunk | None:
+    """One chunk of it; None: it is described nowhere. `known_chunk` is what `known` says of it. Raises DamagedError."""
     info = store.chunk_info(chunk_id)
     if info is None:
         return None
     sizes = store.level_sizes(chunk_id)
-    known = there.levels if there is not None else {}
+    known = known_chunk.levels if known_chunk is not None else {}
     same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
     if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
-        same = {level: one for level, one in same.items() if not level_of(level).nested}
+        same = {level: stored for level, stored in same.items() if not level_of(level).nested}
     levels = {}
     for level, size in sizes.items():
         try:
-            one = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
-            levels[level] = replace(one, maker=store.made_with(chunk_id, level))
+            stored = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
+            levels[level] = replace(stored, maker=store.made_with(chunk_id, level))
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
     mark = digest_of(values.chunk_value(chunk_id, info))
@@ -125,7 +125,7 @@ def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: 
     base = base_of(chunk_id, level, records[0])
     if base is not None:
         for record, refined in zip(records, records_of(store, chunk_id, base, layers), strict=True):
-            check, other = (decode_record(chunk_id, one)[1] for one in (record, refined))
+            check, other = (decode_record(chunk_id, data)[1] for data in (record, refined))
             if stated_check(check) not in (0, check_of([other])):
                 raise DamagedError(f"it refines another record of level {base} than is stored")
     return Level(size, mark_of_records(records), base)

@@ -18,7 +18,7 @@ _AT_ONCE = 1000
 
 
 def own_names(blobs: Blobs) -> set[str]:
-    """Names of ours in a tier, those of another tier further below left out."""
+    """Which names of a tier are ours; those of another tier further below are left out."""
     return _own(set(blobs.names()))
 
 
@@ -67,7 +67,7 @@ def _is_catalogue(blobs: Blobs, name: str) -> bool:
     return packed is not None and catalogue_name(digest_of(packed)) == name
 
 
-def check_share(listed: set[str], mine: Catalogue, there: Catalogue | None, url: str) -> None:
+def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
     """Refuse to delete more than half of a tier unasked.
 
     Raises
@@ -76,7 +76,7 @@ def check_share(listed: set[str], mine: Catalogue, there: Catalogue | None, url:
     """
     blobs = {name for name in listed if name != HEAD and not name.startswith("catalogue/")}
     gone = blobs - mine.blobs()
-    documents = there.files if there is not None else {}
+    documents = theirs.files if theirs is not None else {}
     forgotten = documents.keys() - mine.files.keys()
     if 2 * len(gone) > len(blobs) or 2 * len(forgotten) > len(documents):
         raise UsageError(
@@ -114,7 +114,7 @@ class Sweep:
         _, wanted = self._in_force()
         return not gone & wanted
 
-    def reclaim(self, head: bytes, joined: Catalogue, there: Catalogue) -> tuple[str, ...]:
+    def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue) -> tuple[str, ...]:
         """Delete what only catalogues long out of force count on; which ones still stand, for the next head.
 
         Nothing where `head` is no longer in force: another push may count on just that by now.
@@ -125,9 +125,9 @@ class Sweep:
         if not old:
             return before
         with self._lease.sweeping() as alone:
-            wanted = joined.blobs() | there.blobs() | self._counted_on(kept[1:])
+            wanted = joined.blobs() | theirs.blobs() | self._counted_on(kept[1:])
             doomed = self._counted_on(old) - wanted
-            names = {catalogue_name(one) for one in old} - {catalogue_name(digest_of(joined.pack()))}
+            names = {catalogue_name(digest) for digest in old} - {catalogue_name(digest_of(joined.pack()))}
             for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
                 if not alone() or self.blobs.get([HEAD])[0] != head:
                     return before[:_MOST_BEFORE]
@@ -135,19 +135,19 @@ class Sweep:
         return kept
 
     def _counted_on(self, digests: Iterable[str]) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for digest in digests:
             try:
-                found |= set(filter(is_own, catalogue_of(self.blobs, digest).blobs()))
+                names |= set(filter(is_own, catalogue_of(self.blobs, digest).blobs()))
             except DamagedError:  # another push has reclaimed it
                 continue
-        return found
+        return names
 
     def _in_force(self) -> tuple[bytes | None, set[str]]:
-        head, found = read_head(self.blobs)
-        if head is None or found is None:
+        head, catalogue = read_head(self.blobs)
+        if head is None or catalogue is None:
             raise RemoteError(f"the head of {self.blobs.url} has vanished", "push again")
-        return head, {HEAD, catalogue_name(unseal_head(head).catalogue), *found.blobs()}
+        return head, {HEAD, catalogue_name(unseal_head(head).catalogue), *catalogue.blobs()}
 
     def _delete(self, names: list[str]) -> None:
         self._report.bytes_freed += sum(self.blobs.sizes(names))

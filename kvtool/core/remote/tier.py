@@ -39,9 +39,11 @@ class Tier:
     timeout : seconds to wait for a value.
     """
 
-    def __init__(self, store: Store, blobs: Blobs, there: Catalogue, digest: str, timeout: float, warn: Warn) -> None:
+    def __init__(
+        self, store: Store, blobs: Blobs, catalogue: Catalogue, digest: str, timeout: float, warn: Warn
+    ) -> None:
         self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
-        self._there: Catalogue | None = there  # None: the tier is gone
+        self._there: Catalogue | None = catalogue  # None: the tier is gone
         self._digest = digest  # of that catalogue
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._fetching = threading.Lock()
@@ -77,14 +79,14 @@ class Tier:
 
     def complete(
         self,
-        found: list[KVRead | KvtoolError | None],
+        reads: list[KVRead | KvtoolError | None],
         chunk_ids: Sequence[bytes],
         level: str,
         layer: int,
         before: Callable[[int], None],
     ) -> None:
         """Fetch what a read of the local store did not find or found damaged, and put it into its place."""
-        missing = [number for number, one in enumerate(found) if one is None or isinstance(one, KvtoolError)]
+        missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
         missing = [number for number in missing if self._has(chunk_ids[number], level, layer)]
         if not missing:
             return
@@ -97,14 +99,14 @@ class Tier:
             self.give_up(error)
             why = error
         for number in missing:
-            found[number] = self._taken(chunk_ids[number], level, layer) or why
+            reads[number] = self._taken(chunk_ids[number], level, layer) or why
 
     def _has(self, chunk_id: bytes, level: str, layer: int) -> bool:
         return layer < len(self.names(chunk_id, level)) or (chunk_id, level) in self._fetched
 
     def _fetch(self, chunk_ids: Iterable[bytes], level: str, layer: int) -> None:
         with self._fetching:
-            wanted = [one for one in chunk_ids if layer not in self._fetched.get((one, level), {})]
+            wanted = [chunk_id for chunk_id in chunk_ids if layer not in self._fetched.get((chunk_id, level), {})]
             asked = [(self.names(chunk_id, level), self.stated(chunk_id, level)) for chunk_id in wanted]
             if not all(names for names, _ in asked):
                 raise RemoteError("the shared store is gone")
@@ -135,7 +137,7 @@ class Tier:
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
         held = self._fetched.setdefault(place, {})
-        others = sum(len(one) for number, one in held.items() if number != layer)
+        others = sum(len(record) for number, record in held.items() if number != layer)
         if others + len(value) > self.stated(*place):
             return False
         held[layer] = value

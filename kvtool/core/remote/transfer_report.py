@@ -45,7 +45,7 @@ class TransferReport:
         self.damaged.append({"what": what, "reason": why})
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` shows it."""
+        """A JSON object, as `--json` shows it."""
         facts = asdict(self)
         if self.direction == "import":  # a pack is a file
             facts["path"] = facts.pop("url")

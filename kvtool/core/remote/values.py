@@ -33,23 +33,23 @@ def meta_value(store: Store, name: str) -> bytes:
 
 
 def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
-    """The same of a value at hand."""
+    """One of `META`, made of a value at hand."""
     return seal(name.encode(), Kind.MANIFEST, dump_json(value))
 
 
 def open_meta(name: str, value: bytes) -> dict[str, Any]:
     """Inverse of :func:`meta_value`; raises DamagedError."""
     try:
-        found = checks.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
-        return _CHECKS[name](found)
+        meta = checks.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
+        return _CHECKS[name](meta)
     except ValueError as error:
         raise DamagedError(f"{name} cannot be read: {error}") from error
 
 
 def _manifest_of(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = checks.plain(checks.object_of(value))
-    checks.identity_of(found.get("identity", {}))
-    return found
+    manifest: dict[str, Any] = checks.plain(checks.object_of(value))
+    checks.identity_of(manifest.get("identity", {}))
+    return manifest
 
 
 _CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of, "lead-in": checks.lead_in_of}
@@ -85,7 +85,7 @@ def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]
 def _checked_file(
     key: bytes, entry: FileEntry, documents: list[DocumentEntry]
 ) -> tuple[FileEntry, list[DocumentEntry]]:
-    """The same, if it is the file that was asked for, with its documents, each with chunks that lie within it."""
+    """The file and its documents, if it is the file that was asked for and its chunks lie within its documents."""
     sources = [document.source for document in documents]
     if keys.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
         raise DamagedError("another file, or other documents than it names, stand in its place")
@@ -118,13 +118,13 @@ def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layer
     DamagedError : it cannot be read, or describes another chunk.
     """
     info = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, value))
-    own = chunk_id_of(
+    described = chunk_id_of(
         namespace=identity.get("namespace", ""),
         model_fingerprint=identity.get("fingerprint", ""),
         lead_in=info.lead_in,
         token_ids=info.token_ids,
     )
-    if own != chunk_id or info.layers != layers:
+    if described != chunk_id or info.layers != layers:
         raise DamagedError("it describes another chunk")
     return info
 

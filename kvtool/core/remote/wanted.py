@@ -26,7 +26,7 @@ class Bundle:
 def bundles(
     chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
 ) -> list[Bundle]:
-    """What of a chunk is to be fetched.
+    """Which levels of a chunk are to be fetched.
 
     A level refines one very record of a coarser level. Where another one is stored here (the same chunk, computed or
     compressed elsewhere, rounds otherwise), the coarser one comes, too.
@@ -47,53 +47,53 @@ def bundles(
 
 
 def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
-    """Those of these levels that a chunk has, each behind the coarser one that it refines."""
-    found: list[str] = []
+    """The levels of these that a chunk has, each behind the coarser one that it refines."""
+    ordered: list[str] = []
     for level in levels:
         chain: list[str] = []
         at: str | None = level
-        while at is not None and at in chunk.levels and at not in found and at not in chain:
+        while at is not None and at in chunk.levels and at not in ordered and at not in chain:
             chain.append(at)
             at = chunk.levels[at].base
-        found += reversed(chain)
-    return found
+        ordered += reversed(chain)
+    return ordered
 
 
 # ---- of a store that is there ----
 
 
 def wanted_records(
-    store: Store, there: Catalogue, levels: Sequence[str] | None
+    store: Store, catalogue: Catalogue, levels: Sequence[str] | None
 ) -> tuple[list[tuple[str, Bundle]], int]:
-    """What of a tier's KV a store lacks, by chunk, and how many chunks at a level it has already."""
+    """Which KV of a tier a store lacks, by chunk, and how many chunks at a level it has already."""
     wanted: list[tuple[str, Bundle]] = []
     known = 0
-    for key, chunk in there.chunks.items():
+    for key, chunk in catalogue.chunks.items():
         chunk_id = bytes.fromhex(key)
         asked = with_bases(chunk, chunk.levels if levels is None else levels)
         is_theirs = functools.partial(survey.holds_level, store, chunk_id, chunk)
-        found = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
-        known += len(asked) - sum(len(one.levels) for one in found)
-        wanted += [(key, one) for one in found]
+        missing = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
+        known += len(asked) - sum(len(bundle.levels) for bundle in missing)
+        wanted += [(key, bundle) for bundle in missing]
     return wanted, known
 
 
-def wanted_files(store: Store, there: Catalogue, newer: bool) -> list[str]:
+def wanted_files(store: Store, catalogue: Catalogue, newer: bool) -> list[str]:
     """Keys of the files that a store lacks, or has in another version."""
     mine = {}
     for entry in store.files():
         with suppress(DamagedError):  # replaced by the tier's
             mark = digest_of(values.file_value(store, entry))
             mine[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
-    return [key for key, one in there.files.items() if _is_wanted(one, mine.get(key), newer)]
+    return [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
 
 
-def only_here(store: Store, there: Catalogue) -> list[str]:
+def only_here(store: Store, catalogue: Catalogue) -> list[str]:
     """Paths of the files that the tier does not have."""
-    return [entry.path for entry in store.files() if keys.name_key(entry.path).hex() not in there.files]
+    return [entry.path for entry in store.files() if keys.name_key(entry.path).hex() not in catalogue.files]
 
 
-def _is_wanted(there: File, mine: File | None, newer: bool) -> bool:
-    if mine is None or mine.mark == there.mark:
+def _is_wanted(theirs: File, mine: File | None, newer: bool) -> bool:
+    if mine is None or mine.mark == theirs.mark:
         return mine is None
-    return not newer or (there.mtime_ns, there.mark) > (mine.mtime_ns, mine.mark)
+    return not newer or (theirs.mtime_ns, theirs.mark) > (mine.mtime_ns, mine.mark)

@@ -62,7 +62,7 @@ def _stands_in(store: Store, chunk: bytes, going: set[str]) -> bool:
 
 
 def bring_index_up_to_date(store: Store) -> None:
-    """So that no question has to; a document that is damaged is told of by `store verify` and by questions."""
+    """Update the retrieval index, so that no question has to; `store verify` tells of damaged documents."""
     from kvtool.core.retrieval.index import index_of
 
     with suppress(DamagedError):

@@ -29,7 +29,7 @@ class Budget:
     disk_free: int
 
     def to_json(self) -> dict[str, Any]:
-        """For people and scripts."""
+        """A JSON object, as `--json` shows it."""
         return {
             "path": self.path,
             "budget": self.budget,

@@ -22,7 +22,7 @@ class Compacted:
     profiles: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """For people and scripts."""
+        """A JSON object, as `--json` shows it."""
         return {
             "bytes_before": self.before,
             "bytes_after": self.after,

@@ -106,7 +106,7 @@ def take_inventory(store: Store) -> Inventory:
     }
     texts = _texts(store)
     documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
-    loose = set(chunks) - {chunk for found in refs.values() for chunk in found} - kept_always(store)
+    loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
     return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free)
 
 
@@ -119,17 +119,17 @@ def kept_always(store: Store) -> set[bytes]:
 
 def pinned_with_documents(store: Store) -> set[bytes]:
     """Chunks of the documents that are pinned; of one that is damaged it is unknown which."""
-    found: set[bytes] = set()
+    chunk_ids: set[bytes] = set()
     for source in store.pins()["sources"]:
         with suppress(DamagedError):
             document = store.document(source)
-            found |= {ref.chunk_id for ref in document.chunks} if document is not None else set()
-    return found
+            chunk_ids |= {ref.chunk_id for ref in document.chunks} if document is not None else set()
+    return chunk_ids
 
 
 def _holding_pins(refs: Mapping[str, list[bytes]], pinned: set[bytes]) -> set[str]:
     """Documents of which some chunk is pinned: they cannot be forgotten whole."""
-    return {source for source, found in refs.items() if pinned.intersection(found)}
+    return {source for source, chunk_ids in refs.items() if pinned.intersection(chunk_ids)}
 
 
 def _documents(
@@ -139,7 +139,7 @@ def _documents(
     pinned: set[str],
     texts: Mapping[bytes, int],
 ) -> tuple[Held, ...]:
-    last = {s: max((chunks[c].used for c in found if c in chunks), default=0) for s, found in refs.items()}
+    last = {s: max((chunks[c].used for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
     order = sorted(refs, key=lambda source: (last[source], source))
     owner = {chunk: source for source in order for chunk in refs[source]}
     return tuple(
@@ -158,13 +158,13 @@ def _documents(
 
 def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
     """When each chunk came; of chunks of older stores their file's own time, before which it cannot have been."""
-    found = store.added()
+    known = store.added()
     times: dict[bytes, int] = {}
     for entry in store.files():
         for source in entry.documents:
             for chunk in refs.get(source, ()):
                 times[chunk] = max(times.get(chunk, 0), entry.mtime_ns // 10**9)
-    return times | found
+    return times | known
 
 
 def _texts(store: Store) -> dict[bytes, int]:
@@ -174,13 +174,13 @@ def _texts(store: Store) -> dict[bytes, int]:
 
 def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
     """Bytes by chunk and level, of complete levels; and bytes of free pages."""
-    found: dict[bytes, dict[str, int]] = {chunk: {} for chunk in store.chunk_ids()}
+    sizes: dict[bytes, dict[str, int]] = {chunk: {} for chunk in store.chunk_ids()}
     with store.snapshot() as snapshot:
         for chunk, level, size in _records(snapshot):
-            levels = found.setdefault(chunk, {})
+            levels = sizes.setdefault(chunk, {})
             levels[level] = levels.get(level, 0) + size
         live = snapshot.live_bytes()
-    return found, max(0, store.environment.allocated_bytes() - live)
+    return sizes, max(0, store.environment.allocated_bytes() - live)
 
 
 def _records(snapshot: Snapshot) -> Iterator[tuple[bytes, str, int]]:

@@ -54,7 +54,7 @@ class PruneReport:
         return self.limit is None or self.after <= self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """For people and scripts."""
+        """A JSON object, as `--json` shows it."""
         names = ("goal", "profiles", "spared", "dry_run", "reached", "in_the_way")
         value: dict[str, Any] = {"budget": self.limit, "bytes_before": self.before, "bytes_after": self.after}
         value |= {"bytes_freed": self.compacted, **{name: getattr(self, name) for name in names}}
@@ -88,8 +88,8 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
 
 
 def _wanted(store: Store, options: PruneOptions, now: float) -> tuple[int | None, Wanted]:
-    own = store.budget() if options.max_size is None else None
-    limit = options.max_size if options.max_size is not None else own
+    budget = store.budget() if options.max_size is None else None
+    limit = options.max_size if options.max_size is not None else budget
     ages = options.max_age is not None or options.unused is not None
     if limit is None and not ages and options.cold is None:
         raise UsageError(
@@ -101,7 +101,7 @@ def _wanted(store: Store, options: PruneOptions, now: float) -> tuple[int | None
         return None if age is None else now - age
 
     wanted = Wanted(
-        goal=low_water(own) if own is not None else limit,
+        goal=low_water(budget) if budget is not None else limit,
         cold_before=before(options.cold),
         unused_before=before(options.unused),
         added_before=before(options.max_age),

@@ -53,7 +53,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Of all its records."""
+        """How many bytes all its records have."""
         return sum(self.levels.values())
 
 
@@ -94,10 +94,10 @@ def parse_filter(text: str) -> Test:
 
 
 def _condition(word: str) -> Test:
-    found = _TERM.fullmatch(word)
-    if not found:
+    match = _TERM.fullmatch(word)
+    if not match:
         raise UsageError(f"--filter: {word!r} is no condition", _HINT)
-    field, sign, value = found.groups()
+    field, sign, value = match.groups()
     if field not in _FIELDS:
         fields = ", ".join(_FIELDS)
         raise UsageError(f"--filter: there is no field {field!r}", did_you_mean(field, _FIELDS) or f"known: {fields}")
@@ -130,15 +130,15 @@ def _number(read: Callable[[Row], float], parse: Callable[[str], float]) -> Call
 def _level(sign: str, value: str) -> Test:
     if value not in (*LEVELS, "none"):
         raise ValueError(value)
-    there: Test = lambda row: value in row.levels if value != "none" else not row.levels  # noqa: E731
-    return there if sign == "=" else lambda row: not there(row)
+    is_stored: Test = lambda row: value in row.levels if value != "none" else not row.levels  # noqa: E731
+    return is_stored if sign == "=" else lambda row: not is_stored(row)
 
 
 def _age(text: str) -> float:
-    found = NEVER if text == "never" else seconds(text)
-    if not found >= 0:  # nan, too
+    age = NEVER if text == "never" else seconds(text)
+    if not age >= 0:  # nan, too
         raise ValueError(text)
-    return found
+    return age
 
 
 def _yes_or_no(sign: str, value: str) -> Test:
@@ -203,9 +203,9 @@ def parse_sort(text: str) -> Callable[[Iterable[Row]], list[Row]]:
 
 def as_documents(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """JSON values: documents in the order of their first row, each with its rows."""
-    found: dict[str, dict[str, Any]] = {}
+    by_source: dict[str, dict[str, Any]] = {}
     for row in rows:
-        facts = found.setdefault(row.document.source, about(row.document))
+        facts = by_source.setdefault(row.document.source, about(row.document))
         facts["chunks"].append(
             {
                 "id": row.ref.chunk_id.hex(),
@@ -218,7 +218,7 @@ def as_documents(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "pinned": row.pinned,
             }
         )
-    return list(found.values())
+    return list(by_source.values())
 
 
 def about(document: DocumentEntry) -> dict[str, Any]:

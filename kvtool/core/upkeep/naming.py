@@ -23,35 +23,35 @@ def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
     UsageError : a word means nothing in the store, or several files' ends.
     """
     named = documents_of(store)
-    found: set[str] = set()
+    sources: set[str] = set()
     for target in targets:
-        found |= set(_meant(target, named, lambda digits: _with_chunk(store, digits)))
-    return sorted(found)
+        sources |= set(_meant(target, named, lambda digits: _with_chunk(store, digits)))
+    return sorted(sources)
 
 
 def documents_of(store: Store) -> dict[str, str]:
     """Every document's source with its file's path."""
-    found = {}
+    paths = {}
     for entry in store.files():
         for source in entry.documents or (entry.path,):
-            found[source] = entry.path
-    return found
+            paths[source] = entry.path
+    return paths
 
 
 def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
-    """Of a path itself, of what lies below it, of the one path that ends so, of a glob, of a chunk's id."""
+    """Sources that are meant by a path, a folder, the end of one path, a glob, or a chunk's id; the first that fits."""
     if not target:  # an unset variable of a script, not the folder where we are
         raise UsageError("an empty name means no document", _LISTED)
     for path in (os.path.abspath(target), target):
-        found = [source for source, file in named.items() if path in (source, file)]
-        if found := found or [source for source, file in named.items() if _is_below(file, path)]:
-            return found
-    if found := _ending(target, named):
-        return found
-    if found := [source for source, file in named.items() if matches_glob(target, source, file)]:
-        return found
-    if found := list(with_chunk(target)):
-        return found
+        sources = [source for source, file in named.items() if path in (source, file)]
+        if sources := sources or [source for source, file in named.items() if _is_below(file, path)]:
+            return sources
+    if sources := _ending(target, named):
+        return sources
+    if sources := [source for source, file in named.items() if matches_glob(target, source, file)]:
+        return sources
+    if sources := list(with_chunk(target)):
+        return sources
     names = {PurePosixPath(file).name: file for file in named.values()}
     raise UsageError(
         f"{target!r} is no document of the store", did_you_mean(PurePosixPath(target).name, names) or _LISTED
@@ -70,20 +70,24 @@ def matches_glob(glob: str, source: str, file: str) -> bool:
 
 
 def _ending(target: str, named: Named) -> list[str]:
-    """None of a path that says from where it counts: another file's end is not meant by it."""
+    """Sources whose path ends so; none for a path that says from where it counts, which means no other file's end."""
     path = PurePosixPath(target)
     if path.is_absolute() or ".." in path.parts or not path.name:
         return []
     tail = f"/{path}"
-    found = [source for source, file in named.items() if source.endswith(tail) or file.endswith(tail)]
-    files = sorted({named[source] for source in found})
+    sources = [source for source, file in named.items() if source.endswith(tail) or file.endswith(tail)]
+    files = sorted({named[source] for source in sources})
     if len(files) > 1:
         raise UsageError(f"{target!r} could be {files[0]} or {files[1]}", "give more of the path, or a glob")
-    return found
+    return sources
 
 
 def _with_chunk(store: Store, target: str) -> list[str]:
     chunks = chunks_named(target, store.chunk_ids())
     if len(chunks) > 1:
         raise UsageError(f"{len(chunks)} chunks have an id that begins with {target}", "give more digits")
-    return [one.source for one in store.documents() if chunks and any(ref.chunk_id in chunks for ref in one.chunks)]
+    return [
+        document.source
+        for document in store.documents()
+        if chunks and any(ref.chunk_id in chunks for ref in document.chunks)
+    ]

@@ -44,7 +44,7 @@ def unpin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict
             gone = _meant(store, target, pins)
             if not gone & {*pins["sources"], *pins["chunks"]}:
                 raise UsageError(f"{target!r} is not pinned", "`kvtool store pin` without a name lists what is")
-            pins = {name: [one for one in rows if one not in gone] for name, rows in pins.items()}
+            pins = {name: [pin for pin in rows if pin not in gone] for name, rows in pins.items()}
         writer.set_pins(pins["sources"], pins["chunks"])
         return store.pins()
 

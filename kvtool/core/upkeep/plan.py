@@ -35,7 +35,7 @@ class Step:
         return len({chunk for chunk, _ in self.drops} | set(self.loose))
 
     def to_json(self) -> dict[str, Any]:
-        """For people and scripts."""
+        """A JSON object, as `--json` shows it."""
         return {
             "step": self.name,
             "chunks": self.chunks,
