@@ -18,11 +18,11 @@ app = new_app()
 TOPICS = {
     "concepts": "Chunks and lead-in, fusion modes, levels, deferred loading, sharing: start here.",
     "reference": "Every command and every option.",
+    "json": "What --json prints, field by field, and what changed from schema 1 to 2.",
     "python": "The same from Python.",
     "troubleshooting": "Exit codes, common errors, and what to do about them.",
     "cron": "Keeping a store up to date from cron or systemd.",
     "upkeep": "Budget, prune, forget, pins, compact.",
-    "json": "What --json prints, field by field.",
     "listing": "Which chunks a store holds: filters and order.",
     "packs": "A store, or a part of it, as one file.",
     "tiers": "Stores that several machines share.",
