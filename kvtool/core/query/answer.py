@@ -69,7 +69,7 @@ def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text:
         first, *more = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         fused = outcome.fused
-        chunks = _chunks(session, asked, fused.plan)
+        chunks = reply_chunks(session, asked, fused.plan)
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         started = time.perf_counter()
         said = generate(session.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
@@ -123,8 +123,8 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
     return [first_token(outcome.fused.logits, sampling)]
 
 
-def _chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
-    """What the reply says of each chunk that was loaded."""
+def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
+    """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
     places = [line_and_text(session.store, hit.passage) for hit in hits]
     return [

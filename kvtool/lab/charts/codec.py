@@ -8,24 +8,25 @@ from typing import Any
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
-HEAD = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
+_HEAD = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
 _MOST_LINES = 6  # of a panel
 _SHOWN = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")
 
 
-def codec_rows(value: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """A row under HEAD for each scheme."""
-    return tuple(
-        (
-            row["scheme"],
-            f"{row['bits_per_element']:.3f}",
-            f"{row['ratio_vs_16bit']:.2f}x",
-            f"{row['kl_answer']:.4f}",
-            f"{row['kl_first']:.4f}",
-            f"{row['top1_agrees']:.1%}",
-            f"{row['f1']:.3f}" if "f1" in row else "-",
-        )
-        for row in value["schemes"]
+def codec_table(value: dict[str, Any]) -> Table:
+    """All schemes, a row each; the same in a terminal."""
+    return Table(_HEAD, tuple(_row(row) for row in value["schemes"]))
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["scheme"],
+        f"{row['bits_per_element']:.3f}",
+        f"{row['ratio_vs_16bit']:.2f}x",
+        f"{row['kl_answer']:.4f}",
+        f"{row['kl_first']:.4f}",
+        f"{row['top1_agrees']:.1%}",
+        f"{row['f1']:.3f}" if "f1" in row else "-",
     )
 
 
@@ -38,7 +39,7 @@ def codec_sections(value: dict[str, Any]) -> list[Section]:
         "bits per element",
     )
     text = "Each scheme's records in place of the exact ones, all else equal: how far the answers' distributions move."
-    levels = Section("Levels", (text,), (chart,) if len(points) > 1 else (), (Table(HEAD, codec_rows(value)),))
+    levels = Section("Levels", (text,), (chart,) if len(points) > 1 else (), (codec_table(value),))
     return [levels, _by_layer(value["schemes"])]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.lab.charts.page import Section, Table
@@ -29,13 +29,13 @@ def defer_sections(value: dict[str, Any]) -> list[Section]:
             "Calibration",
             (text,),
             (_calibration(runs),) if any(run["bins"] for run in runs) else (),
-            (Table(_BIN_HEAD, tuple(row for run in runs for row in _bin_rows(run))),),
+            (bin_table(value),),
         ),
         Section(
             "Threshold",
             (costs,),
             (_thresholds(runs),),
-            (Table(_POLICY_HEAD, tuple(row for run in runs for row in policy_rows(run))),),
+            (policy_table(value),),
         ),
     ]
 
@@ -66,6 +66,16 @@ def _thresholds(runs: Sequence[dict[str, Any]]) -> str:
     return line_charts("What a threshold gives", panels, "threshold")
 
 
+def bin_table(value: Mapping[str, Any]) -> Table:
+    """The answers of each run by how sure they were; the same in a terminal."""
+    return Table(_BIN_HEAD, tuple(row for run in value["runs"] for row in _bin_rows(run)))
+
+
+def policy_table(value: Mapping[str, Any]) -> Table:
+    """What each run gives: in one pass, in all rounds, after the first, as calibrated; the same in a terminal."""
+    return Table(_POLICY_HEAD, tuple(row for run in value["runs"] for row in _policy_rows(run)))
+
+
 def _bin_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
     return [
         (
@@ -81,7 +91,7 @@ def _bin_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
     ]
 
 
-def policy_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
+def _policy_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
     """A run's policies, a line each: one pass, all rounds, the first alone, as calibrated, and held out."""
     named = (("all rounds", "all"), ("first round only", "first"), ("calibrated", "chosen"), ("held out", "held_out"))
     whole = run["whole"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
-_HEAD = ("run", "questions", "F1", "contains", "KL first token", "KL answer", "recomputed", "speedup", "Pareto")
+_HEAD = (
+    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same answer"),
+    *("recomputed", "TTFT ms", "speedup", "Pareto"),
+)
 
 
 def quality_sections(value: dict[str, Any]) -> list[Section]:
@@ -21,7 +24,7 @@ def quality_sections(value: dict[str, Any]) -> list[Section]:
     )
     return [
         Section("Distance against recompute", (text,), (_charts(runs),) if len(runs) > 1 else ()),
-        Section("All runs", tables=(Table(_HEAD, tuple(_row(row) for row in runs)),)),
+        Section("All runs", tables=(quality_table(value),)),
     ]
 
 
@@ -43,13 +46,25 @@ def _by_mode(runs: Sequence[dict[str, Any]], name: str) -> list[tuple[str, tuple
     return [(mode, tuple(sorted(points.items()))) for mode, points in found.items()]
 
 
-def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    cells = [with_interval(row, name) for name in ("f1", "contains", "kl_first", "kl_answer")]
-    share, speedup = f"{row['recomputed_share']:.1%}", f"{row['speedup']:.2f}x"
-    return (row["run"], row["count"], *cells, share, speedup, "*" if row["pareto"] else "")
+def quality_table(value: Mapping[str, Any]) -> Table:
+    """All runs, a row each; the same in a terminal."""
+    return Table(_HEAD, tuple(_row(row) for row in value["runs"]))
 
 
-def with_interval(row: dict[str, Any], name: str) -> str:
+def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        row["run"],
+        row["count"],
+        *(_with_interval(row, name) for name in ("f1", "f1_ratio", "contains", "kl_first", "kl_answer")),
+        f"{row['answer_equal']:.1%}",
+        f"{row['recomputed_share']:.1%}",
+        f"{row['ttft_ms_median']:.0f}",
+        f"{row['speedup']:.2f}x",
+        "*" if row["pareto"] else "",
+    )
+
+
+def _with_interval(row: Mapping[str, Any], name: str) -> str:
     """A run's number with its interval, or a dash."""
     if row.get(name) is None:
         return "-"

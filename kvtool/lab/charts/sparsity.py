@@ -23,18 +23,25 @@ def tallies_of(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _masses(value: dict[str, Any]) -> Section:
-    rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()))]
-    rows += [(name, *_percent(tally)) for name, tally in tallies_of(value).items()]
     text = (
         "The part of the attention that goes to each class of key, mean over rows, layers and heads: the prompt's "
         f"first token (sink), the instruction, the first {value['start_tokens']} tokens of every chunk, the rest of "
         "the row's own chunk, of the other chunks, and the question."
     )
-    return Section("Where attention goes", (text,), tables=(Table(("", *value["classes"]), tuple(rows)),))
+    return Section("Where attention goes", (text,), tables=(mass_table(value),))
 
 
-def _percent(tally: dict[str, Any]) -> list[str]:
-    return [f"{part:.1%}" for part in tally["mass"].values()]
+def mass_table(value: dict[str, Any]) -> Table:
+    """The attention by class of key, and how few keys hold most of it; the same in a terminal."""
+    rows = [("share of the keys", *_percent(value["class_share"]), "")]
+    rows += [
+        (name, *_percent(tally["mass"]), f"{tally['keys_for_mass']:.1%}") for name, tally in tallies_of(value).items()
+    ]
+    return Table(("attention of", *value["classes"], f"keys for {value['mass_held']:.0%}"), tuple(rows))
+
+
+def _percent(parts: dict[str, float]) -> list[str]:
+    return [f"{part:.1%}" for part in parts.values()]
 
 
 def _by_layer(value: dict[str, Any]) -> Section:

@@ -9,8 +9,9 @@ from kvtool.core.fusion.cost import PromptRows, Span
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.fusion.speeds import Speeds
+from kvtool.core.query.answer import reply_chunks
 from kvtool.core.query.defer import spans
-from kvtool.core.query.layout import Asked, line_and_text
+from kvtool.core.query.layout import Asked
 
 if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
@@ -46,23 +47,15 @@ def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Sp
 
 
 def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": segment.source.chunk_id.hex(),
-            "source": hit.passage.source,
-            "start": hit.passage.start,
-            "end": hit.passage.end,
-            "line": line_and_text(session.store, hit.passage)[0],
-            "score": None if hit.score != hit.score else hit.score,
-            "keywords": session.finder.keywords(hit.passage),
-            "tokens": len(segment.ids),
-            "status": segment.status,
-            "level": segment.source.level,
-            **({"reason": segment.reason} if segment.status == "miss" else {}),
-            "bytes": session.store.level_sizes(segment.source.chunk_id).get(segment.source.level or "", 0),
-        }
-        for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True)
-    ]
+    """Tell of each chunk what a reply would, and what is stored of it."""
+    rows = []
+    for hit, segment, chunk in zip(
+        asked.hits, asked.plan.chunks, reply_chunks(session, asked, asked.plan), strict=True
+    ):
+        level, sizes = segment.source.level, session.store.level_sizes(segment.source.chunk_id)
+        stored = {"level": level, "bytes": sizes.get(level or "", 0)}
+        rows.append(chunk.to_json() | {"keywords": session.finder.keywords(hit.passage)} | stored)
+    return rows
 
 
 def _tokens(plan: Plan) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,10 +45,10 @@ def codec(desk: Desk) -> Findings:
     return Findings("Codec levels", value, [*_told(value)], codec_sections(value))
 
 
-def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
-    from kvtool.lab.charts.codec import HEAD, codec_rows
+def _told(value: dict[str, Any]) -> Iterator[str | Table]:
+    from kvtool.lab.charts.codec import codec_table
 
-    yield Table(HEAD, codec_rows(dict(value)))
+    yield codec_table(value)
     for row in value["schemes"]:
         keys, values = ([layer[side] for layer in row["layers"]] for side in ("k_relative_error", "v_relative_error"))
         yield (

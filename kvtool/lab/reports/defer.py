@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvtool.core.errors import UsageError
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.charts.page import Table
 from kvtool.lab.reports.questions import BatchOptions
 from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings
 from kvtool.lab.reports.runs import RunOptions, evaluate, read_at
@@ -19,7 +18,7 @@ def calibrate(desk: Desk) -> Findings:
     """Answer every question after every round, choose each mode's threshold and keep it beside the store."""
     flags, requests = desk.get(RunOptions), desk.get(BatchOptions).requests("quality")
     options = desk.query_options(*_ASKED, max_tokens=flags.max_tokens, force=flags.force, defer=True)
-    from kvtool.lab.charts.defer import defer_sections
+    from kvtool.lab.charts.defer import bin_table, defer_sections, policy_table
     from kvtool.lab.measure.defer import defer_facts, defer_overview, rows_of_rounds
     from kvtool.lab.measure.runs import parse_runs
 
@@ -38,7 +37,9 @@ def calibrate(desk: Desk) -> Findings:
     }
     _keep(desk, value)
     sections = defer_sections(value) if value["runs"] else ()
-    return Findings("Defer", value, [*_told(value)], sections, read_at(value), results.exit_code)
+    return Findings(
+        "Defer", value, [policy_table(value), bin_table(value)], sections, read_at(value), results.exit_code
+    )
 
 
 def _keep(desk: Desk, value: Mapping[str, Any]) -> None:
@@ -51,16 +52,3 @@ def _keep(desk: Desk, value: Mapping[str, Any]) -> None:
             hint = "make the store writable, or make room on its disk"
             desk.events.warn("the thresholds could not be kept", hint)
             return
-
-
-def _told(value: Mapping[str, Any]) -> Iterator[Table]:
-    from kvtool.lab.charts.defer import policy_rows
-
-    head = ("run", "policy", "threshold", "F1", "contains", "chunks", "rounds", "bytes of all")
-    yield Table(head, tuple(row for run in value["runs"] for row in policy_rows(run)))
-    rows = [
-        (run["run"], f"{b['low']:.1f}", b["count"], f"{b['contains']:.3f}", f"{b['f1']:.3f}")
-        for run in value["runs"]
-        for b in run["bins"]
-    ]
-    yield Table(("run", "confidence from", "answers", "contain a gold one", "F1"), tuple(rows))

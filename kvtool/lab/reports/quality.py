@@ -14,10 +14,6 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 from kvtool.lab.reports.runs import RunOptions, evaluate, read_at
 
 _ASKED = (*RETRIEVAL, "level", "max_loss")
-_HEAD = (
-    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same answer"),
-    *("recomputed", "TTFT ms", "speedup", "Pareto"),
-)
 
 
 def quality(desk: Desk) -> Findings:
@@ -42,25 +38,12 @@ def quality(desk: Desk) -> Findings:
 
 
 def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
-    yield Table(_HEAD, tuple(_row(row) for row in value["runs"]))
+    from kvtool.lab.charts.quality import quality_table
+
+    yield quality_table(value)
     yield f"{value['questions']} questions, {read_at(value)}; in brackets the 95 % interval over questions"
     if value["with_holes"]:
         yield f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good"
-
-
-def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
-    from kvtool.lab.charts.quality import with_interval
-
-    return (
-        row["run"],
-        row["count"],
-        *(with_interval(dict(row), name) for name in ("f1", "f1_ratio", "contains", "kl_first", "kl_answer")),
-        f"{row['answer_equal']:.1%}",
-        f"{row['recomputed_share']:.1%}",
-        f"{row['ttft_ms_median']:.0f}",
-        f"{row['speedup']:.2f}x",
-        "*" if row["pareto"] else "",
-    )
 
 
 REPORT = Report(

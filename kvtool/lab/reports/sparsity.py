@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from kvtool.core.model.options import ModelOptions
@@ -32,20 +32,13 @@ def sparsity(desk: Desk) -> Findings:
     return Findings("Attention sparsity", value, [*_told(value, read_at)], sparsity_sections(value), read_at)
 
 
-def _told(value: Mapping[str, Any], read_at: str) -> Iterator[str | Table]:
-    from kvtool.lab.charts.sparsity import tallies_of
+def _told(value: dict[str, Any], read_at: str) -> Iterator[str | Table]:
+    from kvtool.lab.charts.sparsity import mass_table, tallies_of
 
     yield f"Attention sparsity, {read_at}"
-    tallies = tallies_of(dict(value))
-    held = f"keys for {value['mass_held']:.0%}"
-    rows = [("share of the keys", *(f"{part:.1%}" for part in value["class_share"].values()), "")]
-    rows += [
-        (name, *(f"{part:.1%}" for part in tally["mass"].values()), f"{tally['keys_for_mass']:.1%}")
-        for name, tally in tallies.items()
-    ]
-    yield Table(("attention of", *value["classes"], held), tuple(rows))
-    yield f"{held}: the share of the keys that a row sees that holds so much of its attention"
-    for name, tally in tallies.items():
+    yield mass_table(value)
+    yield f"keys for {value['mass_held']:.0%}: the share of the keys that a row sees that hold so much of its attention"
+    for name, tally in tallies_of(value).items():
         starts = [row["mass"]["sink"] + row["mass"]["chunk starts"] for row in tally["layers"]]
         yield f"sink and starts by layer, {name:<16} {sparkline(starts)}"
     if (stability := value["stability"]) is not None:
