@@ -52,7 +52,7 @@ class Task:
 
 
 class Policy(Protocol):
-    """Says what to fetch. Its driver (core/streaming/simulate.py, or a network) keeps to this order:
+    """Says what to fetch. Its driver (lab/simulator, or query/fetching.py over a network) keeps to this order:
 
     1. While fewer than `depth` fetches are outstanding: `next(now)`. Send what it returns; None: nothing to ask for
        now, something may be later if a fetch is outstanding.

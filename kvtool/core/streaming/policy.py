@@ -123,7 +123,7 @@ class Adaptive(Book):
         return None
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
-        """A refinement is expected to be decoded by the deadline."""
+        """Whether a refinement is expected to be decoded by the deadline."""
         rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
@@ -180,7 +180,7 @@ class Adaptive(Book):
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[Ladder]:
-        """Chunks that stand at no level yet, but may."""
+        """The chunks that stand at no level yet, but may."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _open_decode(self) -> float:
