@@ -47,5 +47,8 @@ def _shown(value: Any) -> Any:
 
 def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
     value = row["value"]
-    text = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        instead = settings_of(SETTINGS)[name].instead
+        text = f"({instead})" if instead else ""
     return name, text, f"{row['origin']} {row['where']}".rstrip()

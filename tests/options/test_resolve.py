@@ -22,6 +22,7 @@ from kvtool.core.options import resolve as module
 from kvtool.core.options.option import Option, options_of
 from kvtool.core.options.resolve import RESERVED_ENV, Resolved, settings_of
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.remote.options import PullOptions
 
 KNOWN = settings_of(SETTINGS)
 LAYERS = ("user", "project", "environment", "flag")  # lowest first
@@ -226,6 +227,14 @@ def test_durations_and_percentages(tmp_path: Path) -> None:
     asked = got.get(QueryOptions)
     assert (asked.ratio, asked.load_timeout, asked.stream_margin) == (0.15, 0.5, 0.05)
     assert got.get(LockOptions).lock_wait == 120
+
+
+def test_several_values(tmp_path: Path) -> None:
+    levels, only = options_of(PullOptions)["levels"], options_of(QueryOptions)["only"]
+    assert levels.parse(["2,3", "2"], "--level") == ("2", "3")
+    assert only.parse(["a,b", "a,b"], "--only") == ("a,b", "a,b")
+    with pytest.raises(UsageError, match=r"contradict.*300 > 256"):
+        resolve({"min_chunk_tokens": 300}).get(IngestOptions)
 
 
 def test_an_instruction_is_read_from_its_file(tmp_path: Path) -> None:

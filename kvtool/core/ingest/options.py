@@ -110,14 +110,16 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
 
     def check(self) -> None:
         """Refuse lengths of chunks that contradict each other."""
-        longest = self.max_chunk_tokens or self.chunk_tokens
-        lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, longest) if n is not None]
+        lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, self._longest) if n is not None]
         if lengths != sorted(lengths):
             raise UsageError(
                 f"chunk lengths contradict each other: {' > '.join(map(str, lengths))} tokens",
                 "min_chunk_tokens <= chunk_tokens <= max_chunk_tokens",
             )
-        self.splitting  # noqa: B018 - raises where the shortest is longer than what a chunk is cut to
+
+    @property
+    def _longest(self) -> int:
+        return self.max_chunk_tokens or self.chunk_tokens or SplitSettings().max_tokens
 
     @property
     def splitting(self) -> SplitSettings | None:
@@ -125,6 +127,5 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         asked = (self.split, self.chunk_tokens, self.min_chunk_tokens, self.max_chunk_tokens)
         if all(each is None for each in asked):
             return None
-        usual = SplitSettings()
-        longest = self.max_chunk_tokens or self.chunk_tokens or usual.max_tokens
-        return SplitSettings(self.split or usual.method, longest, self.min_chunk_tokens or 0)
+        method = self.split or SplitSettings().method
+        return SplitSettings(method, self._longest, self.min_chunk_tokens or 0)

@@ -127,7 +127,8 @@ class Option:
         texts = [text] if isinstance(text, str) else text
         if self.choices or self.kind in (int, float):  # none of them has a comma
             texts = [word.strip() for each in texts for word in each.split(",") if word.strip()]
-        return tuple(self.parse_one(each, where) for each in texts)
+        values = tuple(self.parse_one(each, where) for each in texts)
+        return tuple(dict.fromkeys(values)) if self.choices else values
 
     def parse_one(self, text: str, where: str) -> Any:
         """Read one text. Raises UsageError."""
