@@ -28,7 +28,8 @@ TOPICS = {
     "tiers": "Stores that several machines share.",
     "consistency": "What a question sees while others write.",
     "threat-model": "What is trusted, what is checked, and what is not.",
-    "design": "The rooms of the code, the laws that hold, and the trips of a question and a document.",
+    "design": "The rooms of the code, and the laws that hold.",
+    "trips": "Which files a question, a record and a document pass.",
     "store-format": "What lies on disk, byte by byte.",
     "codec": "How KV becomes bytes at each level.",
 }
