@@ -57,6 +57,17 @@ def test_kept_and_opened_again(store: Store, built: list[int]) -> None:
     assert any(first)
 
 
+def test_texts_are_read_some_at_a_time(store: Store, built: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much an ingest brought in, few texts are held at once; the answers are the same."""
+    first = answers(index_of(store), TEXTS)
+    monkeypatch.setattr(room, "_TEXT_AT_ONCE", 1)
+    anew = Index.empty()
+    anew.update(store)
+    assert built == [6, 1, 1, 1, 1, 1, 1]
+    assert len(anew.parts) == 1
+    assert answers(anew, TEXTS) == first
+
+
 def test_only_what_changed_is_read(store: Store, built: list[int]) -> None:
     index_of(store)
     texts = {**TEXTS, "b": "A zebra.", "g": "A mill of wind."}

@@ -70,10 +70,10 @@ class Encoder:
 
     def _bring(self, chunk: bytes, levels: Sequence[str]) -> bool:
         """Encode one chunk where that is needed; whether it has the levels now."""
-        there = self._store.levels(chunk)
+        stored = self._store.levels(chunk)
         source = exact_level(self._store, chunk)
-        stale = [level for level in nested(there) if not self._is_current(chunk, level)]
-        wanted = [level for level in levels if level not in there or level in stale]
+        stale = [level for level in nested(stored) if not self._is_current(chunk, level)]
+        wanted = [level for level in levels if level not in stored or level in stale]
         if not wanted:
             self._report.kept += 1
             return True
@@ -83,9 +83,9 @@ class Encoder:
         if stale and nested(wanted):  # one may refine another: they go together
             for level in nested():
                 self._writer.drop_level([chunk], level)
-            wanted = [level for level in levels if not level_of(level).nested and level not in there]
-            wanted += nested([*levels, *there])
-        kept = [] if stale else nested(there)
+            wanted = [level for level in levels if not level_of(level).nested and level not in stored]
+            wanted += nested([*levels, *stored])
+        kept = [] if stale else nested(stored)
         self._encode(chunk, source, wanted, kept)
         return True
 
@@ -101,7 +101,7 @@ class Encoder:
 
     def _same_predictor(self, coded: Coded) -> bool:
         name = self._options.predictor
-        return name == "auto" or all(one.name.lower() == name for one in coded.predictors)
+        return name == "auto" or all(predictor.name.lower() == name for predictor in coded.predictors)
 
     def _encode(self, chunk: bytes, source: str, levels: Sequence[str], bases: Sequence[str]) -> None:
         info = self._store.chunk_info(chunk)
@@ -126,11 +126,11 @@ class Encoder:
         refines it would have to be refined by whoever made it."""
         for layer in range(len(kv.keys)):
             keys, values = kv.keys[layer], kv.values[layer]
-            (item,) = read_records(self._store, [chunk], level, layer)
+            (stored,) = read_records(self._store, [chunk], level, layer)
             payload = b"".join(CODECS[level].encode(keys, values, layer, self._profile))
-            own = Encoded(payload, item.shape, item.dtype)
-            stored, made = (CODECS[level].decode([one], layer, self._shelf)[0] for one in (item, own))
-            if not all(torch.equal(one, other) for one, other in zip(stored, made, strict=True)):
+            made = Encoded(payload, stored.shape, stored.dtype)
+            sides = [CODECS[level].decode([record], layer, self._shelf)[0] for record in (stored, made)]
+            if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
                 return False
         return True
 

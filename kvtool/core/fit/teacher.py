@@ -29,18 +29,20 @@ def targets(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids]) -> list[Target
     ids = [*prefix, *(token for chunk in chunks for token in chunk)]
     _, cache = decoder.prefill(ids)
     undo = decoder.rotary.table(torch.arange(len(ids), device=decoder.device)).inverse()
-    found, start = [], len(prefix) + len(chunks[0])
+    made, start = [], len(prefix) + len(chunks[0])
     for chunk in chunks[1:]:
         span = slice(start, start + min(len(chunk), TARGET_TOKENS))
         sides = [buffer.view() for buffer in cache.buffers]
         keys = [decoder.rotary.rotate(k[:, :, span], undo[span], n)[0] for n, (k, _) in enumerate(sides)]
         values = [v[0, :, span] for _, v in sides]
-        found.append(Target(chunk[:TARGET_TOKENS], torch.stack(keys), torch.stack(values)))
+        made.append(Target(chunk[:TARGET_TOKENS], torch.stack(keys), torch.stack(values)))
         start += len(chunk)
-    return found
+    return made
 
 
 def variances(made: Sequence[Target]) -> torch.Tensor:
-    """Variance over tokens of keys and of values, float32 `[2, layers]`, mean over channels and targets."""
-    sides = [torch.stack([side.float().var(2).mean((1, 2)) for side in (one.keys, one.values)]) for one in made]
+    """The variance over tokens of keys and of values, float32 `[2, layers]`, mean over channels and targets."""
+    sides = [
+        torch.stack([side.float().var(2).mean((1, 2)) for side in (target.keys, target.values)]) for target in made
+    ]
     return torch.stack(sides).mean(0).clamp_min(1e-12)

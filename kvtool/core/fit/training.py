@@ -70,7 +70,7 @@ class Training:
     def losses(self, made: Sequence[Target]) -> list[float]:
         """The loss of each target by itself."""
         with self._decoder.plain_attention():
-            return [float(self._loss([one])) for one in made]
+            return [float(self._loss([target])) for target in made]
 
     def _loss(self, batch: Sequence[Target]) -> torch.Tensor:
         """Squared error in variances of the layer, mean over tokens, keys and values, and layers from the second on:
@@ -79,24 +79,26 @@ class Training:
         errors = []
         for layer in range(min(1, len(keys) - 1), len(keys)):
             for side, got in enumerate((keys[layer], values[layer])):
-                for number, one in enumerate(batch):
-                    wanted = (one.keys, one.values)[side][layer].float()
-                    error = (got[number, :, : len(one.ids)].float() - wanted).square().mean((0, 2)).sum()
+                for number, target in enumerate(batch):
+                    wanted = (target.keys, target.values)[side][layer].float()
+                    error = (got[number, :, : len(target.ids)].float() - wanted).square().mean((0, 2)).sum()
                     errors.append(error / self._variance[side, layer])
-        return torch.stack(errors).sum() / (len(errors) / len(batch)) / sum(len(one.ids) for one in batch)
+        return torch.stack(errors).sum() / (len(errors) / len(batch)) / sum(len(target.ids) for target in batch)
 
     def _behind(self, batch: Sequence[Target]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Un-rotated keys and values `[batch, kv_heads, tokens, head_dim]` of each layer, the targets padded."""
-        decoder, longest = self._decoder, max(len(one.ids) for one in batch)
-        ids = torch.tensor([[*one.ids, *[0] * (longest - len(one.ids))] for one in batch], device=decoder.device)
+        decoder, longest = self._decoder, max(len(target.ids) for target in batch)
+        ids = torch.tensor(
+            [[*target.ids, *[0] * (longest - len(target.ids))] for target in batch], device=decoder.device
+        )
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(zip(*self.rows(), strict=True)):
             cache.update(*(side[None].expand(len(batch), -1, -1, -1) for side in (keys, values)), layer)
         positions = torch.arange(self._length, self._length + longest, device=decoder.device)
         decoder.base(ids, position_ids=positions[None].expand(len(batch), -1), past_key_values=cache, use_cache=True)
         undo, kept = decoder.rotary.table(positions).inverse(), cache.layers
-        own: list[Any] = [(layer.keys[:, :, self._length :], layer.values[:, :, self._length :]) for layer in kept]
-        return [decoder.rotary.rotate(k.float(), undo, n) for n, (k, _) in enumerate(own)], [v for _, v in own]
+        sides: list[Any] = [(layer.keys[:, :, self._length :], layer.values[:, :, self._length :]) for layer in kept]
+        return [decoder.rotary.rotate(k.float(), undo, n) for n, (k, _) in enumerate(sides)], [v for _, v in sides]
 
     # ---- a checkpoint ----
 
@@ -109,10 +111,10 @@ class Training:
     def restore(self, data: bytes) -> None:
         """Inverse of `state`; raises DamagedError."""
         try:
-            found = torch.load(io.BytesIO(data), weights_only=True, map_location=self._decoder.device)
+            kept = torch.load(io.BytesIO(data), weights_only=True, map_location=self._decoder.device)
             with torch.no_grad():
-                for moved, kept in zip(self._moved, found["moved"], strict=True):
-                    moved.copy_(kept)
-            self._adam.load_state_dict(found["adam"])
+                for moved, saved in zip(self._moved, kept["moved"], strict=True):
+                    moved.copy_(saved)
+            self._adam.load_state_dict(kept["adam"])
         except Exception as error:  # torch.load raises anything
             raise DamagedError(f"the checkpoint of a fit cannot be read: {error}") from error

@@ -28,7 +28,7 @@ def batch_tokens(device: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Kitchen:
+class Maker:
     """What records are made with."""
 
     decoder: Decoder
@@ -62,22 +62,22 @@ class ChunkStorer:
     the cores lets all others wait for their share of every matrix product, four times its own work (measured, 2 cores).
     """
 
-    def __init__(self, writer: Writer, account: Account, kitchen: Kitchen) -> None:
-        self._writer, self._account, self.kitchen = writer, account, kitchen
+    def __init__(self, writer: Writer, account: Account, maker: Maker) -> None:
+        self._writer, self._account, self.maker = writer, account, maker
         self._batch: list[WantedChunk] = []
         self._batch_tokens = 0
         self._batch_bytes = 0.0  # of the files that the batch is cut from
-        self._most_tokens = batch_tokens(kitchen.decoder.device)
+        self._most_tokens = batch_tokens(maker.decoder.device)
         self._waiting: dict[bytes, list[_Waiting]] = {}
         self._taken = 0
-        self._pool = None if kitchen.decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
+        self._pool = None if maker.decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._pending: deque[Future[None]] = deque()
 
     def store_prefix(self, prefix: WantedChunk) -> None:
         """Compute and keep the prompt's own beginning, which is exact in every prompt."""
-        decoder = self.kitchen.decoder
+        decoder = self.maker.decoder
         made = prefill(decoder, LeadIns.nothing(decoder), [prefix])
-        self._write(made, level_of(self.kitchen.level).of_prefix)
+        self._write(made, level_of(self.maker.level).of_prefix)
         self._settle(0)
 
     def take(self, file: PreparedFile, missing: Sequence[WantedChunk]) -> None:
@@ -109,7 +109,7 @@ class ChunkStorer:
     def _queue(self, chunk: WantedChunk, size: float) -> None:
         """A batch holds at most so many tokens, or one longer chunk."""
         length = len(chunk.before) + len(chunk.ids)
-        self.kitchen.check_length(length)
+        self.maker.check_length(length)
         if self._batch_tokens + length > self._most_tokens:
             self._compute()
         self._batch.append(chunk)
@@ -121,7 +121,7 @@ class ChunkStorer:
             return
         batch, size = self._batch, self._batch_bytes
         self._batch, self._batch_tokens, self._batch_bytes = [], 0, 0.0
-        self._write(self._prefill(batch), self.kitchen.level)
+        self._write(self._prefill(batch), self.maker.level)
         self._account.advance(size)
         whole = []
         for waiting in (waiting for chunk in batch for waiting in self._waiting.pop(chunk.chunk_id)):
@@ -132,7 +132,7 @@ class ChunkStorer:
 
     def _prefill(self, batch: Sequence[WantedChunk]) -> list[PrefilledChunk]:
         started, report = time.perf_counter(), self._account.report
-        made = prefill(self.kitchen.decoder, self.kitchen.lead_ins, batch)
+        made = prefill(self.maker.decoder, self.maker.lead_ins, batch)
         report.prefill_seconds += time.perf_counter() - started
         report.tokens += sum(len(chunk.ids) for chunk in batch)
         report.chunks.computed += len(batch)
@@ -141,7 +141,7 @@ class ChunkStorer:
     def _write(self, batch: Sequence[PrefilledChunk], level: str) -> None:
         def work() -> None:
             for made in batch:
-                records = encode(made, level, self.kitchen.profile)
+                records = encode(made, level, self.maker.profile)
                 self._account.report.kv_bytes += sum(map(len, records.layers))
                 self._writer.put_chunk(records.chunk_id, records.info, level, records.layers)
 

@@ -105,6 +105,7 @@ class _Job:
         self._changed = False  # whether any file did
         self._kept = False  # whether the store knows what it is made with
         self._gated: list[Ids] = []  # chunks for the gate
+        self._session: Session | None = None  # once the model is needed
 
     def preview(self) -> IngestReport:
         """What a run would do; nothing is computed or written."""
@@ -124,7 +125,7 @@ class _Job:
         report, options = self.account.report, self.options
         self.stream.begin()
         self._say_lead_in_change(store)
-        session = self._take_files(store, writer)
+        self._take_files(store, writer)
         self._keep_identity(writer)
         for entry in self.stream.gone:
             writer.remove_file(entry.path)
@@ -134,8 +135,8 @@ class _Job:
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
         if stale or options.embedder is not None:
             update_index(store, self.account, options.embedder, options.offline)
-        if session is not None:
-            self._gate(session)
+        if self._session is not None:
+            self._gate(self._session)
         return report
 
     @property
@@ -157,30 +158,27 @@ class _Job:
 
     # ---- the files ----
 
-    def _take_files(self, store: Store, writer: Writer) -> Session | None:
-        """Bring every changed file into the store. Returns the store with its model where that was needed."""
-        novelties, storer, session = Novelties(store), None, None
+    def _take_files(self, store: Store, writer: Writer) -> None:
+        """Bring every changed file into the store; the model is loaded for the first chunk that is new."""
+        novelties, storer = Novelties(store), None
         try:
             for file in self.stream:
                 self._changed, new = True, novelties.of(file)
                 self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
                 if storer is None and (new or self._needs_prefix(store)):
-                    session = self._open(store)
-                    storer = self._storer(session, writer, new)
+                    storer = self._storer(store, writer, new)
                 if storer is None:
                     self._commit_known(writer, file)
                 else:
                     storer.take(file, new)
             if storer is None and self._needs_prefix(store):
-                session = self._open(store)
-                storer = self._storer(session, writer, [])
+                storer = self._storer(store, writer, [])
             if storer is not None:
                 storer.finish()
         finally:
             self.account.report.chunks.reused = novelties.reused
             if storer is not None:
                 storer.close()
-        return session
 
     def _commit_known(self, writer: Writer, file: PreparedFile) -> None:
         """Commit a file whose chunks are all stored: renamed, moved or reverted ones need no model."""
@@ -193,17 +191,18 @@ class _Job:
         identity = self.choices.identity
         return bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
 
-    def _storer(self, session: Session, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
-        """`chunks` are the first to be computed, so that what cannot be is refused before anything."""
-        from kvtool.core.ingest.compute import ChunkStorer, Kitchen, check_length
+    def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
+        """Load the model; `chunks` are the first to be computed, so that what cannot be is refused before anything."""
+        from kvtool.core.ingest.compute import ChunkStorer, Maker, check_length
 
-        store, identity, decoder, level = session.store, session.identity, session.decoder, self.options.level
+        self._session = session = self._open(store)
+        identity, decoder, level = session.identity, session.decoder, self.options.level
         longest = max((len(chunk.before) + len(chunk.ids) for chunk in chunks), default=0)
         check_length(decoder, len(identity.lead_in.ids), longest)
         self._keep_identity(writer)
         profile = session.profiles.current() if level_of(level).nested else None
         lead_ins = open_lead_ins(store, decoder, identity)
-        storer = ChunkStorer(writer, self.account, Kitchen(decoder, lead_ins, level, profile))
+        storer = ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
         if self._needs_prefix(store):
             storer.store_prefix(identity.wanted_prefix)
         return storer

@@ -37,13 +37,7 @@ class Stream:
         """What lies below the paths. They are looked at first: a model may have to be downloaded for the rest."""
         options = self._options
         leave_out = [options.log] if options.log is not None else []
-        return find_files(
-            options.paths,
-            options.include,
-            options.exclude,
-            self._remembers,
-            leave_out,
-        )
+        return find_files(options.paths, options.include, options.exclude, self._remembers, leave_out)
 
     def _remembers(self, path: Path) -> bool:
         """Whether a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`

@@ -17,7 +17,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.compute import ChunkStorer, Kitchen, batch_tokens
+from kvtool.core.ingest.compute import ChunkStorer, Maker, batch_tokens
 from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
@@ -131,8 +131,8 @@ def _ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedF
         Store.create_or_open(Path(folder) / "store") as store,
         store.writer() as writer,
     ):
-        kitchen = Kitchen(decoder, open_lead_ins(store, decoder, identity), RAW)
-        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), kitchen), Novelties(store)
+        maker = Maker(decoder, open_lead_ins(store, decoder, identity), RAW)
+        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), maker), Novelties(store)
         try:
             for file in files:
                 storer.take(file, novelties.of(file))

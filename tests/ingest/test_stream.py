@@ -1,0 +1,118 @@
+"""Files go through an ingest one after another: what was read is not held until all is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.ingest import stream
+from kvtool.core.ingest.survey import Outcome
+from tests.cli.working import listing, payloads
+
+FILES = 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "in"
+    made.mkdir()
+    for number in range(FILES):
+        (made / f"{number}.txt").write_text(f"The mill number {number} stands on the river and grinds.")
+    return made
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is read and what is committed, in the order in which it happens."""
+    order: list[str] = []
+    survey, commit = stream.survey, Writer.commit_file
+
+    def reading(file: Any, *rest: Any) -> Outcome:
+        order.append(f"read {file.path.name}")
+        return survey(file, *rest)
+
+    def committing(writer: Writer, entry: Any, documents: Any) -> None:
+        order.append(f"commit {Path(entry.path).name}")
+        commit(writer, entry, documents)
+
+    monkeypatch.setattr(stream, "survey", reading)
+    monkeypatch.setattr(Writer, "commit_file", committing)
+    return order
+
+
+def test_a_file_is_committed_as_soon_as_its_batch_is_full(
+    folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtool.core.ingest.compute.BATCH_TOKENS", {"cpu": 1})
+    assert fresh(folder).fine().json["chunks"]["computed"] == FILES
+    for number in range(FILES - 2):
+        assert steps.index(f"commit {number}.txt") < steps.index(f"read {number + 2}.txt")
+
+
+def test_a_batch_spans_files(folder: Path, fresh: Any, steps: list[str]) -> None:
+    fresh(folder).fine()
+    assert steps == [f"read {n}.txt" for n in range(FILES)] + [f"commit {n}.txt" for n in range(FILES)]
+
+
+def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: list[str], tmp_path: Path) -> None:
+    """A file whose chunks are all stored is committed before the next is read, whoever waits for a batch."""
+    fresh(folder / "0.txt", folder / "2.txt").fine()
+    steps.clear()
+    for number in (0, 2):
+        (folder / f"{number}.txt").rename(folder / f"{number}.md")
+    assert fresh(folder).fine().json["chunks"] == {"computed": FILES - 2, "reused": 2, "removed": 0}
+    assert steps[:2] == ["read 0.md", "commit 0.md"]
+    assert steps.index("commit 2.md") < steps.index("read 3.txt") < steps.index("commit 1.txt")
+
+
+def test_two_files_wait_for_one_chunk(folder: Path, fresh: Any, tmp_path: Path) -> None:
+    (folder / "1.txt").write_text((folder / "0.txt").read_text())
+    report = fresh(folder).fine().json
+    assert report["documents"]["added"] == FILES
+    assert report["chunks"] == {"computed": FILES - 1, "reused": 0, "removed": 0}
+    assert len(listing(tmp_path / "fresh")) == FILES
+
+
+def test_an_interrupted_run_keeps_what_it_committed(
+    folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh(folder, store=tmp_path / "whole").fine()
+    monkeypatch.setattr("kvtool.core.ingest.compute.BATCH_TOKENS", {"cpu": 1})
+    survey = stream.survey
+
+    def interrupted(file: Any, *rest: Any) -> Outcome:
+        if file.path.name == "6.txt":
+            raise KeyboardInterrupt
+        return survey(file, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "survey", interrupted)
+        assert fresh(folder).code == 130
+    with Store.open(tmp_path / "fresh") as store:
+        assert len(list(store.sources())) == 5  # the sixth waited for its batch
+    report = fresh(folder).fine().json
+    assert report["documents"] | {"removed": 0} == {
+        "added": FILES - 5, "changed": 0, "unchanged": 5, "removed": 0, "failed": 0,
+    }  # fmt: skip
+    assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
+
+
+def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
+    from kvtool.core.common.progress import Events
+    from kvtool.core.ingest.job import ingest
+    from kvtool.core.ingest.options import IngestOptions
+
+    (folder / "large.txt").write_text("The mill grinds all day. " * 400)
+    steps: list[tuple[str, int, str]] = []
+    done: list[float] = []
+    events = Events(step=lambda *step: steps.append(step), advance=done.append)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    for _ in range(2):  # the second time nothing changed
+        done.clear()
+        ingest(tmp_path / "store", IngestOptions(paths=(folder,), model=str(tiny)), events)
+        assert sum(done) == pytest.approx(size / 1000)
+    assert steps == [("ingest", size // 1000, "kB")] * 2
