@@ -16,7 +16,7 @@ from kvtool.lab.bench.codec import cores
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
 from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Facts, Sample, warm_up
-from kvtool.lab.bench.prompts import Prompt, stored_prompts
+from kvtool.lab.bench.prompts import BenchPrompt, stored_prompts
 from kvtool.lab.bench.rows import About, FusionRow, Measured, Reference, rows_of
 from kvtool.lab.bench.scratch import Sizes, scratch_store
 
@@ -126,7 +126,7 @@ def bench_store(store: Store, session: Session, options: FusionOptions, events: 
 def _bench(
     decoder: Decoder,
     store: Store,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     options: FusionOptions,
     events: FusionEvents,
     shape: str | None,
@@ -161,7 +161,7 @@ def _bench(
     )
 
 
-def _shortfalls(prompts: Sequence[Prompt], level: str) -> Iterator[str]:
+def _shortfalls(prompts: Sequence[BenchPrompt], level: str) -> Iterator[str]:
     """Contexts for which the store has not enough."""
     for prompt in prompts:
         if prompt.holds_all and prompt.length < prompt.wanted:
@@ -172,7 +172,7 @@ def _shortfalls(prompts: Sequence[Prompt], level: str) -> Iterator[str]:
 
 
 def _measure(
-    answerer: Answerer, prompt: Prompt, modes: Sequence[str], repeat: int, events: FusionEvents
+    answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str], repeat: int, events: FusionEvents
 ) -> tuple[dict[str, list[Sample]], dict[str, Facts]]:
     """Every mode once a round, so that a slow moment of the machine meets all of them; the first round for memory."""
     facts: dict[str, Facts] = {}

@@ -21,7 +21,7 @@ from kvtool.core.session.levels import ProfileShelf
 from kvtool.lab.bench.flops import Work, full_work, fused_work
 from kvtool.lab.bench.limits import synchronize
 from kvtool.lab.bench.memory import peak_memory
-from kvtool.lab.bench.prompts import Prompt
+from kvtool.lab.bench.prompts import BenchPrompt
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -72,11 +72,11 @@ class Answerer:
         self._store, self._options = store, options
         self._profiles = ProfileShelf(store)
 
-    def sample(self, prompt: Prompt, mode: str) -> Sample:
+    def sample(self, prompt: BenchPrompt, mode: str) -> Sample:
         """Time one pass."""
         return self._plain(prompt) if mode == PLAIN else self._fused(prompt, mode)[0]
 
-    def facts(self, prompt: Prompt, mode: str) -> Facts:
+    def facts(self, prompt: BenchPrompt, mode: str) -> Facts:
         """One pass that is not timed."""
         device, layers = self.decoder.device, len(self.decoder.layers)
         if mode == PLAIN:
@@ -98,7 +98,7 @@ class Answerer:
     def _source(self) -> StoreSource:
         return StoreSource(self._store, self.decoder, self._profiles)
 
-    def _plain(self, prompt: Prompt) -> Sample:
+    def _plain(self, prompt: BenchPrompt) -> Sample:
         plan = prompt.plan(self._store)
         model, device = self.decoder.model, self.decoder.device
         with self.decoder.plain_attention(), torch.inference_mode():
@@ -110,7 +110,7 @@ class Answerer:
             synchronize(device)
             return Sample((time.perf_counter() - started) * 1e3)
 
-    def _fused(self, prompt: Prompt, mode: str, source: KVSource | None = None) -> tuple[Sample, Fused]:
+    def _fused(self, prompt: BenchPrompt, mode: str, source: KVSource | None = None) -> tuple[Sample, Fused]:
         decoder = self.decoder
         synchronize(decoder.device)
         started = time.perf_counter()
@@ -131,7 +131,7 @@ def _check_whole(fused: Fused) -> None:
         raise DamagedError(f"a record cannot be used: {holes[0].reason}", REPAIR)
 
 
-def warm_up(answerer: Answerer, prompt: Prompt, modes: Sequence[str]) -> None:
+def warm_up(answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str]) -> None:
     """Every mode once over a short prompt: machine code, tables and handles are made at the first call."""
     for mode in modes:
         answerer.sample(prompt.shortest(), mode)

@@ -29,7 +29,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """Prefix, chunks and question.
 
     Attributes
@@ -55,9 +55,9 @@ class Prompt:
         """What is stored of it."""
         return self.chunks if self.prefix is None else (self.prefix, *self.chunks)
 
-    def shortest(self) -> Prompt:
+    def shortest(self) -> BenchPrompt:
         """Its first chunk alone."""
-        return Prompt(self.wanted, self.prefix, self.chunks[:1], self.question)
+        return BenchPrompt(self.wanted, self.prefix, self.chunks[:1], self.question)
 
     def plan(self, store: Store) -> Plan:
         """Look the pieces up and lay the prompt out, as a query does. Raises DamagedError where one is not whole."""
@@ -75,7 +75,7 @@ def _candidate(store: Store, piece: Stored) -> Candidate:
 
 def stored_prompts(
     store: Store, identity: StoreIdentity, level: str, contexts: Sequence[int], question_tokens: int
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """Prompts of a store's own chunks, document by document, each once, as many as fit.
 
     The question is made of words of the first chunk and the store's own answer header.
@@ -96,7 +96,7 @@ def stored_prompts(
     if identity.prefix and own is None:
         raise DamagedError("the store has lost the record of its prompts' beginning", REPAIR)
     prefix = Stored(identity.prefix_id, identity.prefix, own) if own else None
-    return [_fitting(Prompt(context, prefix, tuple(chunks), question)) for context in contexts]
+    return [_fitting(BenchPrompt(context, prefix, tuple(chunks), question)) for context in contexts]
 
 
 def _chunks(store: Store, level: str) -> list[Stored]:
@@ -105,7 +105,7 @@ def _chunks(store: Store, level: str) -> list[Stored]:
     return [Stored(chunk, info.token_ids, level) for chunk, info in found if info and level in store.levels(chunk)]
 
 
-def _fitting(prompt: Prompt) -> Prompt:
+def _fitting(prompt: BenchPrompt) -> BenchPrompt:
     """With as many of its first chunks as its context holds."""
     room = prompt.wanted - len(prompt.question) - (len(prompt.prefix.ids) if prompt.prefix else 0)
     count = 0
@@ -116,4 +116,5 @@ def _fitting(prompt: Prompt) -> Prompt:
         count += 1
     if not count:
         raise UsageError(f"a context of {prompt.wanted} tokens has no room for a chunk", "take a longer --context")
-    return Prompt(prompt.wanted, prompt.prefix, prompt.chunks[:count], prompt.question, count == len(prompt.chunks))
+    chunks = prompt.chunks[:count]
+    return BenchPrompt(prompt.wanted, prompt.prefix, chunks, prompt.question, count == len(prompt.chunks))

@@ -11,7 +11,7 @@ from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.lab.bench.flops import Architecture, flops, full_work
 from kvtool.lab.bench.limits import Machine, limit_of
 from kvtool.lab.bench.passes import PLAIN, Facts, Sample
-from kvtool.lab.bench.prompts import Prompt
+from kvtool.lab.bench.prompts import BenchPrompt
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -95,7 +95,7 @@ class Reference:
 class Measured:
     """A prompt's samples and facts by mode."""
 
-    prompt: Prompt
+    prompt: BenchPrompt
     samples: Mapping[str, Sequence[Sample]]
     facts: Mapping[str, Facts]
 

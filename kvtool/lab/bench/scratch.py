@@ -25,7 +25,7 @@ from kvtool.core.ingest.compute import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.making import encode_layers
-from kvtool.lab.bench.prompts import Prompt, Stored
+from kvtool.lab.bench.prompts import BenchPrompt, Stored
 
 PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind
 _FIT_TOKENS = 2048
@@ -56,7 +56,7 @@ def scratch_folder() -> Iterator[Path]:
 @contextmanager
 def scratch_store(
     decoder: Decoder, level: str, sizes: Sizes, seed: int, told: Callable[[int, int], None] = lambda done, total: None
-) -> Iterator[tuple[Store, list[Prompt]]]:
+) -> Iterator[tuple[Store, list[BenchPrompt]]]:
     """A store that holds all chunks of these prompts at `level`, and the prompts.
 
     The prefix is stored alone; the chunks stand behind a lead-in, so that none is exact in its prompt. A lossy level
@@ -106,11 +106,11 @@ class _RandomText:
         return [body[start : start + size] for start in range(0, room, size)]
 
 
-def _prompt(decoder: Decoder, text: _RandomText, level: str, context: int) -> Prompt:
+def _prompt(decoder: Decoder, text: _RandomText, level: str, context: int) -> BenchPrompt:
     # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
     prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
-    return Prompt(context, prefix, tuple(chunks), text.question)
+    return BenchPrompt(context, prefix, tuple(chunks), text.question)
 
 
 def _stored(decoder: Decoder, ids: Ids, lead_in: Ids, level: str) -> Stored:
@@ -130,7 +130,7 @@ class _Filler:
         self._draw = torch.Generator().manual_seed(seed)
         self._profile: Profile | None = None
 
-    def fill(self, prompts: Sequence[Prompt]) -> None:
+    def fill(self, prompts: Sequence[BenchPrompt]) -> None:
         """Write the prefix and every chunk once."""
         for prefix in {prompt.prefix for prompt in prompts} - {None}:
             assert prefix is not None

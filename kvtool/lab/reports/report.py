@@ -97,7 +97,7 @@ class Findings:
         for name, value in self.value.items():
             if name == "tokens" and isinstance(value, dict):
                 facts |= {f"{what} tokens": count for what, count in value.items()}
-            elif not isinstance(value, list | dict) and len(str(value)) < _LONG:
+            elif not isinstance(value, list | dict | None) and len(str(value)) < _LONG:
                 facts[name] = value
         return facts
 
