@@ -53,7 +53,9 @@ def raising(error: BaseException) -> Any:
 # Imports
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["config", "show"], ["config", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["config", "show"], ["config", "--help"], ["help", "concepts"]]
+)
 def test_no_torch_and_no_other_command(args: list[str]) -> None:
     code = (
         "import sys; from kvtool.cli.app import main, COMMANDS; main(sys.argv[1:]);"
