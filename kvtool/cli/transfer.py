@@ -104,20 +104,22 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
             run.out.warning(f"left out: {row['what']}: {row['reason']}")
 
     def show() -> None:
-        for one in reports:
-            run.out.print(_in_words(one))
+        for report in reports:
+            run.out.print(_in_words(report))
 
     run.out.result(value, human=show)
     return EXIT_DAMAGED if any(report.damaged for report in reports) else None
 
 
-def _in_words(one: TransferReport) -> str:
-    what = f"{one.direction} --dry-run" if one.dry_run else one.direction
-    would = "would be " if one.dry_run else ""
-    removed = f"{one.removed} {would}removed" + (f" ({one.bytes_freed / 1e6:,.1f} MB)" if one.bytes_freed else "")
-    forgotten = f", {one.forgotten} documents {would}forgotten" if one.forgotten else ""
+def _in_words(report: TransferReport) -> str:
+    what = f"{report.direction} --dry-run" if report.dry_run else report.direction
+    would = "would be " if report.dry_run else ""
+    removed = f"{report.removed} {would}removed" + (
+        f" ({report.bytes_freed / 1e6:,.1f} MB)" if report.bytes_freed else ""
+    )
+    forgotten = f", {report.forgotten} documents {would}forgotten" if report.forgotten else ""
     return (
-        f"{what} {one.url}: {one.files.moved} files and {one.chunks.moved} chunks at a level {would}moved "
-        f"({one.bytes / 1e6:,.1f} MB), {one.files.unchanged} and {one.chunks.unchanged} there already, "
-        f"{removed}{forgotten}, {one.seconds:.1f} s"
+        f"{what} {report.url}: {report.files.moved} files and {report.chunks.moved} chunks at a level {would}moved "
+        f"({report.bytes / 1e6:,.1f} MB), {report.files.unchanged} and {report.chunks.unchanged} there already, "
+        f"{removed}{forgotten}, {report.seconds:.1f} s"
     )

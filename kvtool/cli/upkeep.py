@@ -31,9 +31,9 @@ def tell_budget(run: Run, max_size: int | None) -> None:
     if max_size is None:
         return
     with suppress(KvtoolError), Store.open(run.folder) as store:  # else the command itself tells
-        own = store.budget()
-        if own is not None and own != max_size:
-            run.out.status(f"--max-size {sized(max_size)} takes the place of the store's own budget of {sized(own)}")
+        kept = store.budget()
+        if kept is not None and kept != max_size:
+            run.out.status(f"--max-size {sized(max_size)} takes the place of the store's own budget of {sized(kept)}")
 
 
 @takes(ForgetOptions, StoreOptions, examples=("store forget notes.md --dry-run", 'store forget "drafts/*.md"'))
@@ -80,22 +80,20 @@ def budget(
     path = run.folder
     if size is None:
         with Store.open(path) as store:
-            found = read_budget(store)
+            held = read_budget(store)
     else:
         wanted = None if size.strip().lower() == "none" else size_in_bytes(size)
-        found = keep_budget(path, wanted, lock_wait=run.lock_wait)
-        if found.budget is not None and found.used > found.budget:
+        held = keep_budget(path, wanted, lock_wait=run.lock_wait)
+        if held.budget is not None and held.used > held.budget:
             run.out.warning("the store is larger than that: nothing more is written to it", "run `kvtool store prune`")
-    run.out.result(found.to_json(), human=lambda: _show_budget(run, found))
+    run.out.result(held.to_json(), human=lambda: _show_budget(run, held))
 
 
-def _show_budget(run: Run, found: Budget) -> None:
+def _show_budget(run: Run, held: Budget) -> None:
     of = (
-        ", no budget"
-        if found.budget is None
-        else f" of {sized(found.budget)}; prune goes down to {sized(found.low or 0)}"
+        ", no budget" if held.budget is None else f" of {sized(held.budget)}; prune goes down to {sized(held.low or 0)}"
     )
-    run.out.print(f"{sized(found.used)} used{of}; {sized(found.disk_free)} free on the disk")
+    run.out.print(f"{sized(held.used)} used{of}; {sized(held.disk_free)} free on the disk")
 
 
 @takes(PruneOptions, StoreOptions, examples=("store prune --dry-run", "store prune --max-size 20GB --unused 30d"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ class _Export:
         chunks: dict[str, Chunk] = {}
         self.events.step("chunks", len(wanted) + 1, "chunks")
         for chunk_id in (self.identity.prefix_id, *wanted):
-            self._noting(f"chunk {chunk_id.hex()}", lambda one=chunk_id: self._chunk(one, chunks))  # type: ignore[misc]
+            with self._noting(f"chunk {chunk_id.hex()}"):
+                self._chunk(chunk_id, chunks)
             self.events.advance(1)
         profiles = self._profiles(chunks)
         catalogue = Catalogue(self.store.manifest()["identity"], self._meta(), profiles, files, chunks)
@@ -127,7 +129,8 @@ class _Export:
         files: dict[str, File] = {}
         wanted: dict[bytes, None] = {}
         for entry in entries:
-            self._noting(entry.path, lambda one=entry: self._file(one, files, wanted))  # type: ignore[misc]
+            with self._noting(entry.path):
+                self._file(entry, files, wanted)
         return files, list(wanted)
 
     def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
@@ -150,9 +153,9 @@ class _Export:
         self.out.add(chunk_name(key, described), value)
         stored = self.store.levels(chunk_id)
         everything = self.levels is None or chunk_id == self.identity.prefix_id
-        for level in stored if everything else [one for one in stored if one in (self.levels or ())]:
-            what = f"chunk {key} at level {level}"
-            self._noting(what, lambda one=level: self._level(chunk_id, described, one))  # type: ignore[misc]
+        for level in stored if everything else [level for level in stored if level in (self.levels or ())]:
+            with self._noting(f"chunk {key} at level {level}"):
+                self._level(chunk_id, described, level)
 
     def _level(self, chunk_id: bytes, chunk: Chunk, level: str) -> None:
         """A level, behind the one that it refines."""
@@ -179,12 +182,10 @@ class _Export:
         taken = [profile.hex() for profile in self.store.profile_digests() if profile.hex() in named]
         sound: list[str] = []
         for digest in taken:
-            self._noting(f"profile {digest}", lambda profile=digest: self._profile(profile, sound))  # type: ignore[misc]
+            with self._noting(f"profile {digest}"):
+                self.out.add(f"profile/{digest}", values.profile_value(self.store, digest))
+                sound.append(digest)
         return tuple(sound)
-
-    def _profile(self, digest: str, sound: list[str]) -> None:
-        self.out.add(f"profile/{digest}", values.profile_value(self.store, digest))
-        sound.append(digest)
 
     def _meta(self) -> dict[str, str]:
         meta = {name: values.meta_value(self.store, name) for name in values.META}
@@ -192,9 +193,10 @@ class _Export:
             self.out.add(f"meta/{name}-{digest_of(value)}", value)
         return {name: digest_of(value) for name, value in meta.items()}
 
-    def _noting(self, what: str, give: Callable[[], None]) -> None:
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
         """What is damaged in the store is left out, and said."""
         try:
-            give()
+            yield
         except DamagedError as error:
             self.report.damaged.append({"what": what, "reason": error.message})
