@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.out import Out
 
 if TYPE_CHECKING:
-    from kvtool.core.query.explain import ChunkRuns
+    from kvtool.core.query.explain import ChunkSpans
     from kvtool.core.query.reply import Reply
 
 _COLOURS = {"deviation": 33, "link token": 36, "question attention": 35, "hole": 31}
@@ -18,9 +18,9 @@ def show_explained(out: Out, reply: Reply) -> None:
     """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why."""
     for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
         out.status(f"{chunk.source}[{chunk.start}:{chunk.end}]: {_counts(runs, chunk.tokens)}")
-        out.passage((run.text, _COLOURS.get(run.reason, _OTHER) if run.reason else 0) for run in runs.runs)
+        out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
 
 
-def _counts(runs: ChunkRuns, tokens: int) -> str:
+def _counts(runs: ChunkSpans, tokens: int) -> str:
     why = ", ".join(f"{count} for {reason}" for reason, count in runs.recomputed.items())
     return f"{sum(runs.recomputed.values())} of {tokens} tokens recomputed" + (f" ({why})" if why else "")

@@ -70,7 +70,7 @@ def test_a_character_is_never_cut() -> None:
     rows[4] = rows[7] = True  # inside of the second character; the x
     fused: Any = type("F", (), {"plan": plan, "reasons": {"deviation": rows}})
     (found,) = explain(fused, _Bytes())
-    assert [(run.text, run.reason) for run in found.runs] == [
+    assert [(run.text, run.reason) for run in found.spans] == [
         ("가", ""),
         ("나", "deviation"),
         (" ", ""),

@@ -33,7 +33,7 @@ class Threshold:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RoundVerdict:
     """Whether a round's answer is given, and why."""
 
     enough: bool
@@ -53,7 +53,7 @@ class Round:
     """
 
     chunks: tuple[str, ...]
-    verdict: Verdict
+    verdict: RoundVerdict
     confidence: float | None
     bytes_read: int
     milliseconds: float
@@ -86,14 +86,14 @@ def confidence(log_p: Sequence[float]) -> float:
     return math.exp(math.fsum(log_p) / len(log_p))
 
 
-def judge(sure: float, beginning: str, threshold: Threshold) -> Verdict:
+def judge(sure: float, beginning: str, threshold: Threshold) -> RoundVerdict:
     """Whether an answer is given that begins with this text, as sure as that."""
     text = beginning.lower()
     if (phrase := next((phrase for phrase in _NOT_THERE if phrase in text), None)) is not None:
-        return Verdict(False, f"it says that the answer is not there: {phrase!r}")
+        return RoundVerdict(False, f"it says that the answer is not there: {phrase!r}")
     if sure < threshold.value:
-        return Verdict(False, f"unsure: {sure:.3f} is below {threshold.value:.3f} ({threshold.origin})")
-    return Verdict(True, f"sure: {sure:.3f} is at least {threshold.value:.3f} ({threshold.origin})")
+        return RoundVerdict(False, f"unsure: {sure:.3f} is below {threshold.value:.3f} ({threshold.origin})")
+    return RoundVerdict(True, f"sure: {sure:.3f} is at least {threshold.value:.3f} ({threshold.origin})")
 
 
-ALL_LOADED = Verdict(True, "all chunks are loaded")
+ALL_LOADED = RoundVerdict(True, "all chunks are loaded")

@@ -14,7 +14,7 @@ HOLE = "hole"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenSpan:
     """Neighbouring tokens with one fate. `reason`: "" where they were reused; `start`, `stop`: tokens in the chunk."""
 
     start: int
@@ -24,32 +24,32 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRuns:
-    """A chunk's tokens in order, as runs that leave nothing out."""
+class ChunkSpans:
+    """A chunk's tokens in order, as spans that leave nothing out."""
 
-    runs: tuple[Run, ...]
+    spans: tuple[TokenSpan, ...]
 
     @property
     def recomputed(self) -> dict[str, int]:
         """Tokens by reason."""
-        found: dict[str, int] = {}
-        for run in self.runs:
-            if run.reason:
-                found[run.reason] = found.get(run.reason, 0) + run.stop - run.start
-        return found
+        counts: dict[str, int] = {}
+        for span in self.spans:
+            if span.reason:
+                counts[span.reason] = counts.get(span.reason, 0) + span.stop - span.start
+        return counts
 
     def to_json(self) -> dict[str, Any]:
         """How many tokens each reason has, and the spans (kvtool/docs/json.md)."""
         spans = [
-            {"token_start": run.start, "token_end": run.stop, "text": run.text, "reason": run.reason}
-            for run in self.runs
+            {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
+            for span in self.spans
         ]
         return {"reasons": self.recomputed, "spans": spans}
 
 
-def explain(fused: Fused, tokenizer: Any) -> list[ChunkRuns]:
+def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
     """One entry a chunk, in prompt order."""
-    return [ChunkRuns(tuple(_runs(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.chunks]
+    return [ChunkSpans(tuple(_spans(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.chunks]
 
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:
@@ -63,14 +63,14 @@ def _fates(fused: Fused, segment: Segment) -> list[str]:
     return fates
 
 
-def _runs(segment: Segment, fates: Sequence[str], tokenizer: Any) -> Iterator[Run]:
-    """Runs of whole characters: a token that ends inside of one goes with the next."""
+def _spans(segment: Segment, fates: Sequence[str], tokenizer: Any) -> Iterator[TokenSpan]:
+    """Give spans of whole characters: a token that ends inside of one goes with the next."""
     start, text, fate = 0, "", ""
     for begin, stop, piece in whole_characters(tokenizer, segment.ids):
         own = next((fates[place] for place in range(begin, stop) if fates[place]), "")
         if own != fate and begin > start:
-            yield Run(start, begin, text, fate)
+            yield TokenSpan(start, begin, text, fate)
             start, text = begin, ""
         fate, text = own, text + piece
     if segment.ids:
-        yield Run(start, len(segment.ids), text, fate)
+        yield TokenSpan(start, len(segment.ids), text, fate)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.model.generate import Generated
     from kvtool.core.query.defer import Round
-    from kvtool.core.query.explain import ChunkRuns
+    from kvtool.core.query.explain import ChunkSpans
 
 
 _SHOWN = 400  # characters of a text that a notebook or a prompt shows
@@ -84,7 +84,7 @@ class Reply:
     fused: Fused
     revision: int = 0
     segments: dict[str, Any] | None = None
-    explained: list[ChunkRuns] = field(default_factory=list)
+    explained: list[ChunkSpans] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)

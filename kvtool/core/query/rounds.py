@@ -14,7 +14,7 @@ from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
 from kvtool.core.query.calibration import threshold_for
-from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, Verdict, confidence, judge, spans
+from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
@@ -116,7 +116,7 @@ def text_of(decoder: Decoder, begun: Beginning) -> str:
     return text
 
 
-def _round(step: Step, verdict: Verdict, sure: float | None, took: float) -> Round:
+def _round(step: Step, verdict: RoundVerdict, sure: float | None, took: float) -> Round:
     counts = step.now.tokens
     new = step.now.plan.chunks
     return Round(
