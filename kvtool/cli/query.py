@@ -23,7 +23,7 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
-from kvtool.core.query.options import ANSWER, CHUNKS, INSIDE, QueryOptions
+from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
 from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
@@ -49,8 +49,6 @@ class QueryFlags(Options, settings=False):
         lowest=0,
         instead="1GB",
     )
-    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", group=CHUNKS, metavar="ID")
-    documents: tuple[str, ...] = option((), "Use all chunks of these documents.", group=CHUNKS, metavar="PATH")
     compare: str | None = option(None, "Answer in several modes, beside full recompute.", group=INSIDE, metavar="a,b,c")
     timeline: Path | None = option(
         None,
@@ -65,6 +63,7 @@ class QueryFlags(Options, settings=False):
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions,
+    ChunkChoice,
     QueryFlags,
     StoreOptions,
     RemoteOptions,
@@ -81,7 +80,7 @@ def query(
     """Answer a question from the store's documents."""
     flags, options = run.get(QueryFlags), run.get(QueryOptions)
     modes = _modes(flags.compare)
-    requests = _requests(question, flags)
+    requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if flags.timeline is not None:
         _check_writable(flags.timeline)
     if options.defer and modes is not None:
@@ -140,22 +139,20 @@ def _modes(compare: str | None) -> list[str] | None:
     return modes
 
 
-def _requests(question: str | None, flags: QueryFlags) -> list[Request]:
+def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> list[Request]:
     from kvtool.core.query.reply import Request, read_batch
 
-    if flags.batch is not None:
-        if question is not None or flags.chunks or flags.documents:
+    if batch is not None:
+        if question is not None or choice.chunks or choice.documents:
             raise UsageError("--batch brings its own questions and chunks", "leave the question out")
-        return read_batch(flags.batch)
+        return read_batch(batch)
     if question is None:
         raise UsageError("no question was given", 'kvtool query "Who founded the observatory?"')
-    if flags.chunks and flags.documents:
-        raise UsageError("--chunks and --documents exclude each other", "give one of them")
     if question == "-":
         question = _from_stdin()
     if not question.strip():
         raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
-    return [Request(question, flags.chunks, flags.documents)]
+    return [Request(question, choice.chunks, choice.documents)]
 
 
 def _from_stdin() -> str:

@@ -8,7 +8,7 @@ from kvtool.core.codec.levels import LEVELS, MAX_LOSS
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import AUTO, FUSIONS
 from kvtool.core.model.options import NetworkOptions, system_option
-from kvtool.core.options.option import option
+from kvtool.core.options.option import Options, option
 from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
@@ -130,3 +130,16 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             raise UsageError(
                 "--defer and --slo-ms exclude each other", "leave one out: an objective is for a whole prompt"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkChoice(Options, settings=False, group=CHUNKS):
+    """Which chunks a question's prompt has; without these they are found."""
+
+    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", metavar="ID")
+    documents: tuple[str, ...] = option((), "Use all chunks of these documents.", metavar="PATH")
+
+    def check(self) -> None:
+        """Refuse both at once."""
+        if self.chunks and self.documents:
+            raise UsageError("--chunks and --documents exclude each other", "give one of them")

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.lab.charts.deviation import CHOICES
 from kvtool.lab.charts.page import Table
 from kvtool.lab.charts.spark import sparkline
-from kvtool.lab.reports.questions import BatchOptions, ChunkChoice, questions
+from kvtool.lab.reports.questions import BatchOptions, questions
 from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 if TYPE_CHECKING:

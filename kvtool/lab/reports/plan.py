@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.lab.charts.page import Section, Table
-from kvtool.lab.reports.questions import ChunkChoice, one_question
+from kvtool.lab.reports.questions import one_question
 from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 _ASKED = (*RETRIEVAL, "level", "max_loss", "ratio", "link_tokens", "defer", "defer_first")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
+from kvtool.core.query.options import ChunkChoice
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import Request
@@ -33,29 +34,10 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(Options, settings=False):
+class ResumeOptions(Options, settings=False, group=QUESTIONS):
     """The file that an evaluation's results are kept in: what may take hours can be interrupted."""
 
-    resume: Path | None = option(
-        None,
-        "Keep results here and go on from them.",
-        group=QUESTIONS,
-        metavar="FILE.jsonl",
-        unit="path",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkChoice(Options, settings=False, group=QUESTIONS):
-    """Which chunks a question's prompt has; without these they are found."""
-
-    chunks: tuple[str, ...] = option((), "These chunks, in this order.", metavar="ID")
-    documents: tuple[str, ...] = option((), "All chunks of these documents.", metavar="PATH")
-
-    def check(self) -> None:
-        """Refuse both at once."""
-        if self.chunks and self.documents:
-            raise UsageError("--chunks and --documents exclude each other", "give one of them")
+    resume: Path | None = option(None, "Keep results here and go on from them.", metavar="FILE.jsonl", unit="path")
 
 
 def questions(desk: Desk, report: str) -> list[Request]:

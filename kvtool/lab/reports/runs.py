@@ -27,19 +27,11 @@ class RunOptions(Options, settings=False, group=RUNS):
     """What is evaluated."""
 
     runs: tuple[str, ...] = option(
-        (),
-        "Modes, each with how much it recomputes: reuse, epic:16, union:5% …",
-        metavar="a,b:AMOUNT,c",
+        (), "Modes, each with how much it recomputes: reuse, epic:16, union:5% …", metavar="a,b:AMOUNT,c"
     )
     max_tokens: int = option(20, "Longest answer in tokens.", lowest=1)
-    force: bool = option(
-        False,
-        "Measure although the gate refuses.",
-    )
-    defer: bool = option(
-        False,
-        "Calibrate deferred loading instead.",
-    )
+    force: bool = option(False, "Measure although the gate refuses.")
+    defer: bool = option(False, "Calibrate deferred loading instead.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.lab.charts.page import Table
 from kvtool.lab.charts.spark import sparkline
-from kvtool.lab.reports.questions import BatchOptions, ChunkChoice, questions
+from kvtool.lab.reports.questions import BatchOptions, questions
 from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 
