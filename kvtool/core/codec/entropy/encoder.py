@@ -121,14 +121,14 @@ def _in_one_piece(words: npt.NDArray[np.uint16], states: U32) -> Stream:
 
 def _encoder_entries(tables: TableSet) -> U32:
     """What an encoder looks up, uint32 `[tables * 256]`: frequency | cumulative << 12, or that there is none."""
-    found = _entries.get(tables)
-    if found is None:
+    entries = _entries.get(tables)
+    if entries is None:
         frequencies = tables.frequencies.astype(np.uint32)
         cumulative = tables.cumulative.astype(np.uint32) << np.uint32(ir_encode.CUMULATIVE_AT)
-        there = np.asarray(frequencies | cumulative, np.uint32)
-        found = np.where(frequencies == 0, np.uint32(ir_encode.MISSING), there).reshape(-1)
-        _entries[tables] = found
-    return found
+        present = np.asarray(frequencies | cumulative, np.uint32)
+        entries = np.where(frequencies == 0, np.uint32(ir_encode.MISSING), present).reshape(-1)
+        _entries[tables] = entries
+    return entries
 
 
 def _check(symbols: U8, columns: Columns, contexts: U8 | None) -> None:

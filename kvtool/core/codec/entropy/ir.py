@@ -133,11 +133,11 @@ def fields(body: Body, job: str, names: Mapping[str, str]) -> dict[str, str]:
 
 def look_up(body: Body, width: int, table: str, indices: str) -> str:
     """One u32 a lane: `table[indices]`, loaded one by one: no slower than a gather, and much faster on some CPUs."""
-    kind, found = vector(width, "i32"), "poison"
+    kind, entries = vector(width, "i32"), "poison"
     for lane in range(width):
         index = body(f"zext i32 {body(f'extractelement {kind} {indices}, i32 {lane}')} to i64")
-        found = body(f"insertelement {kind} {found}, i32 {body.load('i32', table, index)}, i32 {lane}")
-    return found
+        entries = body(f"insertelement {kind} {entries}, i32 {body.load('i32', table, index)}, i32 {lane}")
+    return entries
 
 
 def look_up_by_memory(body: Body, width: int, table: str, indices: str, memory: str) -> str:
@@ -145,13 +145,13 @@ def look_up_by_memory(body: Body, width: int, table: str, indices: str, memory: 
 
     Volatile, as LLVM would otherwise see through it.
     """
-    kind, found = vector(width, "i32"), "poison"
+    kind, entries = vector(width, "i32"), "poison"
     body.do(f"store volatile {kind} {indices}, ptr {memory}, align 64")
     for lane in range(width):
         index = body(f"load volatile i32, ptr {body.at('i32', memory, lane)}, align 4")
         entry = body.load("i32", table, body(f"zext i32 {index} to i64"))
-        found = body(f"insertelement {kind} {found}, i32 {entry}, i32 {lane}")
-    return found
+        entries = body(f"insertelement {kind} {entries}, i32 {entry}, i32 {lane}")
+    return entries
 
 
 def ones(body: Body, width: int, mask: str) -> tuple[str, str]:

@@ -188,11 +188,11 @@ def parameters(body: Body, job: dict[str, str], column: str) -> tuple[str, str]:
 
 
 def write(
-    body: Body, isa: Isa, form: str, scaling: tuple[str, str], found: list[tuple[str, str, tuple[str, int]]]
+    body: Body, isa: Isa, form: str, scaling: tuple[str, str], vectors: list[tuple[str, str, tuple[str, int]]]
 ) -> None:
     """Write vectors one after another: slot entries, coarser numbers, and the place of each."""
     width = isa.width
-    for index, (entry, coarse, (out, at)) in enumerate(found):
+    for index, (entry, coarse, (out, at)) in enumerate(vectors):
         values = output.numbers(body, width, entry)
         if form == REFINE:
             values = output.refined(body, width, coarse, values)

@@ -33,26 +33,26 @@ def with_context(body: Body, width: int, bases: str, coarse: str) -> str:
     return body(f"add {ints} {bases}, {body(f'shl {ints} {context}, {splat(PROBABILITY_BITS)}')}")
 
 
-def refined(body: Body, width: int, coarse: str, found: str) -> str:
+def refined(body: Body, width: int, coarse: str, numbers: str) -> str:
     """3q + r away from zero, i32; all arithmetic wraps, so no number in `out` can be a wrong one."""
     ints = vector(width, "i32")
     negative = body(f"icmp slt {ints} {coarse}, zeroinitializer")
-    minus = body(f"sub {ints} zeroinitializer, {found}")
-    step = body(f"select <{width} x i1> {negative}, {ints} {minus}, {ints} {found}")
+    minus = body(f"sub {ints} zeroinitializer, {numbers}")
+    step = body(f"select <{width} x i1> {negative}, {ints} {minus}, {ints} {numbers}")
     return body(f"add {ints} {body(f'mul {ints} {coarse}, {splat(3)}')}, {step}")
 
 
-def scaled(body: Body, width: int, found: str, scale: str, offset: str) -> str:
+def scaled(body: Body, width: int, numbers: str, scale: str, offset: str) -> str:
     """number * scale + offset in float32, rounded twice as numpy does."""
     floats = vector(width, "float")
-    exact = body(f"sitofp {vector(width, 'i32')} {found} to {floats}")
+    exact = body(f"sitofp {vector(width, 'i32')} {numbers} to {floats}")
     return body(f"fadd {floats} {body(f'fmul {floats} {exact}, {scale}')}, {offset}")
 
 
-def exactly(body: Body, width: int, form: str, found: str, *, by_cpu: bool) -> str:
+def exactly(body: Body, width: int, form: str, numbers: str, *, by_cpu: bool) -> str:
     """Bits of a form of numbers of 8 bits, which it holds without rounding; in i32."""
     ints, floats = vector(width, "i32"), vector(width, "float")
-    exact = body(f"sitofp {ints} {found} to {floats}")
+    exact = body(f"sitofp {ints} {numbers} to {floats}")
     if form == "bfloat16":
         return body(f"lshr {ints} {body(f'bitcast {floats} {exact} to {ints}')}, {splat(16)}")
     return rounded(body, width, form, exact, by_cpu=by_cpu)
@@ -120,9 +120,9 @@ def with_escapes(body: Body, width: int, job: dict[str, str], entries: list[str]
         some, _ = ones(body, width, body(f"icmp eq {ints} {symbol}, {splat(ESCAPE)}"))
         bits = body(f"or i64 {bits}, {body(f'shl i64 {some}, {place * width}')}")
     bits = body(f"and i64 {bits}, {job['replace']}")
-    before, there, after = body.block, body.new_block(), body.new_block()
-    body.do(f"br i1 {body(f'icmp ne i64 {bits}, 0')}, label %{there}, label %{after}")
-    body.enter(there)
+    before, marked, after = body.block, body.new_block(), body.new_block()
+    body.do(f"br i1 {body(f'icmp ne i64 {bits}, 0')}, label %{marked}, label %{after}")
+    body.enter(marked)
     lanes = Loop(body, body(f"call i64 @llvm.ctpop.i64(i64 {bits})"), [("i64", bits), ("i64", escapes)])
     left, number = lanes.values
     lane = body(f"call i64 @llvm.cttz.i64(i64 {left}, i1 true)")

@@ -27,7 +27,7 @@ def decode_module(form: str) -> str:
     """The kernel for a form of output, or for `refine`; as ir_decode.decode_module for the rest."""
     body, width = Body(), SCALAR.width
     ints = vector(width, "i32")
-    found, chosen = (body(f"alloca [{BLOCK} x i32], align 64") for _ in range(2))
+    kept, chosen = (body(f"alloca [{BLOCK} x i32], align 64") for _ in range(2))
     states = body(f"alloca [{LANES} x i32], align 64")
     jobs = Loop(body, "%number")
     job = fields(body, jobs.index, FIELDS)
@@ -49,8 +49,8 @@ def decode_module(form: str) -> str:
             body.store(ints, first, chosen, lane)
         tables = chosen
     half = body(f"and i64 {column}, {BLOCK}")
-    position = _block(body, job, tables, body.at("i32", states, half), position, found)
-    entries = [body.load(ints, found, lane) for _, lane in lanes]
+    position = _block(body, job, tables, body.at("i32", states, half), position, kept)
+    entries = [body.load(ints, kept, lane) for _, lane in lanes]
     write(body, SCALAR, form, parameters(body, job, column), list(zip(entries, coarse, lanes, strict=True)))
 
     if form in REPLACING:
@@ -63,8 +63,8 @@ def decode_module(form: str) -> str:
     return module(body, reduction(width))
 
 
-def _block(body: Body, job: dict[str, str], tables: str, states: str, position: str, found: str) -> str:
-    """Advance 32 states and leave their slot entries in `found`; returns the next position."""
+def _block(body: Body, job: dict[str, str], tables: str, states: str, position: str, kept: str) -> str:
+    """Advance 32 states and leave their slot entries in `kept`; returns the next position."""
     begin = words_at(body, job, position)
     loop = Loop(body, BLOCK // _UNROLLED, [("ptr", begin)])
     (words,) = loop.values
@@ -74,7 +74,7 @@ def _block(body: Body, job: dict[str, str], tables: str, states: str, position: 
         state = body.load("i32", states, lane)
         slot = body(f"add i32 {body.load('i32', tables, lane)}, {body(f'and i32 {state}, {SLOTS - 1}')}")
         entry = body.load("i32", job["slots"], body(f"zext i32 {slot} to i64"))
-        body.store("i32", entry, found, lane)
+        body.store("i32", entry, kept, lane)
         state = moved(body, "i32", entry, state)
         empty = body(f"icmp ult i32 {state}, {LEAST_STATE}")
         word = body(f"zext i16 {body.load('i16', words, aligned=1)} to i32")

@@ -66,10 +66,10 @@ class TableSet:
     @cached_property
     def bounds(self) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int16]]:
         """Least and largest number that each table has a symbol for, int16 `[tables]`; between them it has all."""
-        there = self.frequencies[:, :ESCAPE] > 0
-        first = there.argmax(1)
-        last = ESCAPE - 1 - there[:, ::-1].argmax(1)
-        empty = ~there.any(1)  # then everything is an escape
+        present = self.frequencies[:, :ESCAPE] > 0
+        first = present.argmax(1)
+        last = ESCAPE - 1 - present[:, ::-1].argmax(1)
+        empty = ~present.any(1)  # then everything is an escape
         low, high = np.where(empty, 1, first - ZERO), np.where(empty, 0, last - ZERO)
         return low.astype(np.int16), high.astype(np.int16)
 

@@ -269,14 +269,14 @@ def _ahead(
     stride: tl.tensor,
     row: tl.tensor,
     group: tl.tensor,
-    there: tl.tensor,
+    valid: tl.tensor,
     REFINE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Table ids of 32 columns, the coarser numbers there, and pointers to where their numbers go."""
     lane = tl.arange(0, 32)
-    table = tl.load(ids + group * 32 + lane, mask=there, other=0).to(tl.int32)
-    to = out + row * stride + tl.load(places + group, mask=there, other=0) + lane
-    q = tl.load(to, mask=there, other=0).to(tl.int32) if REFINE else table
+    table = tl.load(ids + group * 32 + lane, mask=valid, other=0).to(tl.int32)
+    to = out + row * stride + tl.load(places + group, mask=valid, other=0) + lane
+    q = tl.load(to, mask=valid, other=0).to(tl.int32) if REFINE else table
     return table, q, to
 
 
