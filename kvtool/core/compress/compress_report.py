@@ -1,4 +1,4 @@
-"""What a compression was asked for, and what it did."""
+"""What a compression did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class LevelReport:
-    """One level over the chunks that were asked for.
+    """Tells of one level what came of it, over the chunks that were asked for.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class LevelReport:
 
 @dataclass(slots=True)
 class CompressReport:
-    """The result of a compression (kvtool/docs/json.md).
+    """Tells the result of a compression (kvtool/docs/json.md).
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class CompressReport:
     warnings: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `compress --json`."""
+        """Make the JSON object of `compress --json`."""
         return {
             "levels": [level.to_json() for level in self.levels],
             "bytes_before": self.bytes_before,

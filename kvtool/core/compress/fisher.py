@@ -41,7 +41,7 @@ class Probe:
 def probes(
     tokens: Sequence[Sequence[int]], parts: PromptParts, tokenizer: object, count: int, seed: int
 ) -> list[Probe]:
-    """Prompts over chunks given by their token ids; the same for the same seed."""
+    """Make prompts over chunks given by their token ids; they are the same for the same seed."""
     draw = random.Random(seed)
     usable = [number for number, ids in enumerate(tokens) if len(ids) >= _LEAST_TOKENS]
     made = []
@@ -62,7 +62,7 @@ def fisher(
     prompts: Sequence[Probe],
     advance: Callable[[int], None] = lambda prompts: None,
 ) -> torch.Tensor:
-    """Fisher information of un-rotated keys and of values.
+    """Measure the Fisher information of un-rotated keys and of values.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def _add(
 
 
 def _outer(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of g gᵀ over rows, the longest rows shortened."""
+    """Sum up g gᵀ over rows, the longest rows shortened."""
     norms = rows.square().sum(1)
     most = norms.kthvalue(max(1, int(len(norms) * _CLIP))).values.clamp_min(1e-30)
     shortened = rows * (most / torch.maximum(norms, most)).sqrt()[:, None]

@@ -36,7 +36,7 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], events: Events) -
     del chunks
 
     def sides(layer: int) -> torch.Tensor:
-        """Keys and values of all chunks, float32 `[2, tokens, C]`."""
+        """Read keys and values of all chunks, float32 `[2, tokens, C]`."""
         parts = []
         for chunk, level in sample:
             keys, values = CODECS[level].decode(read_records(store, [chunk], level, layer), layer)[0]
@@ -50,7 +50,7 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], events: Events) -
 
 
 def profile_of(path: Path, fingerprint: str) -> Profile:
-    """The profile of another store of the same model.
+    """Take the profile of another store of the same model.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def profile_of(path: Path, fingerprint: str) -> Profile:
 
 
 def keep_profile(store: Store, writer: Writer, profile: Profile) -> None:
-    """Make it the store's current profile; what was measured with another one stays known."""
+    """Make a profile the store's current one; what was measured with another one stays known."""
     state, digest = store.codec_state(), profile.digest.hex()
     if state.get("profile") != digest:
         state = state | {"profile": digest, "losses": losses_by_maker(state)}

@@ -56,7 +56,7 @@ def compress(
 
 
 def check_levels(options: CompressOptions) -> list[str]:
-    """The levels that are asked for, each once; `auto` by itself.
+    """List the levels that are asked for, each once; `auto` stays as it is.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class _Job:
         self.report = CompressReport()
 
     def run(self, levels: list[str]) -> CompressReport:
-        """Everything that a compression does, in its order."""
+        """Do everything that a compression does, in its order."""
         report = self.report
         report.bytes_before = self.store.stats()["bytes"]
         chunks = self._chunks()
@@ -105,14 +105,14 @@ class _Job:
     # ---- what to work on ----
 
     def _chunks(self) -> list[bytes]:
-        """The chunks that are asked for. The prompt's own beginning is left alone: it is exact in every prompt."""
+        """List the chunks that are asked for. The prompt's own beginning is left alone: it is exact in every prompt."""
         known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         if not self.options.chunks:
             return known
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
-        """Chunks that are stored exactly, each with the level that holds it so."""
+        """Find the chunks that are stored exactly, each with the level that holds it so."""
         for chunk in chunks:
             level = exact_level(self.store, chunk)
             if level is not None:
@@ -141,7 +141,7 @@ class _Job:
         return profile
 
     def _asked_profile(self, chunks: Sequence[bytes]) -> Profile | None:
-        """The profile that is fitted here, or taken from another store; without either the store's own."""
+        """Fit a profile here, or take one from another store; without either it is the store's own."""
         if self.options.fit:
             profile = self._fitted(chunks)
         elif self.options.profile is not None:
@@ -163,7 +163,7 @@ class _Job:
     def _losses(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        """What is known of the lossy levels; measured where nothing is, and kept in the store."""
+        """Tell what is known of the lossy levels; where nothing is, it is measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
         mine = self.options.predictor == AUTO
         rows = losses_by_maker(self.store.codec_state())
@@ -193,7 +193,7 @@ class _Job:
         return {level: mean_loss(rows[level]) for level in levels}
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
-        """The levels with `auto` replaced by the smallest that may be taken, which is a lossless one where none may."""
+        """Replace `auto` by the smallest level that may be taken, which is a lossless one where none may."""
         if AUTO not in levels:
             return levels
         allowed = [

@@ -13,7 +13,7 @@ from kvtool.core.session.session import Session
 
 
 def own_prompts(session: Session, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Question]:
-    """Prompts over chunks that are stored exactly; other ones than a profile's Fisher information was measured on."""
+    """Make prompts over chunks that are stored exactly, other ones than those that a profile is fitted with."""
     store, identity = session.store, session.identity
     described = [(chunk, level, info) for chunk, level in chunks if (info := store.chunk_info(chunk)) is not None]
     level = exact_level(store, identity.prefix_id) if identity.prefix else None

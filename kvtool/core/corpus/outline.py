@@ -12,7 +12,7 @@ from kvtool.core.corpus import sentences
 
 
 class Level(IntEnum):
-    """How good a place a boundary is; higher is better."""
+    """Says how good a place a boundary is; higher is better."""
 
     HARD = 0
     WORD = 1
@@ -128,7 +128,7 @@ _CUTS: dict[Level, tuple[Callable[[str, int, int], Iterator[int]], int]] = {
 
 
 def _cut(unit: Unit, starts: Iterator[int], level: Level) -> list[Unit]:
-    """The unit cut at `starts`; its first piece keeps the boundary it had."""
+    """Cut a unit at `starts`; its first piece keeps the boundary it had."""
     edges = [unit.start, *starts, unit.end]
     first = Unit(edges[0], edges[1], unit.level, level, unit.heading and len(edges) == 2)
     return [first, *(Unit(start, end, level, level) for start, end in pairwise(edges[1:]))]
@@ -158,7 +158,7 @@ def _whole(block: _Block) -> Unit:
 
 
 def _code_units(text: str, block: _Block, whole: Unit) -> list[Unit]:
-    """A unit a line; a line in the first column that does not close something is a better start."""
+    """Make a unit of each line; one in the first column that does not close something is a better start."""
     pieces = _cut(whole, iter(block.lines[1:]), Level.ROW)
     return [pieces[0], *(replace(piece, level=_code_level(text, piece.start)) for piece in pieces[1:])]
 
@@ -169,7 +169,7 @@ def _code_level(text: str, start: int) -> Level:
 
 
 def _prose_lines(text: str, block: _Block) -> Iterator[int]:
-    """Line ends that mean something: all but those of a paragraph wrapped at a fixed width."""
+    """Find the line ends that mean something: all but those of a paragraph wrapped at a fixed width."""
     wrapped = _is_wrapped(text, block)
     for start in block.lines[1:]:
         if not wrapped or _ITEM.match(text, start):
@@ -276,7 +276,7 @@ class _Outliner:
         return "heading" if not self._marked and self._is_title(start, end) else "prose"
 
     def _is_title(self, start: int, end: int) -> bool:
-        """In plain text: `Chapter 3`, `2.1 Scope`, `제3장`, or capitals, alone between blank lines."""
+        """Whether plain text has a title here: `Chapter 3`, `2.1 Scope`, `제3장` or capitals between blank lines."""
         line = self._text[start:end].strip()
         if not self._gap or len(line) > _LONGEST_TITLE or not _ends_blank(self._text, end):
             return False
@@ -285,7 +285,7 @@ class _Outliner:
         return bool(_TITLE.match(line)) or (line.isupper() and len(line) > 3)
 
     def _is_underline(self, start: int, last: _Block | None) -> bool:
-        """A row of signs right below a paragraph of one line makes that line a heading."""
+        """Whether a row of signs right below a paragraph of one line makes it a heading."""
         if self._gap or last is None or last.form != "prose" or len(last.lines) != 1:
             return False
         pattern = _UNDERLINE if self._marked else _RST_UNDERLINE

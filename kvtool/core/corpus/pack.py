@@ -18,7 +18,7 @@ from kvtool.core.corpus.outline import Level, Unit
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a chunk may be.
+    """Says what a chunk may be.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Limits:
 
 
 def pack(text: str, units: Sequence[Unit], sizes: Sequence[int], limits: Limits) -> list[int]:
-    """Indices of the units that begin a chunk; the first is always 0.
+    """Choose the units that begin a chunk, by index; the first is always 0.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class _Packer:
         self._limits = limits
 
     def next_start(self, first: int) -> int:
-        """The unit that begins the chunk after the one that begins at `first`."""
+        """Find the unit that begins the chunk after the one that begins at `first`."""
         limits, count = self._limits, len(self._units)
         last = self._reach(first, limits.most)
         low = bisect_left(self._sums, self._sums[first] + limits.section, first + 1)
@@ -75,7 +75,7 @@ class _Packer:
         return self._best(window) if window else self._fallback(first, last)
 
     def _reach(self, first: int, most: int) -> int:
-        """The furthest unit that may begin the next chunk; at least the next one."""
+        """Find the furthest unit that may begin the next chunk; at least the next one."""
         return max(first + 1, bisect_right(self._sums, self._sums[first] + most) - 1)
 
     def _rest(self, index: int) -> int:
@@ -85,11 +85,11 @@ class _Packer:
         return index < len(self._units) and self._units[index].level == Level.SECTION and self._allowed(index)
 
     def _allowed(self, index: int) -> bool:
-        """No chunk should end with a heading."""
+        """Whether a chunk may begin here: none should end with a heading."""
         return not self._units[index - 1].heading
 
     def _balanced(self, window: list[int]) -> int:
-        """Of a text that makes two chunks: the best level, then the middle."""
+        """Choose the boundary of a text that makes two chunks: of the best level, then nearest to the middle."""
         half = self._sums[-1] / 2
         return max(window, key=lambda i: (self._units[i].level, -abs(self._sums[i] - half), -i))
 
@@ -104,5 +104,5 @@ class _Packer:
         return blake2b(content, digest_size=8).digest()
 
     def _fallback(self, first: int, last: int) -> int:
-        """Units too large for the window: as full as it goes, if need be behind a heading."""
+        """Choose for units too large for the window: as full as it goes, if need be behind a heading."""
         return next((i for i in range(last, first, -1) if self._allowed(i)), last)

@@ -30,7 +30,7 @@ _HARD_LEAST = 20
 
 
 def sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Starts of the second and later sentences of `text[start:end]`."""
+    """Find the starts of the second and later sentences of `text[start:end]`."""
     for match in _SENTENCE_END.finditer(text, start, end):
         cut = match.end()
         if cut < end and not _is_false_end(text, match):
@@ -38,17 +38,17 @@ def sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def clause_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Positions behind commas, colons and dashes."""
+    """Find the positions behind commas, colons and dashes."""
     return (m.end() for m in _CLAUSE_END.finditer(text, start, end) if m.end() < end)
 
 
 def word_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Positions behind white space."""
+    """Find the positions behind white space."""
     return (m.end() for m in _SPACE.finditer(text, start, end) if start < m.start() and m.end() < end)
 
 
 def hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
-    """Cuts in a text without marks, never inside a grapheme.
+    """Cut a text without marks, never inside a grapheme.
 
     They stand behind characters of an arbitrary eighth of Unicode, so that they depend on what
     stands there and an insertion moves only those near it.
@@ -61,7 +61,7 @@ def hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def middle(text: str, start: int, end: int) -> int | None:
-    """A cut near the middle of `text[start:end]`: between graphemes, else between characters."""
+    """Find a cut near the middle of `text[start:end]`: between graphemes, else between characters."""
     content = text[start:end].rstrip()
     first, last = start + len(content) - len(content.lstrip()) + 1, start + len(content)
     half = (first + last) // 2
@@ -71,7 +71,7 @@ def middle(text: str, start: int, end: int) -> int | None:
 
 
 def whole_grapheme(text: str, position: int, end: int) -> int:
-    """The first position from `position` on that does not tear a grapheme (within 64 characters)."""
+    """Find the first position from `position` on that does not tear a grapheme (within 64 characters)."""
     last = min(end, position + 64)
     return next((p for p in range(position, last) if not _joined(text, p)), last)
 
@@ -86,7 +86,7 @@ def thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
 
 
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
-    """A stop before a lower-case letter, or behind an abbreviation, an initial, an item number."""
+    """Whether a stop ends no sentence: before a lower-case letter, or behind an abbreviation, an initial, a number."""
     mark = match[0].rstrip()
     if text[match.end()].islower():
         return True

@@ -23,7 +23,7 @@ _LONGEST_UNIT = 4000  # characters; a tokenizer is quadratic on lines without sp
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """How to split.
+    """Says how to split.
 
     Parameters
     ----------
@@ -114,14 +114,14 @@ class _Work:
         return ready, sizes
 
     def _cut_large(self, ready: list[Unit], large: list[int]) -> dict[int, list[Unit]]:
-        """Parts of those units that stay too long without the space around them."""
+        """Cut those units that stay too long without the space around them."""
         counts = self.count([self._stripped(ready[i : i + 1]) for i in large])
         too_long = [i for i, count in zip(large, counts, strict=True) if count > self.most]
         parts = {i: finer(self.text, ready[i]) for i in too_long}
         return {i: units_ for i, units_ in parts.items() if len(units_) > 1}
 
     def packed(self, pieces: list[Unit], limits: Limits) -> list[Group]:
-        """Units → chunks, each checked with a real count and cut again where it is too long."""
+        """Make chunks of units, each checked with a real count and cut again where it is too long."""
         ready, sizes = self.sized(pieces)
         groups = _grouped(ready, pack(self.text, ready, sizes, limits))
         while True:
@@ -183,7 +183,7 @@ class _Work:
 def _replaced(
     ready: list[Unit], sizes: list[int], cut: dict[int, list[Unit]]
 ) -> tuple[list[Unit], list[int], list[int]]:
-    """Units and sizes with the cut ones in parts, and the places of those parts."""
+    """Put parts in the places of the cut units; returns units, sizes and the places of those parts."""
     units_: list[Unit] = []
     counts: list[int] = []
     fresh: list[int] = []
@@ -202,13 +202,13 @@ def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
 
 
 def _semantic(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Sections, then paragraphs, lines and sentences; content-defined among equals."""
+    """Cut at sections, then paragraphs, lines and sentences; among equals the content decides."""
     least = settings.min_tokens or settings.max_tokens * 3 // 8
     return work.packed(units(work.text, kind), Limits(settings.max_tokens, least, least))
 
 
 def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """One chunk a section where it fits; only sections of under max/8 tokens are joined."""
+    """Make one chunk of a section where it fits; only sections of under max/8 tokens are joined."""
     del kind
     most = settings.max_tokens
     limits = Limits(most, settings.min_tokens or most * 3 // 8, settings.min_tokens or most // 8)
@@ -216,14 +216,14 @@ def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
 
 
 def _paragraph(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Whole paragraphs, cut only where one alone is too long."""
+    """Keep paragraphs whole, and cut one only where it alone is too long."""
     most = settings.max_tokens
     least = settings.min_tokens or most // 2
     return work.packed(paragraphs(work.text, kind), Limits(most, least, least))
 
 
 def _fixed(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """As many words as fit; the baseline, not stable under edits."""
+    """Take as many words as fit: the baseline, which is not stable under edits."""
     most = settings.max_tokens
     return work.packed(words(work.text, kind), Limits(most, most, most))
 

@@ -33,7 +33,7 @@ class FoundFile:
 
     @property
     def path(self) -> Path:
-        """The same as a path."""
+        """The name as a path."""
         return Path(self.name)
 
 
@@ -118,7 +118,7 @@ def find_files(
 
 
 def places(path: Path) -> tuple[Path, ...]:
-    """Where the files of a given path are, or were, by the names `find_files` gives them."""
+    """The places where files of a given path are, or were, by the names that `find_files` gives them."""
     return _absolute(path), Path(os.path.realpath(path))
 
 

@@ -31,11 +31,11 @@ class Checkpoint:
 
     @classmethod
     def of(cls, store: Store, *settings: Any) -> Checkpoint:
-        """The checkpoint of a fit with these settings (JSON values)."""
+        """Name the checkpoint of a fit with these settings (JSON values)."""
         return cls(store, hashlib.blake2b(json.dumps(settings).encode(), digest_size=_DIGEST_BYTES).digest())
 
     def load(self) -> tuple[int, bytes] | None:
-        """Rounds done, and the state after them; None where there is none that is sound and of this fit."""
+        """Read how many rounds are done, and the state after them; None where no sound one of this fit is kept."""
         try:
             data = self._path().read_bytes()
         except OSError:
@@ -46,12 +46,12 @@ class Checkpoint:
         return _ROUND.unpack_from(rest)[0], rest[_ROUND.size :]
 
     def save(self, rounds: int, state: bytes) -> None:
-        """Replace the checkpoint; raises NoSpaceError."""
+        """Replace the checkpoint. Raises NoSpaceError."""
         head = _ROUND.pack(rounds)
         atomic_write(self._path(), self._digest([head, state]) + head + state)
 
     def drop(self) -> None:
-        """Forget it."""
+        """Forget the checkpoint."""
         with contextlib.suppress(OSError):
             self._path().unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""What a fit was asked for, and what came out."""
+"""What came of a fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class FitReport:
-    """The result of `fit lead-in`.
+    """Tells the result of `fit lead-in`.
 
     Attributes
     ----------
@@ -26,5 +26,5 @@ class FitReport:
     held_out: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `fit lead-in --json`."""
+        """Make the JSON object of `fit lead-in --json`."""
         return asdict(self)

@@ -69,7 +69,7 @@ class _Job:
         self.report = FitReport()
 
     def taken(self, path: Path) -> LearnedRows:
-        """What another store has learned.
+        """Take what another store has learned.
 
         Raises
         ------
@@ -83,7 +83,7 @@ class _Job:
             return learned_rows(other, learned.rows)
 
     def fitted(self) -> LearnedRows:
-        """What is learned here.
+        """Learn the rows here.
 
         Raises
         ------
@@ -115,12 +115,12 @@ class _Job:
 
     @cached_property
     def ids(self) -> Ids:
-        """Token ids of the warm lead-in behind the store's own instruction."""
+        """The token ids of the warm lead-in behind the store's own instruction."""
         return lead_in_ids("warm", self.session.tokenizer, self.session.parts)
 
     @cached_property
     def chunks(self) -> list[Ids]:
-        """Token ids of the store's chunks in an order that hangs on nothing but them."""
+        """The token ids of the store's chunks, in an order that hangs on nothing but them."""
         infos = [self.store.chunk_info(chunk) for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         chunks = {info.token_ids[:CHUNK_TOKENS] for info in infos if info is not None}
         usable = sorted(ids for ids in chunks if len(ids) >= _LEAST_TOKENS)
@@ -134,7 +134,7 @@ class _Job:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Where an interrupted fit of just these chunks and options goes on."""
+        """Keeps the state of this fit, of just these chunks and options, between runs."""
         options = self.options
         settings = (_FORMAT, self.identity.fingerprint, self.ids, self.chunks, options.rounds, options.rate)
         return Checkpoint.of(self.store, *settings)

@@ -16,7 +16,7 @@ TARGET_TOKENS = 96
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """The beginning of a chunk, and its un-rotated keys and values `[layers, kv_heads, len(ids), head_dim]` behind
+    """Holds a chunk's beginning, and its un-rotated keys and values `[layers, kv_heads, len(ids), head_dim]` behind
     the prompt's beginning and other chunks."""
 
     ids: Ids
@@ -25,7 +25,7 @@ class Target:
 
 
 def targets(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids]) -> list[Target]:
-    """Prefill a prompt of these chunks; a target for each chunk but the first, which has none before it."""
+    """Prefill a prompt of these chunks, which gives a target for each but the first: that has none before it."""
     ids = [*prefix, *(token for chunk in chunks for token in chunk)]
     _, cache = decoder.prefill(ids)
     undo = decoder.rotary.table(torch.arange(len(ids), device=decoder.device)).inverse()
@@ -41,7 +41,7 @@ def targets(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids]) -> list[Target
 
 
 def variances(made: Sequence[Target]) -> torch.Tensor:
-    """The variance over tokens of keys and of values, float32 `[2, layers]`, mean over channels and targets."""
+    """Measure the variance over tokens of keys and of values, float32 `[2, layers]`, mean over channels and targets."""
     sides = [
         torch.stack([side.float().var(2).mean((1, 2)) for side in (target.keys, target.values)]) for target in made
     ]

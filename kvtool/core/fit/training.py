@@ -22,7 +22,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Training:
-    """Rows behind a fixed beginning, and their optimiser.
+    """Moves rows behind a fixed beginning, with their optimiser.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class Training:
         self._adam = torch.optim.Adam(self._moved, lr=rate, betas=_BETAS)
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (rotated) and values of the whole lead-in, `[layers, kv_heads, rows, head_dim]` in the model's dtype."""
+        """Join the lead-in's keys (rotated) and values, `[layers, kv_heads, rows, head_dim]` in the model's dtype."""
         keys, values = (
             torch.cat([fixed, base + scale * moved], 2).to(self._decoder.dtype)
             for fixed, base, scale, moved in zip(self._fixed, self._base, self._scale, self._moved, strict=True)
@@ -53,7 +53,7 @@ class Training:
         return keys, values
 
     def step(self, number: int, batch: Sequence[Target]) -> float:
-        """One step; returns the loss before it."""
+        """Take one step. Returns the loss before it."""
         for group in self._adam.param_groups:
             group["lr"] = (
                 self._rate * min(1.0, (number + 1) / _WARM_UP) * (1 + math.cos(math.pi * number / self._steps)) / 2
@@ -68,13 +68,13 @@ class Training:
 
     @torch.no_grad()
     def losses(self, made: Sequence[Target]) -> list[float]:
-        """The loss of each target by itself."""
+        """Measure the loss of each target by itself."""
         with self._decoder.plain_attention():
             return [float(self._loss([target])) for target in made]
 
     def _loss(self, batch: Sequence[Target]) -> torch.Tensor:
-        """Squared error in variances of the layer, mean over tokens, keys and values, and layers from the second on:
-        those of the first depend on nothing before."""
+        """Average the squared error, in variances of the layer, over tokens, keys and values, and layers from the
+        second on: those of the first depend on nothing before."""
         keys, values = self._behind(batch)
         errors = []
         for layer in range(min(1, len(keys) - 1), len(keys)):
@@ -86,7 +86,7 @@ class Training:
         return torch.stack(errors).sum() / (len(errors) / len(batch)) / sum(len(target.ids) for target in batch)
 
     def _behind(self, batch: Sequence[Target]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Un-rotated keys and values `[batch, kv_heads, tokens, head_dim]` of each layer, the targets padded."""
+        """Compute each layer's un-rotated keys and values `[batch, kv_heads, tokens, head_dim]`, the targets padded."""
         decoder, longest = self._decoder, max(len(target.ids) for target in batch)
         ids = torch.tensor(
             [[*target.ids, *[0] * (longest - len(target.ids))] for target in batch], device=decoder.device
@@ -103,13 +103,13 @@ class Training:
     # ---- a checkpoint ----
 
     def state(self) -> bytes:
-        """All that a later run needs to go on as if it had not been stopped."""
+        """Pack all that a later run needs to go on as if it had not been stopped."""
         file = io.BytesIO()
         torch.save({"moved": [moved.detach() for moved in self._moved], "adam": self._adam.state_dict()}, file)
         return file.getvalue()
 
     def restore(self, data: bytes) -> None:
-        """Inverse of `state`; raises DamagedError."""
+        """Go on from what `state` packed. Raises DamagedError."""
         try:
             kept = torch.load(io.BytesIO(data), weights_only=True, map_location=self._decoder.device)
             with torch.no_grad():

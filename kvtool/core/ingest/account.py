@@ -12,7 +12,7 @@ from kvtool.core.ingest.prepare import PreparedFile
 
 
 class Account:
-    """The report of a run as it grows, and the events that go with it."""
+    """Keeps the report of a run as it grows, and tells the events that go with it."""
 
     def __init__(self, options: IngestOptions, events: Events) -> None:
         self.report = IngestReport(dry_run=options.dry_run)
@@ -49,11 +49,11 @@ class Account:
         self.events.failed(failure.path, failure.error)
 
     def begin(self, size: int) -> None:
-        """The files that are looked at have so many bytes."""
+        """Begin to look at files of so many bytes."""
         self.events.step("ingest", max(1, size // 1000), "kB")
 
     def advance(self, size: float) -> None:
-        """So many bytes of the files are done."""
+        """Tell that so many bytes of the files are done."""
         self.events.advance(size / 1000)
 
     def unchanged(self, entry: FileEntry) -> None:

@@ -19,7 +19,7 @@ from kvtool.core.session.lead_in import LEARNED, learned_lead_in
 
 
 class Choices:
-    """The model, the prompt's fixed parts, the lead-in and the way documents are cut.
+    """Decides on the model, the prompt's fixed parts, the lead-in and the way documents are cut.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Choices:
         return asked is not None and (asked == LEARNED or is_lead_in_file(asked))
 
     def _lead_in(self) -> tuple[str, str]:
-        """The lead-in's mode, and the instruction."""
+        """Decide on the lead-in's mode, and on the instruction."""
         known = self.known
         mode = self._options.lead_in or (known.lead_in.mode if known else "warm")
         if is_lead_in_file(mode):

@@ -23,13 +23,13 @@ QUEUED = 4  # batches and commits that may wait to be written: bounds the memory
 
 
 def batch_tokens(device: str) -> int:
-    """How many tokens are prefilled at once."""
+    """Tell how many tokens are prefilled at once."""
     return BATCH_TOKENS.get(device.split(":")[0], BATCH_TOKENS["cpu"])
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What records are made with."""
+    """Holds what records are made with."""
 
     decoder: Decoder
     lead_ins: LeadIns
@@ -48,7 +48,7 @@ def check_length(decoder: Decoder, lead_in: int, tokens: int) -> None:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A file, by its place in the order of files, and how many chunks it still waits for."""
+    """Counts how many chunks a file still waits for; `number` is its place in the order of files."""
 
     number: int
     file: PreparedFile
@@ -107,7 +107,7 @@ class ChunkStorer:
             self._pool.shutdown(wait=True)
 
     def _queue(self, chunk: WantedChunk, size: float) -> None:
-        """A batch holds at most so many tokens, or one longer chunk."""
+        """Put a chunk into the batch, which holds at most so many tokens, or one longer chunk."""
         length = len(chunk.before) + len(chunk.ids)
         self.maker.check_length(length)
         if self._batch_tokens + length > self._most_tokens:

@@ -1,16 +1,16 @@
-"""What an ingest was asked for, and what it did."""
+"""What an ingest did."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvtool.core.corpus.walk import Skip, Skipped
+from kvtool.core.corpus.walk import Skip
 
 
 @dataclass(slots=True)
 class Documents:
-    """Documents by what became of them."""
+    """Counts documents by what became of them."""
 
     added: int = 0
     changed: int = 0
@@ -21,7 +21,7 @@ class Documents:
 
 @dataclass(slots=True)
 class Chunks:
-    """Chunks by what became of them; `reused` ones were in the store already."""
+    """Counts chunks by what became of them; `reused` ones were in the store already."""
 
     computed: int = 0
     reused: int = 0
@@ -30,7 +30,7 @@ class Chunks:
 
 @dataclass(slots=True)
 class IngestReport:
-    """The result of an ingest (kvtool/docs/json.md); `tokens` and `kv_bytes` count what was computed in this run.
+    """Tells the result of an ingest (kvtool/docs/json.md); `tokens` and `kv_bytes` count what was computed in this run.
 
     Attributes
     ----------
@@ -45,7 +45,6 @@ class IngestReport:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
-    skipped_files: list[Skipped] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -58,9 +57,5 @@ class IngestReport:
         return self.tokens / self.prefill_seconds if self.prefill_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `ingest --json`."""
-        from dataclasses import asdict
-
-        facts = asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
-        del facts["skipped_files"]  # there may be more of them than of all else
-        return facts
+        """Make the JSON object of `ingest --json`."""
+        return asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}

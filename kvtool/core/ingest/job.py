@@ -73,7 +73,7 @@ def _preview(path: Path, options: IngestOptions, events: Events) -> IngestReport
 
 
 def _run(path: Path, options: IngestOptions, events: Events, decoder: Decoder | None) -> IngestReport:
-    """A store is made only for something: a mistyped path or model leaves none behind."""
+    """Make a store only for something: a mistyped path or model leaves none behind."""
     first = _Job(None, options, events, decoder) if _is_new(path) else None
     if first is not None:
         first.stream.begin()
@@ -108,7 +108,7 @@ class _Job:
         self._session: Session | None = None  # once the model is needed
 
     def preview(self) -> IngestReport:
-        """What a run would do; nothing is computed or written."""
+        """Count what a run would do; nothing is computed or written."""
         report, novelties = self.account.report, Novelties(self.stream.store)
         self.stream.begin()
         for file in self.stream:
@@ -210,7 +210,7 @@ class _Job:
     # ---- the model ----
 
     def _open(self, store: Store) -> Session:
-        """The store with its model loaded."""
+        """Open the store with its model loaded."""
         from kvtool.core.session.session import Session
 
         identity, events, decoder = self.choices.identity, self.account.events, self._loaded

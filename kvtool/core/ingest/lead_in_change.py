@@ -12,8 +12,8 @@ from kvtool.core.session.identity import StoreIdentity
 def lead_in_change(
     store: Store, known: StoreIdentity, identity: StoreIdentity, read: set[str], gone: set[str]
 ) -> tuple[str, str]:
-    """A warning and its hint: what is read now is made anew behind the new lead-in; every other chunk stays as it is,
-    and is found as before.
+    """Word a warning and its hint: what is read now is made anew behind the new lead-in; every other chunk stays as it
+    is, and is found as before.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ def lead_in_change(
 
 
 def _counted(store: Store, read: set[str], gone: set[str]) -> tuple[int, int]:
-    """How many stored chunks only documents of files have that are neither read nor forgotten now; and how many
-    documents of files that are read have."""
+    """Count the stored chunks that only documents of files have which are neither read nor forgotten now, and those
+    that documents of files have which are read."""
     chunks: dict[bool, set[bytes]] = {False: set(), True: set()}
     for entry in store.files():
         for source in entry.documents if entry.path not in gone else ():

@@ -46,7 +46,7 @@ class EventLog:
             self.error = error.strerror or str(error)
 
     def listening(self, events: Events) -> Events:
-        """The same events, written to the log too."""
+        """Make events that are written to the log, too."""
 
         def warn(text: str, hint: str) -> None:
             self.event("warning", message=text, hint=hint)
@@ -72,7 +72,7 @@ class EventLog:
 
 
 def _plain(value: Any) -> Any:
-    """What any parser of JSON takes: a number that is none is null."""
+    """Make of a value what any parser of JSON takes: a number that is none becomes null."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

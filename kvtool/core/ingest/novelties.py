@@ -21,7 +21,7 @@ class Novelties:
         self.reused = 0
 
     def of(self, file: PreparedFile) -> list[WantedChunk]:
-        """The chunks of a file that are new, once each, in order."""
+        """List the chunks of a file that are new, once each, in order."""
         first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}
         self._seen.update(first)
         new = [chunk for key, chunk in first.items() if self._store is None or not self._store.has_chunk(key)]

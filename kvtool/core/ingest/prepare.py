@@ -19,7 +19,7 @@ from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
-    """A changed file with its documents cut; `chunks` in order, a chunk as often as it occurs."""
+    """Holds a changed file with its documents cut; `chunks` stand in order, a chunk as often as it occurs."""
 
     entry: FileEntry
     documents: tuple[DocumentEntry, ...]

@@ -74,7 +74,7 @@ class Stream:
         self._outcomes = chain([first] if first is not None else [], self._outcomes)
 
     def __iter__(self) -> Iterator[PreparedFile]:
-        """The changed files, cut. All others are counted and told."""
+        """Cut the changed files, one after another. All others are counted and told."""
         self._tell_paths()
         if not self._options.dry_run:
             self._account.begin(sum(file.size for file in self.walked.files))
@@ -89,7 +89,7 @@ class Stream:
                 yield file
 
     def _surveyed(self) -> Iterator[Outcome]:
-        """What came of each file. Nothing is told of those that cannot be taken until one can."""
+        """Find out what came of each file. Nothing is told of those that cannot be taken until one can."""
         walked, settings = self.walked, self._choices.identity.settings_digest()
         bad: list[Outcome] = [*walked.skipped, *walked.failures]
         nothing = not self.gone
@@ -107,7 +107,7 @@ class Stream:
         yield from bad
 
     def _prepared(self, changed: ChangedFile) -> PreparedFile | None:
-        """A changed file cut into chunks. Whatever one file does, it fails alone."""
+        """Cut a changed file into chunks. Whatever one file does, it fails alone."""
         identity, tokenizer = (
             self._choices.identity,
             self._choices.tokenizer,
@@ -131,7 +131,7 @@ class Stream:
 
 
 def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
-    """What is said where nothing could be taken at all."""
+    """Word what is said where nothing could be taken at all."""
     reasons = [f"{failure.path}: {failure.error}" for failure in bad if isinstance(failure, Failure)]
     reasons += [f"{skipped.path}: {skipped.reason}" for skipped in bad if isinstance(skipped, Skipped)]
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""

@@ -18,7 +18,7 @@ _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of it
 
 @dataclass(frozen=True, slots=True)
 class ChangedFile:
-    """A file whose content or settings differ from what the store has; `known` is what it has."""
+    """Holds a file whose content or settings differ from what the store has; `known` is what it has."""
 
     found: FoundFile
     digest: str
@@ -33,7 +33,7 @@ class ChangedFile:
 
 @dataclass(frozen=True, slots=True)
 class UnchangedFile:
-    """A file that the store has just so."""
+    """Names a file that the store has just so."""
 
     known: FileEntry
 
@@ -61,7 +61,7 @@ def survey(file: FoundFile, store: Store | None, settings: str) -> Outcome:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file failed, for a list of failures."""
+    """Word why a file failed, for a list of failures."""
     if isinstance(error, KvtoolError):
         return error.message
     if isinstance(error, OSError):
@@ -103,7 +103,7 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
 
 
 def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
-    """Files of the store below the given paths that are not there any more."""
+    """Find the files of the store below the given paths that are not there any more."""
     roots = {place for path in paths for place in places(path)}
     for entry in store.files():
         if entry.path not in present and is_below(entry, roots) and not _exists(Path(entry.path)):

@@ -20,7 +20,7 @@ from kvtool.core.records.wanted import WantedChunk
 
 @dataclass(frozen=True, slots=True)
 class LeadIns:
-    """What chunks are prefilled behind, and the other text that their sensitivity is measured against.
+    """Holds what chunks are prefilled behind, and the other text that their sensitivity is measured against.
 
     Attributes
     ----------
@@ -32,13 +32,13 @@ class LeadIns:
 
     @classmethod
     def nothing(cls, decoder: Decoder) -> LeadIns:
-        """The lead-in of the prompt's own beginning: nothing stands before it."""
+        """Make the lead-in of the prompt's own beginning: nothing stands before it."""
         return cls(LeadIn(decoder, ()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunk:
-    """A chunk's keys and values, and how much each token's values depend on what stood before the chunk."""
+    """Holds a chunk's keys and values, and how much each token's values depend on what stood before the chunk."""
 
     chunk: WantedChunk
     kv: ChunkKV
@@ -47,7 +47,7 @@ class PrefilledChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecords:
-    """A chunk's description and its records at one level, one a layer: what `Writer.put_chunk` takes."""
+    """Holds a chunk's description and its records at one level, one a layer: what `Writer.put_chunk` takes."""
 
     chunk_id: bytes
     info: ChunkInfo
@@ -65,7 +65,7 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[WantedChunk]) 
 
 
 def encode(made: PrefilledChunk, level: str = RAW, profile: Profile | None = None) -> ChunkRecords:
-    """The records of a chunk at one level."""
+    """Make the records of a chunk at one level."""
     layers = encode_layers(made.chunk.chunk_id, made.kv, level, profile)
     return ChunkRecords(made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity), level, layers)
 
@@ -77,12 +77,12 @@ def make(
     level: str = RAW,
     profile: Profile | None = None,
 ) -> list[ChunkRecords]:
-    """The records of a batch of chunks at one level."""
+    """Make the records of a batch of chunks at one level."""
     return [encode(made, level, profile) for made in prefill(decoder, lead_ins, chunks)]
 
 
 def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
-    """Keys and values as records, one a layer."""
+    """Encode keys and values as records, one a layer."""
     codec = CODECS[level]
     return [
         sealed(chunk_id, kv, level, layer, codec.encode(kv.keys[layer], kv.values[layer], layer, profile))
@@ -91,7 +91,7 @@ def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | N
 
 
 def sealed(chunk_id: bytes, kv: ChunkKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
-    """One layer's record around what a codec made of it."""
+    """Put one layer's record around what a codec made of it."""
     _, kv_heads, tokens, head_dim = kv.keys.shape
     header = KVHeader(NAMES[kv.keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
     return encode_record(chunk_id, header, payload)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """A record that is as good as none, and why."""
+    """Stands for a record that is as good as none, and says why."""
 
     reason: str
 
 
 def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
-    """A level that loses nothing and is stored, or None."""
+    """Find a level that loses nothing and is stored; None: there is none."""
     return next(iter(exact(store.levels(chunk_id))), None)
 
 
@@ -40,7 +40,7 @@ def read_layer(
     shapes: Sequence[Shape] | None = None,
     before: Callable[[int], None] = lambda number: None,
 ) -> list[Encoded | Unusable]:
-    """One layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
+    """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def _refining(item: Encoded | Unusable, base: Encoded | Unusable) -> Encoded | U
 def _opened(
     record: KVRead | KvtoolError | None, level: str, shape: Shape | None
 ) -> tuple[Encoded | Unusable, str | None]:
-    """What was read without its base, and the level of that, if it needs one."""
+    """Check what was read; returns it without its base, and the level of that if it needs one."""
     if record is None:
         return Unusable("not stored"), None
     if isinstance(record, KvtoolError):
@@ -90,7 +90,7 @@ def _opened(
 
 
 def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
-    """One layer of several chunks.
+    """Read one layer of several chunks.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, la
 def read_chunk(
     store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
 ) -> ChunkKV:
-    """All layers of a chunk as tensors; raises DamagedError."""
+    """Read all layers of a chunk as tensors. Raises DamagedError."""
     sides = [
         CODECS[level].decode(read_records(store, [chunk_id], level, layer), layer, profiles)[0]
         for layer in range(layers)

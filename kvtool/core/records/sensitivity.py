@@ -19,7 +19,7 @@ _LARGEST = torch.finfo(torch.float16).max
 
 
 def other_lead_in(decoder: Decoder, parts: PromptParts, own: Ids, shared: bool) -> LeadIn:
-    """The lead-in that chunks are compared behind: what counts is how far a text before a chunk moves its values.
+    """Make the lead-in that chunks are compared behind: what counts is how far a text before a chunk moves its values.
 
     It is the plain prefix for a store whose chunks all stand behind a text of their own (`warm`, a file), and the warm
     one for all others.
@@ -34,8 +34,8 @@ def other_lead_in(decoder: Decoder, parts: PromptParts, own: Ids, shared: bool) 
 
 
 def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> list[bytes]:
-    """For each chunk one little-endian float16 a token: the distance of its values at layer 1 (layer 0 of a model with
-    one layer), over all heads, between its own lead-in and the other one.
+    """Measure for each chunk, as one little-endian float16 a token, the distance of its values at layer 1 (layer 0 of a
+    model with one layer), over all heads, between its own lead-in and the other one.
 
     Parameters
     ----------
@@ -48,6 +48,6 @@ def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: S
 
 
 def _distance(values: torch.Tensor, moved: torch.Tensor) -> bytes:
-    """The distance, token by token, of values `[kv_heads, tokens, head_dim]`."""
+    """Measure the distance, token by token, of values `[kv_heads, tokens, head_dim]`."""
     distance = (values.float() - moved.float()).square().sum((0, 2)).sqrt().clamp_max(_LARGEST)
     return distance.half().numpy().astype("<f2").tobytes()

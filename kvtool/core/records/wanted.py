@@ -10,7 +10,7 @@ from kvtool.core.common.types import Ids
 
 @dataclass(frozen=True, slots=True)
 class WantedChunk:
-    """A chunk to make records of.
+    """Describes a chunk to make records of.
 
     Attributes
     ----------
@@ -24,5 +24,5 @@ class WantedChunk:
     lead_in: bytes
 
     def info(self, layers: int, sensitivity: bytes = b"") -> ChunkInfo:
-        """The chunk's description; `sensitivity` as records/sensitivity.py gives it, or empty."""
+        """Make the chunk's description; `sensitivity` is as records/sensitivity.py gives it, or empty."""
         return ChunkInfo(self.ids, self.lead_in, layers, sensitivity)
