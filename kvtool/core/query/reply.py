@@ -64,7 +64,7 @@ class Reply:
 
     Attributes
     ----------
-    revision : of the store: equal ones give equal answers (docs/consistency.md).
+    revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
     tokens : `prompt = reused + recomputed + fresh`, and `generated`.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained : one entry a chunk, where it was asked for.
