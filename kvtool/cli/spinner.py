@@ -6,6 +6,7 @@ of a person never shows it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from kvtool.cli.streams import SafeStream
 from kvtool.cli.text import one_line
 
-PATIENCE_S = 0.3  # before the first word
+PATIENCE_S = 0.2  # before the first word
 _EVERY_S = 0.1
 _CLEARED = "\r\x1b[2K"
 _FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -65,14 +66,14 @@ class Spinner:
             pass
 
     def _run(self) -> None:
-        if self._over.wait(PATIENCE_S):
-            return
-        number = 0
-        while not self._over.wait(_EVERY_S):
+        pause = PATIENCE_S
+        for frame in itertools.cycle(self._frames):
+            if self._over.wait(pause):
+                return
             with self._lock:
                 if self._words and not self._over.is_set():
-                    self._draw(self._frames[number % len(self._frames)])
-            number += 1
+                    self._draw(frame)
+            pause = _EVERY_S
 
     def _draw(self, frame: str) -> None:
         room = max(10, shutil.get_terminal_size().columns - 3)
