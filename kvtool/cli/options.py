@@ -51,6 +51,9 @@ SETTINGS: tuple[type[Options], ...] = (
     *(IngestOptions, QueryOptions, RemoteOptions),
 )
 
+# What every command takes, so that a script can add it to all of them; it is shown where it means something.
+_ANYWHERE: tuple[type[Options], ...] = (StoreOptions, LockOptions, ModelOptions)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -166,7 +169,7 @@ class Described:
 def described(command: Any, context: Any) -> dict[str, list[Described]]:
     """A command's parameters by the headings that they stand under, in the order of its help."""
     sections: dict[str, list[Described]] = {}
-    for param in command.get_params(context):
+    for param in [each for each in command.get_params(context) if not getattr(each, "hidden", False)]:
         option = getattr(command, "options", {}).get(param.name)
         record = _record(param, context, option.synonyms if option else ())
         if record is not None:
@@ -205,16 +208,18 @@ def takes(
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         own = inspect.signature(function, eval_str=True)
+        unused = {name: option for name, option in _chosen(_ANYWHERE).items() if name not in {*chosen, *own.parameters}}
 
         @functools.wraps(function)
         def command(**values: Any) -> R:
             out = _out(**{name: values.pop(name) for name in _OUTPUT})
             config = values.pop("config")
-            flags = {option: values.pop(name) for name, option in chosen.items()}
+            flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
             return function(run=Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out), **values)
 
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]
         options = [_parameter(name, option) for name, option in chosen.items()]
+        options += [_parameter(name, option, hidden=True) for name, option in unused.items()]
         command.examples, command.options = examples, chosen  # type: ignore[attr-defined]
         return _with_parameters(command, [*mine, *options, *_SHARED])
 
@@ -244,7 +249,7 @@ def _with_parameters(command: Callable[..., R], parameters: list[inspect.Paramet
     return command
 
 
-def _parameter(name: str, option: Option) -> inspect.Parameter:
+def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Parameter:
     """One option as a flag. Its text is parsed in one place for all layers, so typer sees text only."""
     kind: Any = bool if option.kind is bool else list[str] if option.many else str
     shown = typer.Option(
@@ -255,6 +260,7 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
         metavar=None if option.kind is bool else option.metavar,
         autocompletion=_completion(option),
         rich_help_panel=option.group or None,
+        hidden=hidden,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]

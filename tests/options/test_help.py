@@ -59,6 +59,10 @@ def test_one_flag_has_one_meaning() -> None:
     assert "--profile" not in EVERY["query"].get_help(EVERY["query"].make_context("query", [], resilient_parsing=True))
 
 
-def test_a_listing_offers_no_device() -> None:
-    for path in ("store stats", "store ls", "store verify", "store prune"):
-        assert not {"device", "model", "dtype", "offline"} & set(EVERY[path].options)
+@pytest.mark.parametrize("path", [path for path in EVERY if path.startswith("store ")])
+def test_what_a_command_does_not_use_is_taken_and_not_shown(path: str) -> None:
+    command = EVERY[path]
+    shown = command.get_help(command.make_context(path, [], resilient_parsing=True))
+    assert not [flag for flag in ("--device", "--model", "--dtype", "--offline") if flag in shown]
+    given = command.make_context(path, ["--device", "cpu", "--offline"], resilient_parsing=True)
+    assert given.params["device"] == "cpu"
