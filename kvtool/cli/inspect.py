@@ -11,11 +11,11 @@ import typer.main
 
 from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import Run, new_app, takes
-from kvtool.cli.parsing import ManyValues
+from kvtool.cli.parsing import ManyValues, is_flag
 from kvtool.cli.sessions import open_any_store
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.lab.reports import REPORTS, load_report
 from kvtool.lab.reports.report import Desk, Findings, PageOptions, Report
@@ -37,6 +37,17 @@ class Reports(LazyGroup):
         command.name = name
         return command
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take flags that stand before the report's name as the report's own."""
+        return super().parse_args(ctx, self._name_first(args))
+
+    def _name_first(self, args: list[str]) -> list[str]:
+        options = {flag: option for option in self.params for flag in (*option.opts, *option.secondary_opts)}
+        at = 0
+        while at < len(args) and args[at] in options:
+            at += 1 if is_flag(options[args[at]]) else 2
+        return [args[at], *args[:at], *args[at + 1 :]] if at < len(args) and args[at] in REPORTS else args
+
 
 app = new_app(
     help="Show the store at a glance, or make one report about it; `kvtool inspect REPORT --help` tells more."
@@ -49,10 +60,6 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
     """Show the store at a glance where no report is named."""
     if ctx.invoked_subcommand is None:
         return show(run, load_report("glance"))
-    given = [name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
-    if given:
-        flag = "--" + given[0].replace("_", "-")
-        raise UsageError(f"{flag} stands before the report's name", f"kvtool inspect {ctx.invoked_subcommand} {flag} …")
     return None
 
 

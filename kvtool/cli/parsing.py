@@ -31,7 +31,7 @@ class ManyValues(Command):
             if word.startswith("-") and word != "-":
                 out.append(word)
                 run = ""
-                if option is not None and not _is_flag(option):
+                if option is not None and not is_flag(option):
                     out += args[at : at + 1]
                     at += 1
                     run = word if option.multiple else ""
@@ -45,5 +45,6 @@ class ManyValues(Command):
         return out if positional or not last or not takes_one else [*out[: last - 1], *out[last + 1 :], out[last]]
 
 
-def _is_flag(option: Any) -> bool:
+def is_flag(option: Any) -> bool:
+    """Whether an option of a command takes no value."""
     return bool(getattr(option, "is_flag", False) or getattr(option, "count", False))

@@ -50,9 +50,12 @@ def test_a_flag_of_another_report_is_refused(name: str, flag: tuple[str, str], s
     kvtool("inspect", name, *flag, "--store", store).failed(2, f"No such option: {flag[0]}", f"inspect {name} --help")
 
 
-def test_a_flag_before_the_report_is_refused(store: Path) -> None:
-    kvtool("inspect", "--store", store, "gate").failed(2, "--store stands before", "kvtool inspect gate --store")
-    kvtool("inspect", "--json", "plan", QUESTION, "--store", store).failed(2, "--json stands before")
+def test_flags_may_stand_before_the_report(store: Path) -> None:
+    behind = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json
+    before = kvtool("inspect", "--json", "--store", store, "plan", QUESTION).fine().json
+    assert before.keys() == behind.keys()
+    assert before["chunks"] == behind["chunks"]
+    kvtool("inspect", "--runs", "full", "plan", QUESTION, "--store", store).failed(2, "--runs")
 
 
 @pytest.mark.parametrize("at", [("gate", "more"), ("nonsense",), ("glance",)])
