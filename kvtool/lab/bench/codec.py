@@ -174,7 +174,7 @@ def _seconds(pool: ThreadPoolExecutor, threads: int, task: Task, times: int) -> 
 
 
 def _run(jobs: Sequence[Callable[[], Any]]) -> None:
-    """One after another: handing each to a thread by itself would take longer than some of them."""
+    """Run jobs one after another: handing each to a thread by itself would take longer than some of them."""
     for job in jobs:
         job()
 

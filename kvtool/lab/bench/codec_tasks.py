@@ -240,7 +240,7 @@ def _decoding(streams: Sequence[Stream], columns: Columns, rows: Sequence[int], 
 
 
 def _decode(jobs: Sequence[Decoding]) -> None:
-    """Into this thread's memory."""
+    """Decode into this thread's memory."""
     for job in jobs:
         decode(replace(job, out=_memory(sum(job.rows), job.columns.reach)))
 
@@ -249,7 +249,7 @@ _own = threading.local()
 
 
 def _memory(rows: int, width: int) -> npt.NDArray[np.uint16]:
-    """The same memory for every call of a thread."""
+    """Return memory for numbers, the same for every call of a thread."""
     held: npt.NDArray[np.uint16] | None = getattr(_own, "held", None)
     if held is None or held.size < rows * width:
         held = _own.held = np.ones(rows * width, np.uint16)

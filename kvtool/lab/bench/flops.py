@@ -118,11 +118,11 @@ def _positions(mask: Any) -> list[int]:
 
 
 def layer_flops(model: Architecture, layer: int, work: LayerWork) -> int:
-    """Of one layer: linear layers, Q @ Kᵀ and P @ V; two for a multiplication with its addition."""
+    """Count the FLOPs of one layer: linear layers, Q @ Kᵀ and P @ V; two for a multiplication with its addition."""
     return 2 * model.layers[layer].used * work.rows + 4 * model.head_channels * work.keys
 
 
 def flops(model: Architecture, passes: Sequence[Work]) -> int:
-    """Of all passes of a prompt, and one row of the LM head."""
+    """Count the FLOPs of all passes of a prompt, and of one row of the LM head."""
     linear = sum(layer_flops(model, layer, work) for one in passes for layer, work in enumerate(one))
     return linear + 2 * model.lm_head

@@ -41,7 +41,7 @@ class FusionOptions:
 
 @dataclass(frozen=True, slots=True)
 class FusionEvents:
-    """Told what is done now, and when one of `passes` passes is over."""
+    """Functions that are told what is done now, and when one of `passes` passes is over."""
 
     describe: Callable[[str], None] = lambda label: None
     advance: Callable[[], None] = lambda: None

@@ -47,7 +47,7 @@ class BenchPrompt:
 
     @property
     def length(self) -> int:
-        """Tokens in all."""
+        """The number of its tokens."""
         return sum(len(piece.ids) for piece in self.pieces) + len(self.question)
 
     @property
@@ -106,7 +106,7 @@ def _chunks(store: Store, level: str) -> list[Stored]:
 
 
 def _fitting(prompt: BenchPrompt) -> BenchPrompt:
-    """With as many of its first chunks as its context holds."""
+    """Cut a prompt to as many of its first chunks as its context holds."""
     room = prompt.wanted - len(prompt.question) - (len(prompt.prefix.ids) if prompt.prefix else 0)
     count = 0
     for chunk in prompt.chunks:

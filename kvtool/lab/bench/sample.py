@@ -53,12 +53,12 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Of all chunks."""
+        """The tokens of all chunks."""
         return sum(chunk.keys.shape[2] for chunk in self.chunks)
 
     @property
     def channels(self) -> int:
-        """Of a layer's side."""
+        """How many numbers a token has in K, or in V, of a layer."""
         return self.chunks[0].keys.shape[1] * self.chunks[0].keys.shape[3]
 
     @property
@@ -67,11 +67,11 @@ class Sample:
 
     @property
     def raw_bytes(self) -> int:
-        """Of K and V of all layers of all chunks, at 16 bit."""
+        """The bytes of K and V of all layers of all chunks, at 16 bit."""
         return 4 * self.layers * self.tokens * self.channels
 
     def shape(self, chunk: int) -> Shape:
-        """Of K and of V of a layer of a chunk."""
+        """The shape of K, and of V, of a layer of a chunk."""
         heads, tokens, head_dim = self.chunks[chunk].keys.shape[1:]
         return heads, tokens, head_dim
 

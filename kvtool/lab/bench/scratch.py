@@ -36,7 +36,7 @@ _STEP = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the prompts: `contexts` in tokens, question and chunks included; the last chunk is cut to fit."""
+    """How long the prompts are: `contexts` in tokens, question and chunks included; the last chunk is cut to fit."""
 
     contexts: tuple[int, ...]
     chunk_tokens: int

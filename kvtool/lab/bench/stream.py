@@ -192,7 +192,7 @@ def _policy(name: str, task: Task, options: StreamOptions) -> Policy:
 
 
 def _rows(results: Sequence[_Result]) -> Iterator[StreamRow]:
-    """By policy, class of traces and objective; `all` classes and all objectives (None) before each one."""
+    """Sum up by policy, class of traces and objective; `all` classes and all objectives (None) before each one."""
     groups: dict[tuple[str, str, float | None], list[_Result]] = {}
     for policy in dict.fromkeys(result.policy for result in results):
         of_policy = [result for result in results if result.policy == policy]

@@ -62,7 +62,7 @@ class Context:
         return self.compute(everything) - self.compute(frozenset())
 
     def task(self, objective: float | None, level: str | None = None) -> Task:
-        """One request; `level`: from the chunks at that level alone."""
+        """What one request asks for; `level`: from the chunks at that level alone."""
         ladders = self.ladders if level is None else self.fixed[level]
         return Task(ladders, self.compute, objective, lambda tokens, at: tokens * self.decode.get(at, 0.0))
 

@@ -31,11 +31,11 @@ class GivenSpeeds:
     decode: float | None = None
 
     def given(self) -> PassSpeed | None:
-        """Of prompts, where their speed was given."""
+        """The speed of prompts, where it was given."""
         return None if self.prefill is None else PassSpeed(0.0, 1 / self.prefill, 0.0)
 
     def on_gpu(self, config: Any) -> PassSpeed:
-        """Of a model of this `transformers` configuration on the GPU."""
+        """The speed of prompts for a model of this `transformers` configuration on the GPU."""
         known, model = _architecture(**LLAMA_7B), _architecture(**sizes_of(config))
         (few, quick), (many, slow) = LLAMA_7B_SECONDS
         little, much = (flops(known, [full_work(length, len(known.layers))]) for length in (few, many))
@@ -83,7 +83,7 @@ def sizes_of(config: Any) -> dict[str, int]:
 def _architecture(
     hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, words: int
 ) -> Architecture:
-    """Of a decoder with gated MLPs, as all shapes are."""
+    """Make the architecture of a decoder with gated MLPs, as all shapes are."""
     weights = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * mlp
     return Architecture((LayerWeights(weights, weights),) * layers, heads * head_dim, hidden * words)
 

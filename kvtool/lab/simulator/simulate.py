@@ -141,7 +141,7 @@ def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH) -
 
 
 def meets(seconds: float, objective: float) -> bool:
-    """Within the objective, but for the rounding of sums."""
+    """Whether a time is within the objective, but for the rounding of sums."""
     return seconds <= objective + 1e-9
 
 

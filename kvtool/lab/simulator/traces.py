@@ -78,7 +78,7 @@ class LinkTrace:
 
 
 def write_trace(trace: LinkTrace, path: Path) -> None:
-    """As `read_trace` reads it."""
+    """Write a trace's file, which `read_trace` reads."""
     lines = [f"# name: {trace.name}", f"# class: {trace.kind}"]
     lines += [f"# {key}: {getattr(trace, key)!r}" for key in _NUMBERS]
     rows = [f"{second!r},{mbps!r}" for second, mbps in trace.steps]
