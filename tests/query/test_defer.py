@@ -14,11 +14,18 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.query import calibration
+from kvtool.core.query import defer
 from kvtool.core.query.answer import answer
-from kvtool.core.query.calibration import keep_threshold, threshold_for
 from kvtool.core.query.compare import compare
-from kvtool.core.query.defer import DEFAULT_THRESHOLD, Threshold, confidence, judge, spans
+from kvtool.core.query.defer import (
+    DEFAULT_THRESHOLD,
+    Threshold,
+    confidence,
+    judge,
+    keep_threshold,
+    spans,
+    threshold_for,
+)
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
@@ -210,7 +217,7 @@ def test_a_file_that_cannot_be_used_is_as_none(store: Path, damage: str) -> None
 def test_a_threshold_of_other_tokens_is_not_used(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.open(store) as opened:
         keep_threshold(opened, "f" * 64, "union", 0.4, {})
-        monkeypatch.setattr(calibration, "PROBED", 3)
+        monkeypatch.setattr(defer, "PROBED", 3)
         assert threshold_for(opened, "f" * 64, "union", None).origin == "default"
 
 

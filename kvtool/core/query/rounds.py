@@ -13,8 +13,7 @@ from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
-from kvtool.core.query.calibration import threshold_for
-from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans
+from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans, threshold_for
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline

@@ -43,7 +43,7 @@ def calibrate(desk: Desk) -> Findings:
 
 
 def _keep(desk: Desk, value: Mapping[str, Any]) -> None:
-    from kvtool.core.query.calibration import keep_threshold
+    from kvtool.core.query.defer import keep_threshold
 
     for run in value["runs"]:
         facts = {"questions": run["count"], "run": run["run"], "first": value["defer_first"], "top_k": value["top_k"]}
