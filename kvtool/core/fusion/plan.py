@@ -24,7 +24,7 @@ class Candidate:
     lead_in : digest of the token ids behind which the stored rows were prefilled.
     level : codec level to read, or None when nothing is stored there; `reason` then says why.
     stored : there is a record of it all the same: at another level than the one asked for, or too slow to wait for.
-    sensitivity : one little-endian float16 a token (ingest/sensitivity.py), or empty where none was kept.
+    sensitivity : one little-endian float16 a token (records/sensitivity.py), or empty where none was kept.
     relevance : to the question, the more the higher: what is asked for first when records are read.
     """
 
