@@ -97,3 +97,10 @@ def test_what_cannot_be_planned(store: Path, tmp_path: Path) -> None:
     assert plan(store, "--level", "9").code == 2
     assert plan(store, "--model", save_tiny("qwen2", tmp_path / "other")).code == 12
     assert kvtool("inspect", "plan", "qqqq zzzz", "--store", store).code == 1
+
+
+def test_settings_that_a_plan_has_no_flag_for_are_not_in_its_way(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = plan(store, "--json").fine().json
+    for name, value in {"FUSION": "auto", "SLO_MS": "100", "SYSTEM": str(store / "none.txt")}.items():
+        monkeypatch.setenv(f"KVTOOL_{name}", value)
+    assert plan(store, "--defer", "--json").fine().json["tokens"] == whole["tokens"]

@@ -11,7 +11,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.ingest import stream
 from kvtool.core.ingest.survey import Outcome
-from tests.cli.working import listing, payloads
+from tests.cli.working import PREFIX, kvtool, listing, payloads
 
 FILES = 8
 
@@ -75,6 +75,19 @@ def test_two_files_wait_for_one_chunk(folder: Path, fresh: Any, tmp_path: Path) 
     assert report["documents"]["added"] == FILES
     assert report["chunks"] == {"computed": FILES - 1, "reused": 0, "removed": 0}
     assert len(listing(tmp_path / "fresh")) == FILES
+
+
+def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, tiny: Path, tmp_path: Path) -> None:
+    for number in (4, 5):
+        (folder / f"{number}.txt").write_text("The mill grinds all day. " * 800)
+    args = ("ingest", folder, "--store", tmp_path / "store", "--json")
+    report = kvtool(*args, "--model", tiny, *PREFIX, "--chunk-tokens", "100000").fine(3).json
+    assert [Path(failure["path"]).name for failure in report["failures"]] == ["4.txt", "5.txt"]
+    assert all("fewer --chunk-tokens" in failure["error"] for failure in report["failures"])
+    assert report["documents"]["added"] == len(listing(tmp_path / "store")) == FILES - 2
+    assert kvtool(*args).fine(3).json["documents"]["unchanged"] == FILES - 2
+    report = kvtool(*args, "--chunk-tokens", "64").fine().json  # and nothing is in the way of another choice
+    assert (report["documents"]["added"], report["documents"]["changed"]) == (2, FILES - 2)
 
 
 def test_an_interrupted_run_keeps_what_it_committed(

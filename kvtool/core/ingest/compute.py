@@ -36,14 +36,15 @@ class Maker:
     level: str
     profile: Profile | None = None
 
-    def check_length(self, tokens: int) -> None:
-        """Refuse a chunk that the model cannot hold behind the lead-in."""
-        check_length(self.decoder, len(self.lead_ins.own), tokens)
+    def check_length(self, chunks: Sequence[WantedChunk]) -> None:
+        """Refuse chunks of which the model cannot hold the longest behind the lead-in. Raises UsageError."""
+        check_length(self.decoder, len(self.lead_ins.own), chunks)
 
 
-def check_length(decoder: Decoder, lead_in: int, tokens: int) -> None:
-    """Refuse a chunk that the model cannot hold behind a lead-in of so many tokens. Raises UsageError."""
-    decoder.check_length(lead_in + tokens, "use a shorter --lead-in or fewer --chunk-tokens")
+def check_length(decoder: Decoder, lead_in: int, chunks: Sequence[WantedChunk]) -> None:
+    """Refuse chunks of which the model cannot hold one behind a lead-in of so many tokens. Raises UsageError."""
+    longest = max((len(chunk.before) + len(chunk.ids) for chunk in chunks), default=0)
+    decoder.check_length(lead_in + longest, "use a shorter --lead-in or fewer --chunk-tokens")
 
 
 @dataclass(slots=True)
@@ -109,7 +110,6 @@ class ChunkStorer:
     def _queue(self, chunk: WantedChunk, size: float) -> None:
         """Put a chunk into the batch, which holds at most so many tokens, or one longer chunk."""
         length = len(chunk.before) + len(chunk.ids)
-        self.maker.check_length(length)
         if self._batch_tokens + length > self._most_tokens:
             self._compute()
         self._batch.append(chunk)

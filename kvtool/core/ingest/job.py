@@ -12,7 +12,8 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import DamagedError, StoreNotFoundError
+from kvtool.core.corpus.walk import Failure
+from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.index import update_index
@@ -163,10 +164,14 @@ class _Job:
         novelties, storer = Novelties(store), None
         try:
             for file in self.stream:
-                self._changed, new = True, novelties.of(file)
-                self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
+                new = novelties.of(file)
                 if storer is None and (new or self._needs_prefix(store)):
                     storer = self._storer(store, writer, new)
+                if storer is not None and not self._fits(file, new, storer):
+                    novelties.take_back(new)
+                    continue
+                self._changed = True
+                self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
                 if storer is None:
                     self._commit_known(writer, file)
                 else:
@@ -180,6 +185,16 @@ class _Job:
             if storer is not None:
                 storer.close()
 
+    def _fits(self, file: PreparedFile, new: Sequence[WantedChunk], storer: ChunkStorer) -> bool:
+        """Whether the model can hold a file's new chunks. A file whose chunks it cannot hold fails alone."""
+        try:
+            storer.maker.check_length(new)
+        except UsageError as error:
+            self.account.fail(Failure(file.entry.path, f"{error.message}: {error.hint}"))
+            self.account.advance(file.entry.size)
+            return False
+        return True
+
     def _commit_known(self, writer: Writer, file: PreparedFile) -> None:
         """Commit a file whose chunks are all stored: renamed, moved or reverted ones need no model."""
         self._keep_identity(writer)
@@ -192,13 +207,18 @@ class _Job:
         return bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
-        """Load the model; `chunks` are the first to be computed, so that what cannot be is refused before anything."""
+        """Load the model.
+
+        Parameters
+        ----------
+        chunks : the first to be computed: what this run changes is refused before anything where they cannot be.
+        """
         from kvtool.core.ingest.compute import ChunkStorer, Maker, check_length
 
         self._session = session = self._open(store)
         identity, decoder, level = session.identity, session.decoder, self.options.level
-        longest = max((len(chunk.before) + len(chunk.ids) for chunk in chunks), default=0)
-        check_length(decoder, len(identity.lead_in.ids), longest)
+        if self._is_other:
+            check_length(decoder, len(identity.lead_in.ids), chunks)
         self._keep_identity(writer)
         profile = session.profiles.current() if level_of(level).nested else None
         lead_ins = open_lead_ins(store, decoder, identity)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvtool.core.cache.store import Store
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.records.wanted import WantedChunk
@@ -27,3 +29,7 @@ class Novelties:
         new = [chunk for key, chunk in first.items() if self._store is None or not self._store.has_chunk(key)]
         self.reused += len(first) - len(new)
         return new
+
+    def take_back(self, new: Iterable[WantedChunk]) -> None:
+        """Forget new chunks that are not made after all: they are new in a later file, too."""
+        self._seen.difference_update(chunk.chunk_id for chunk in new)

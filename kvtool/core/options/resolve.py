@@ -52,17 +52,26 @@ class Resolved:
     values: Mapping[str, Any]
     origins: Mapping[str, Origin]
 
-    def get(self, source: type[O]) -> O:
+    def get(self, source: type[O], *names: str, **others: Any) -> O:
         """A room's options with the values in force.
+
+        Parameters
+        ----------
+        names : which of them are wanted, where not all are: the others are not looked at, and have their defaults.
+        others : values of further ones.
 
         Raises
         ------
         UsageError : two values contradict each other, or a file that an option names cannot be read.
         """
-        known = {option.key: option for option in options_of(source).values() if option.key in self.values}
-        return source(
-            **{o.name: o.read(v) if o.read and v is not None else v for k, o in known.items() for v in [self.values[k]]}
-        )
+        wanted = options_of(source)
+        if names:
+            wanted = {name: wanted[name] for name in names}
+        values = {name: self.values[option.key] for name, option in wanted.items() if option.key in self.values}
+        for name, value in values.items():
+            if (read := wanted[name].read) is not None and value is not None:
+                values[name] = read(value)
+        return source(**values, **others)
 
     def origin(self, key: str) -> Origin:
         """Where the value of a key came from."""

@@ -46,8 +46,7 @@ class Desk:
 
     def query_options(self, *names: str, **others: Any) -> QueryOptions:
         """Make options of a query: these as they are in force, those given, and of all others the defaults."""
-        given = self.get(QueryOptions)
-        return QueryOptions(**{name: getattr(given, name) for name in (*names, "offline")}, **others)
+        return self.options.get(QueryOptions, *names, "offline", **others)
 
     @cached_property
     def identity(self) -> StoreIdentity:
