@@ -39,7 +39,7 @@ _PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
 @app.command("help")
 def show_help(
     topic: Annotated[
-        str | None, typer.Argument(help="A page, or a command; without one all pages are listed.", show_default=False)
+        str | None, typer.Argument(help="A page; without one all pages are listed.", show_default=False)
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

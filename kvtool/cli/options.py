@@ -268,9 +268,12 @@ def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Param
 
 
 def _facts(option: Option) -> str:
-    """The default, as the help's line of an option ends; its variable and its key follow one rule (`_RULE`)."""
+    """How the help's line of an option ends: its default, and whether it is given once for each of several values. Its
+    variable and its key follow one rule (`_RULE`)."""
     default = default_of(option)
-    return f"  [default: {default}]" if default else ""
+    facts = [f"default: {default}"] if default else []
+    facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it shows by itself
+    return f"  [{'; '.join(facts)}]" if facts else ""
 
 
 def default_of(option: Option) -> str:

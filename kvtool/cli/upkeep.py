@@ -11,7 +11,6 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.text import counted
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import shown_size as sized
-from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
@@ -82,8 +81,7 @@ def budget(
         with Store.open(path) as store:
             held = read_budget(store)
     else:
-        wanted = None if size.strip().lower() == "none" else size_in_bytes(size)
-        held = keep_budget(path, wanted, lock_wait=run.lock_wait)
+        held = keep_budget(path, size, lock_wait=run.lock_wait)
         if held.budget is not None and held.used > held.budget:
             run.out.warning("the store is larger than that: nothing more is written to it", "run `kvtool store prune`")
     run.out.result(held.to_json(), human=lambda: _show_budget(run, held))

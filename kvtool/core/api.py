@@ -290,8 +290,8 @@ class Cache:
             return compact(folder, lock_wait=wanted.lock_wait)
 
     @_alone()
-    def budget(self, *size: int | None) -> Budget:
-        """The size budget that the store keeps to, in bytes; with a size it becomes that, with None it is lifted."""
+    def budget(self, *size: int | str | None) -> Budget:
+        """The size budget that the store keeps to; with a size (bytes, or `20GB`) it becomes that, with None none."""
         from kvtool.core.upkeep.budget import keep_budget, read_budget
 
         with self._beside() as folder:

@@ -267,6 +267,11 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         assert report.goal is not None
         assert report.after <= report.goal
         assert cache.budget(None).budget is None
+        assert cache.budget("20GB").budget == 20 * 10**9
+        for wrong in ("20XB", -1, 1.5):
+            with pytest.raises(UsageError, match="is not a size"):
+                cache.budget(wrong)  # type: ignore[arg-type]
+        assert cache.budget("none").budget is None
 
 
 @pytest.mark.parametrize("words", [("verify", "--repair"), ("repair",)])

@@ -30,7 +30,9 @@ def fill_holes(session: Session, holes: Sequence[Segment]) -> int:
     """
     store, decoder, identity, warn = session.store, session.decoder, session.identity, session.warn
     for segment in holes:
-        warn(f"chunk {segment.source.chunk_id.hex()[:12]} was computed in place: {segment.reason}", "")
+        chunk_id = segment.source.chunk_id.hex()  # an instruction of one's own has none
+        name = f"chunk {chunk_id[:12]}" if chunk_id else "the prompt's beginning"
+        warn(f"{name} was computed in place: {segment.reason}", "")
     wanted = [chunk for segment in holes if (chunk := _wanted(segment, identity)) is not None]
     if not wanted or store.read_only:
         return 0

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
+from kvtool.core.common.sizes import size_in_bytes
+from kvtool.core.errors import UsageError
 
 LOW_WATER = 0.9  # of the budget: what prune goes down to, so that it need not run again at once
 
@@ -51,9 +53,24 @@ def low_water(size: int) -> int:
     return int(size * LOW_WATER)
 
 
-def keep_budget(path: Path, size: int | None, *, lock_wait: float = 0.0) -> Budget:
-    """Keep a budget in the store; None lifts it. A store that is larger stays so until it is pruned."""
+def budget_of(size: int | str | None) -> int | None:
+    """A budget in bytes, from how people write it; `none` is None: no budget. Raises UsageError."""
+    if isinstance(size, str):
+        return None if size.strip().lower() == "none" else size_in_bytes(size)
+    if size is not None and (type(size) is not int or size < 0):
+        raise UsageError(f"{size} is not a size", "such as 500MB or 20GB")
+    return size
+
+
+def keep_budget(path: Path, size: int | str | None, *, lock_wait: float = 0.0) -> Budget:
+    """Keep a budget in the store; None lifts it. A store that is larger stays so until it is pruned.
+
+    Raises
+    ------
+    UsageError : that is no size.
+    """
+    wanted = budget_of(size)
     with Store.open(path) as store:
         with store.writer(lock_wait) as writer:
-            writer.set_budget(size)
+            writer.set_budget(wanted)
         return read_budget(store)

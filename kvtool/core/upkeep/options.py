@@ -20,7 +20,7 @@ class ListOptions(Options, settings=False, group=LISTED):
         "chunks, used, level, bytes, pinned.",
         metavar="CONDITIONS",
     )
-    sort: str = option("", "In this order, with a minus in the reverse.", metavar="[-]FIELD", instead="as ingested")
+    sort: str = option("", "In this order, with a minus in the reverse.", metavar="[-]FIELD", instead="by path")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ def mass_table(value: dict[str, Any]) -> Table:
 
 
 def _percent(parts: dict[str, float]) -> list[str]:
-    return [f"{part:.1%}" for part in parts.values()]
+    return [f"{part:z.1%}" for part in parts.values()]  # z: what is rounded to nothing has no sign
 
 
 def _by_layer(value: dict[str, Any]) -> Section:
