@@ -43,10 +43,7 @@ def show_help(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a page of the documentation.
-
-    kvtool help concepts
-    """
+    """Show a page of the documentation."""
     out = Out("json" if json else "human")
     if topic is None:
         rows = list(TOPICS.items())
@@ -57,6 +54,9 @@ def show_help(
         raise UsageError(f"there is no page {topic!r}", _near(name))
     text = page(name)
     out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=_PAGE_LINK.sub(_as_topic, text)))
+
+
+show_help.examples = ("help concepts", "help cron --json")  # type: ignore[attr-defined]
 
 
 def page(name: str) -> str:

@@ -16,8 +16,8 @@ _HEAD = """\
 
 Every command and every option, made from the program itself by `make docs`; `kvtool COMMAND --help` shows the same. A
 value comes from, in this order: the flag, the variable, `./kvtool.toml` and the user's configuration file (where a
-key is the variable in small letters without `KVTOOL_`, or in a command's own table the flag), the default. What the
-words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit codes:
+key is the variable in small letters without `KVTOOL_`, or in a command's own table the flag with underscores), the
+default. What the words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit codes:
 [troubleshooting](troubleshooting.md).
 """
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import counted
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import LockOptions, StoreOptions
@@ -117,9 +118,10 @@ def _in_words(report: TransferReport) -> str:
     removed = f"{report.removed} {would}removed" + (
         f" ({report.bytes_freed / 1e6:,.1f} MB)" if report.bytes_freed else ""
     )
-    forgotten = f", {report.forgotten} documents {would}forgotten" if report.forgotten else ""
+    forgotten = f", {counted(report.forgotten, 'document')} {would}forgotten" if report.forgotten else ""
+    moved = f"{counted(report.files.moved, 'file')} and {counted(report.chunks.moved, 'chunk')} at a level"
     return (
-        f"{what} {report.url}: {report.files.moved} files and {report.chunks.moved} chunks at a level {would}moved "
+        f"{what} {report.url}: {moved} {would}moved "
         f"({report.bytes / 1e6:,.1f} MB), {report.files.unchanged} and {report.chunks.unchanged} there already, "
         f"{removed}{forgotten}, {report.seconds:.1f} s"
     )

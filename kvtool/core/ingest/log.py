@@ -61,7 +61,7 @@ class EventLog:
             events.status(text)
 
         def step(label: str, total: int, unit: str) -> None:
-            self.event("status", message=label, **{unit: total})
+            self.event("status", message=label, total=total, unit=unit)
             events.step(label, total, unit)
 
         return replace(events, warn=warn, failed=failed, status=status, step=step)
