@@ -32,15 +32,21 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 def codec_sections(value: dict[str, Any]) -> list[Section]:
     """Sections from what `inspect codec --json` gives."""
-    points = {round(row["bits_per_element"], 2): max(row["kl_answer"], 1e-6) for row in value["schemes"]}
-    chart = line_charts(
-        "What fewer bits lose",
-        [Panel("KL of the answer, nats", (Line("schemes", tuple(sorted(points.items()))),), logarithmic=True)],
-        "bits per element",
-    )
+    schemes = value["schemes"]
+    panel = Panel("KL of the answer, nats", _losses(schemes), logarithmic=True)
+    chart = line_charts("What fewer bits lose", [panel], "bits per element")
     text = "Each scheme's records in place of the exact ones, all else equal: how far the answers' distributions move."
-    levels = Section("Levels", (text,), (chart,) if len(points) > 1 else (), (codec_table(value),))
-    return [levels, _by_layer(value["schemes"])]
+    levels = Section("Levels", (text,), (chart,) if len(schemes) > 1 else (), (codec_table(value),))
+    return [levels, _by_layer(schemes)]
+
+
+def _losses(schemes: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
+    """A line for each kind of scheme: the levels, `int4` and `int8`, `mean-1` to `mean-4` …"""
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for row in schemes:
+        kind = row["scheme"].rstrip("-0123456789") or "levels"
+        kinds.setdefault(kind, []).append((round(row["bits_per_element"], 2), max(row["kl_answer"], 1e-6)))
+    return tuple(Line(kind, tuple(sorted(points))) for kind, points in kinds.items())
 
 
 def _by_layer(schemes: Sequence[dict[str, Any]]) -> Section:

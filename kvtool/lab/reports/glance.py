@@ -86,11 +86,21 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
 
 def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
     levels = [
-        (row["level"], row["chunks"], row["tokens"], row["bytes"], row.get("kl_answer", "")) for row in value["levels"]
+        (
+            row["level"],
+            row["chunks"],
+            row["tokens"],
+            row["bytes"],
+            f"{row['kl_answer']:.4f}" if "kl_answer" in row else "",
+        )
+        for row in value["levels"]
     ]
     head = ("level", "chunks", "tokens", "bytes", "nats a token lost at most")
     yield Section("Levels", tables=(Table(head, tuple(levels)),))
-    yield Section("Served", tables=(Table(tuple(value["served"]), (tuple(value["served"].values()),)),))
+    served = value["served"]
+    found = "" if served["hit_rate"] is None else f"{served['hit_rate']:.1%}"
+    row = (served["questions"], served["hits"], served["misses"], found)
+    yield Section("Served", tables=(Table(("questions", "chunks found", "not found", "share found"), (row,)),))
 
 
 REPORT = Report(glance)

@@ -33,9 +33,7 @@ def plan(desk: Desk) -> Findings:
 
 
 def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
-    head = ("id", "source", "line", "score", "keywords", "tokens", "status", "level", "reason", "bytes")
-    chunks = Table(head, tuple(tuple(chunk.get(name, "") for name in head) for chunk in value["chunks"]))
-    yield Section("Chunks", tables=(chunks,))
+    yield Section("Chunks", tables=(_chunks(value),))
     if value["expected_ms"] is not None:
         times = Table(("mode", "expected ms"), tuple((m, f"{ms:.0f}") for m, ms in value["expected_ms"].items()))
         yield Section("Expected time to the first token", tables=(times,))
@@ -43,8 +41,7 @@ def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
 
 def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
     chunks, tokens = value["chunks"], value["tokens"]
-    head = ("chunk", "source", "score", "tokens", "status", "level", "keywords, or why")
-    yield Table(head, tuple(_row(chunk) for chunk in chunks))
+    yield _chunks(value)
     yield (
         f"prompt   {tokens['prompt']} tokens: {tokens['reused']} reused ({tokens['exact']} exact), "
         f"{tokens['fresh']} fresh ({tokens['miss']} missed)"
@@ -58,6 +55,12 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
     for reason, count in Counter(chunk["reason"] for chunk in chunks if "reason" in chunk).items():
         yield f"missed   {count} chunk(s): {reason}"
     yield from _told_of_times(value["expected_ms"], value["break_even"])
+
+
+def _chunks(value: Mapping[str, Any]) -> Table:
+    """The prompt's chunks, a row each; the same in a terminal and on the page."""
+    head = ("chunk", "source", "score", "tokens", "status", "level", "keywords, or why")
+    return Table(head, tuple(_row(chunk) for chunk in value["chunks"]))
 
 
 def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
