@@ -243,6 +243,7 @@ def compare(rows: list[dict[str, Any]], copies: Path) -> Iterator[str]:
 
 def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) -> Iterator[str]:
     """The same for one idle copy; the model of the first session serves all."""
+    from kvtool.core.model.options import ModelOptions
     from kvtool.core.query.answer import answer
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
@@ -251,7 +252,7 @@ def compare_with(copy: Path, rows: list[dict[str, Any]], sessions: list[Any]) ->
     expected: dict[tuple[str, str], dict[str, Any]] = {}
     with Store.open(copy) as store:
         if not sessions:
-            sessions.append(Session.open(store, offline=True))
+            sessions.append(Session.open(store, ModelOptions(offline=True)))
         session = Session(store, decoder=sessions[0].decoder)
         for row in rows:
             question, mode = asked = tuple(row["asked"])

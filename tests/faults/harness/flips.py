@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import upkeep
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify_here
 from kvtool.core.errors import KvtoolError
 from tests.faults.harness.children import Ended, in_child
 from tests.faults.harness.injury import Fault
@@ -145,7 +145,7 @@ def verified(path: Path) -> list[str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            upkeep.verify_here(str(path), "1")
+            verify_here(str(path), "1")
         except KvtoolError as error:
             return [error.message]
     return [json.loads(line)["reason"] for line in said.getvalue().splitlines()]

@@ -15,6 +15,7 @@ import torch
 from kvtool.cli.app import main
 from kvtool.core.cache.store import Store
 from kvtool.core.model.learned import LearnedRows
+from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
 from tests.cli.working import write_corpus
@@ -126,7 +127,7 @@ def decoder_of(subject: Subject) -> object:
     """The model, loaded once for all children."""
     torch.set_num_threads(1)
     with closing(Store.open(subject.store)) as store:
-        return Session.open(store, offline=True).decoder
+        return Session.open(store, ModelOptions(offline=True)).decoder
 
 
 def copy(path: Path, to: Path) -> Path:
