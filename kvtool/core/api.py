@@ -325,8 +325,8 @@ class Cache:
         ------
         UsageError : an option that there is not, or a wrong value.
         """
-        for name in given:
-            if _is_of_model(name):
+        for name, value in given.items():
+            if _is_of_model(name) and value != getattr(self._model, name):
                 raise UsageError(f"{name} is the same for all that a cache does", "give it to kvtool.open")
         model = {name: getattr(self._model, name) for name in options_of(ModelOptions) if name in options_of(source)}
         return source.of({**model, **given, **own})

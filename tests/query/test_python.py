@@ -36,3 +36,13 @@ def test_a_notebook_shows_the_sources(reply: Reply) -> None:
     page = reply._repr_html_()
     assert "&lt;b&gt;mill&lt;/b&gt;" in page
     assert page.count("<tr>") == len(reply.chunks) + 1
+
+
+def test_options_that_were_made_before_are_asked_with(store: Path) -> None:
+    options = kvtool.QueryOptions(fusion="epic", max_tokens=3)
+    with kvtool.open(store) as cache:
+        asked = cache.query("Where does the first mill stand?", **vars(options))
+        assert asked.fusion == "epic"
+        assert asked.tokens["generated"] <= 3
+        with pytest.raises(kvtool.KvtoolError, match="offline is the same for all"):
+            cache.query("Where?", **vars(kvtool.QueryOptions(offline=True)))
