@@ -25,7 +25,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, options_of
 from kvtool.core.pack.options import ExportOptions, ImportOptions
-from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.remote.options import PullOptions, PushOptions
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
@@ -162,8 +162,10 @@ class Cache:
         from kvtool.core.query.answer import answer
         from kvtool.core.query.reply import Request
 
-        wanted, request = self._wanted(QueryOptions, options), Request(question, _texts(chunks), _texts(documents))
-        return answer(self._opened(), request, wanted)
+        if not isinstance(question, str):
+            raise UsageError(f"question: {question!r} is not text", "ask in words")
+        wanted, which = self._wanted(QueryOptions, options), ChunkChoice.of({"chunks": chunks, "documents": documents})
+        return answer(self._opened(), Request(question, which.chunks, which.documents), wanted)
 
     @_alone(CompressOptions)
     def compress(
@@ -296,7 +298,7 @@ class Cache:
 
         with self._beside() as folder:
             if size:
-                return keep_budget(folder, size[0])
+                return keep_budget(folder, options_of(IngestOptions)["max_size"].accept(size[0], "size"))
             with Store.open(folder) as store:
                 return read_budget(store)
 

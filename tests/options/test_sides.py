@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -79,6 +79,13 @@ CALLS = [
     (lambda cache: cache.prune(max_size="much"), "max_size: 'much' is not a size"),
     (lambda cache: cache.push("file:///x", dleete=True), "unknown option 'dleete'"),
     (lambda cache: cache.forget("x", dry=True), "unknown option 'dry'"),
+    (lambda cache: cache.query(None), "question: None is not text"),
+    (lambda cache: cache.query("Who?", chunks=5), "chunks: 5 is no list"),
+    (lambda cache: cache.query("Who?", chunks="abcdef", documents="a.md"), "--chunks and --documents exclude"),
+    (lambda cache: cache.query("Who?", metric="l7"), "metric: 'l7' is none of v_sse"),
+    (lambda cache: cache.query("Who?", pooling="mean"), "pooling: 'mean' is none of rows"),
+    (lambda cache: cache.budget("much"), "size: 'much' is not a size"),
+    (lambda cache: cache.budget(-1), "size: -1 is less than 1"),
 ]
 
 
@@ -87,6 +94,14 @@ def test_a_call_in_python_is_checked(call: Any, said: str, tmp_path: Path) -> No
     with kvtool.open(tmp_path / "s") as cache, pytest.raises(UsageError, match=re.escape(said)) as error:
         call(cache)
     assert error.value.hint
+
+
+def test_what_only_python_can_give_is_what_the_modes_know() -> None:
+    from kvtool.core.fusion.selectors.base import Pooling
+    from kvtool.core.fusion.selectors.blend import Metric
+
+    known = options_of(QueryOptions)
+    assert (known["metric"].choices, known["pooling"].choices) == (get_args(Metric), get_args(Pooling))
 
 
 def test_what_opens_is_checked_too(tmp_path: Path) -> None:

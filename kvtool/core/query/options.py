@@ -112,11 +112,19 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
 
     check_layer: int = option(1, "The layer by whose deviation `blend` ranks.", flag=None, setting=False, lowest=0)
-    metric: str = option("v_sse", "How `blend` measures deviation.", flag=None, setting=False)
+    metric: str = option(
+        "v_sse",
+        "How `blend` measures deviation.",
+        flag=None,
+        setting=False,
+        choices=("v_sse", "k_sse", "kv_sse", "k_l1"),
+    )
     from_depth: float = option(
         0.5, "Share of the depth from which attention counts.", flag=None, setting=False, lowest=0, highest=1
     )
-    pooling: str | None = option(None, "How a question's rows become one.", flag=None, setting=False)
+    pooling: str | None = option(
+        None, "How a question's rows become one.", flag=None, setting=False, choices=("rows", "last", "both")
+    )
     weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
 
