@@ -16,7 +16,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
-from kvtool.core.compress import fitting, job
+from kvtool.core.compress import job
 from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
@@ -179,10 +179,9 @@ def make_fitted(plain: Path, folder: Path) -> Path:
     return store
 
 
-def refit(path: Path, monkeypatch: pytest.MonkeyPatch, *levels: str, **options: Any) -> CompressReport:
+def refit(path: Path, *levels: str, **options: Any) -> CompressReport:
     """Fit another profile: on fewer prompts."""
-    monkeypatch.setattr(fitting, "CONTEXTS", 3)
-    return run(path, *levels, fit=True, **options)
+    return run(path, *levels, fit=True, fit_prompts=3, **options)
 
 
 def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOSSES) -> list[list[str]]:

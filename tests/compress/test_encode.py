@@ -168,10 +168,10 @@ def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pyte
     with monkeypatch.context() as patch:
         breaking(patch, writers.Writer, "_commit", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            refit(fitted, monkeypatch, "1", "2")
+            refit(fitted, "1", "2")
     check_sound(fitted)
     assert all("raw" in levels for levels in levels_in(fitted).values())
-    refit(fitted, monkeypatch, "1", "2")
+    refit(fitted, "1", "2")
     check_sound(fitted)
     assert profiles_in(fitted) == {state_of(fitted)["profile"]} != {old}
 
@@ -179,10 +179,10 @@ def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pyte
 # ---- records that are there but will not do ----------------------------------------------------------------------
 
 
-def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path) -> None:
     """Nothing may refine a record of another profile, and no level that was there is lost."""
     old, there = state_of(fitted)["profile"], levels_in(fitted)
-    report = refit(fitted, monkeypatch, "2")
+    report = refit(fitted, "2")
     new = state_of(fitted)["profile"]
     assert new != old
     assert report.encoded == len(chunks_in(fitted))
@@ -193,11 +193,11 @@ def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path, monkeyp
     assert run(fitted, "2").encoded == 0
 
 
-def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path) -> None:
     old, (one, *others) = state_of(fitted)["profile"], chunks_in(fitted)
     before = {level: decoded(fitted, one, level) for level in NESTED}
     drop(fitted, "raw", one)
-    report = refit(fitted, monkeypatch, "1", "2")
+    report = refit(fitted, "1", "2")
     assert (report.encoded, report.kept, report.skipped) == (len(others), 0, 1)
     assert any("no exact record" in text for text in report.warnings)
     assert profiles_in(fitted, one) == {old}
@@ -209,9 +209,9 @@ def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path, monke
     assert {chunk["status"] for chunk in row.fine().json["chunks"]} <= {"hit", "exact"}
 
 
-def test_lossless_records_leave_other_profiles_alone(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossless_records_leave_other_profiles_alone(fitted: Path) -> None:
     before = {level: rows(fitted, level) for level in NESTED}
-    report = refit(fitted, monkeypatch, "lossless")
+    report = refit(fitted, "lossless")
     assert report.encoded == len(chunks_in(fitted))
     assert {level: rows(fitted, level) for level in NESTED} == before
 

@@ -14,7 +14,6 @@ from kvtool.core.codec.levels import DEFAULT_LOSSY
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import NO_PROFILE, Predictor
 from kvtool.core.common.progress import Events
-from kvtool.core.compress import fitting
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
@@ -146,7 +145,7 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
     run(fitted, "1", "2", questions=1)
     one, *others = chunks_in(fitted)
     fixed_losses(monkeypatch, {"2": 1e-6})
-    refit(fitted, monkeypatch, "2", questions=1, chunks=(one,))
+    refit(fitted, "2", questions=1, chunks=(one,))
     assert asked == [["1", "2"]]
     assert {chunk: losses_of(fitted, chunk) for chunk in (one, *others)} == {
         one: {"2": 1e-6},
@@ -168,7 +167,7 @@ def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
     one, other, *_ = chunks_in(fitted)
     assert losses_of(fitted, one) == {"2": 0.25}
     fixed_losses(monkeypatch)
-    refit(fitted, monkeypatch, "2", questions=1, chunks=(other,))
+    refit(fitted, "2", questions=1, chunks=(other,))
     assert (losses_of(fitted, one), losses_of(fitted, other)) == ({"2": 0.25}, {"2": LOSSES["2"]})
 
 
@@ -185,11 +184,10 @@ def test_losses_of_a_named_predictor_are_not_the_levels(fitted: Path, monkeypatc
 # ---- profiles ----------------------------------------------------------------------------------------------------
 
 
-def test_fit_keeps_a_profile_that_records_name(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     """With it some level is both smaller and less lossy than one without, and never the other way round."""
     untransformed = run(plain, *NESTED, questions=2)
-    monkeypatch.setattr(fitting, "CONTEXTS", 12)
-    report = run(plain, *NESTED, fit=True, questions=2)
+    report = run(plain, *NESTED, fit=True, fit_prompts=12, questions=2)
     assert report.warnings == []
     assert report.profile is not None
     digest = bytes.fromhex(report.profile["digest"])

@@ -172,7 +172,7 @@ def test_a_chunk_of_an_older_profile_is_not_read_for_what_the_new_one_loses(
     assert exactly == payload_bytes(fitted, "raw")
     one = chunks_of(fitted, "mill0.md")[0]
     fixed_losses(monkeypatch, {"2": 1e-6})
-    refit(fitted, monkeypatch, "2", questions=1, chunks=(one,))
+    refit(fitted, "2", questions=1, chunks=(one,))
     sizes = {lv: sum(len(rows(fitted, lv)[one, at]) - 80 for at in range(LAYERS)) for lv in ("raw", *"234")}
     saved = sizes["raw"] - sum(sizes[level] for level in "234")
     assert ask(fitted, "--level", "auto").json["bytes_read"] == exactly - saved

@@ -185,10 +185,10 @@ def test_an_exact_record_stays_where_its_coarse_ones_are_damaged(fitted: Path) -
     assert damages(path) == []
 
 
-def test_old_profiles_go_once_no_record_names_them(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_profiles_go_once_no_record_names_them(fitted: Path) -> None:
     with Store.open(fitted) as store:
         first = store.profile_digests()
-    refit(fitted, monkeypatch, "2", chunks=tuple(chunks_in(fitted)[:1]))
+    refit(fitted, "2", chunks=tuple(chunks_in(fitted)[:1]))
     assert compact(fitted).profiles == 0  # the other chunks' records name the old one
     with Store.open(fitted) as store:
         assert len(store.profile_digests()) == 2

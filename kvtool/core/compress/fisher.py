@@ -20,7 +20,6 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.model.prompt import PromptParts, question_tokens
 
-CONTEXTS = 96
 CHUNKS_AT_ONCE = 4
 SPAN, ANSWER = 32, 16  # tokens of a copied question, and of what follows it in the chunk
 _LEAST_TOKENS = 8

@@ -13,7 +13,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.fisher import CONTEXTS, fisher, probes
+from kvtool.core.compress.fisher import fisher, probes
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
 from kvtool.core.records.reading import exact_level, read_chunk, read_records
 from kvtool.core.session.identity import store_identity
@@ -21,8 +21,13 @@ from kvtool.core.session.levels import ProfileShelf, losses_by_maker
 from kvtool.core.session.session import Session
 
 
-def fit(session: Session, sample: Sequence[tuple[bytes, str]], events: Events) -> Profile:
-    """Fit a profile on chunks that are stored exactly, each given with the level that holds it so."""
+def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, events: Events) -> Profile:
+    """Fit a profile on chunks that are stored exactly, each given with the level that holds it so.
+
+    Parameters
+    ----------
+    prompts : how many are made of the chunks, to measure what errors cost.
+    """
     store, decoder, identity = session.store, session.decoder, session.identity
     layers = len(decoder.layers)
     chunks = [read_chunk(store, chunk, level, layers) for chunk, level in sample]
@@ -30,9 +35,9 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], events: Events) -
     tokens = [info.token_ids if info is not None else () for info in infos]
     prefix_level = exact_level(store, identity.prefix_id) if identity.prefix else None
     prefix = read_chunk(store, identity.prefix_id, prefix_level, layers) if prefix_level else None
-    prompts = probes(tokens, session.parts, session.tokenizer, CONTEXTS, seed=0)
-    events.step("measure what errors cost", len(prompts), "prompts")
-    information = fisher(decoder, prefix, chunks, prompts, events.advance)
+    made = probes(tokens, session.parts, session.tokenizer, prompts, seed=0)
+    events.step("measure what errors cost", len(made), "prompts")
+    information = fisher(decoder, prefix, chunks, made, events.advance)
     del chunks
 
     def sides(layer: int) -> torch.Tensor:
@@ -44,7 +49,7 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], events: Events) -
         return torch.cat(parts, 1)
 
     events.step("fit the transform", layers, "layers")
-    about = {"chunks": len(sample), "tokens": sum(map(len, tokens)), "prompts": len(prompts), "model": identity.model}
+    about = {"chunks": len(sample), "tokens": sum(map(len, tokens)), "prompts": len(made), "model": identity.model}
     groups = default_groups(decoder.kv_heads, decoder.head_dim)
     return fit_profile(sides, information, groups, about, advance=events.advance)
 

@@ -156,7 +156,8 @@ class _Job:
         if not exact:
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         self._load()
-        return fit(self.session, random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact))), self.events)
+        sample = random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact)))
+        return fit(self.session, sample, self.options.fit_prompts, self.events)
 
     # ---- the loss ----
 

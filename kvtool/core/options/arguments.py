@@ -80,6 +80,7 @@ class CompressArguments(TypedDict, total=False):
     chunks: str | Iterable[str]
     keep_raw: bool
     fit: bool
+    fit_prompts: int
     profile: str | Path | None
     predictor: str
     max_size: int | str | None
