@@ -233,6 +233,10 @@ def test_several_values(tmp_path: Path) -> None:
     levels, only = options_of(PullOptions)["levels"], options_of(QueryOptions)["only"]
     assert levels.parse(["2,3", "2"], "--level") == ("2", "3")
     assert only.parse(["a,b", "a,b"], "--only") == ("a,b", "a,b")
+    assert levels.parse(["2,", " 3"], "--level") == ("2", "3")
+    for nothing in ("", " "):  # such as a script's empty variable: not the default
+        with pytest.raises(UsageError, match="--level: '' is none of"):
+            levels.parse([nothing], "--level")
     with pytest.raises(UsageError, match=r"contradict.*300 > 256"):
         resolve({"min_chunk_tokens": 300}).get(IngestOptions)
 

@@ -126,7 +126,7 @@ class Option:
             return self.parse_one(text, where)
         texts = [text] if isinstance(text, str) else text
         if self.choices or self.kind in (int, float):  # none of them has a comma
-            texts = [word.strip() for each in texts for word in each.split(",") if word.strip()]
+            texts = [word.strip() for each in texts for word in each.split(",") if word.strip() or not each.strip()]
         values = tuple(self.parse_one(each, where) for each in texts)
         return tuple(dict.fromkeys(values)) if self.choices else values
 
