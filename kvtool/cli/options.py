@@ -270,24 +270,10 @@ def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Param
 def _facts(option: Option) -> str:
     """How the help's line of an option ends: its default, and whether it is given once for each of several values. Its
     variable and its key follow one rule (`_RULE`)."""
-    default = default_of(option)
+    default = option.default_text
     facts = [f"default: {default}"] if default else []
     facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it shows by itself
     return f"  [{'; '.join(facts)}]" if facts else ""
-
-
-def default_of(option: Option) -> str:
-    """The default in words; empty where there is nothing to say."""
-    if option.instead:
-        return option.instead
-    if option.unit == "percentage":
-        return f"{option.default:.0%}"
-    if option.kind is bool and "/" in option.flag:
-        yes, no = option.flag.split("/")
-        return "" if option.setting else (yes if option.default else no)
-    if option.default in (None, "", False, ()):
-        return ""
-    return f"{option.default:g}" if option.kind is float else str(option.default)
 
 
 def _completion(option: Option) -> Callable[[str], list[str]] | None:

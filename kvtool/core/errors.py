@@ -100,5 +100,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint: `did you mean …?`, or nothing where no known word is near."""
     import difflib
 
-    near = difflib.get_close_matches(word.strip().lower(), list(known), n=1, cutoff=0.5)
+    words, typed = list(known), word.strip().lower()
+    begun = [name for name in words if len(typed) > 1 and name.startswith(typed)]
+    near = begun or difflib.get_close_matches(typed, words, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -403,3 +403,19 @@ def test_threads_sleep_on_a_busy_machine(
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert main(["--version"]) == 0
     assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+def test_an_interruption_before_the_command_line_is_read() -> None:
+    """Ctrl-C while Python still reads kvtool's own files."""
+    code = """
+import sys
+class Interrupting:
+    def find_spec(self, name, *rest):
+        if name == "kvtool.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from kvtool.__main__ import run
+run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")

@@ -191,13 +191,27 @@ class Option:
         return self.check(value) if self.check else ""
 
     @property
+    def default_text(self) -> str:
+        """The default in words; empty where there is nothing to say."""
+        if self.instead:
+            return self.instead
+        if self.unit == "percentage":
+            return f"{self.default:.0%}"
+        if self.kind is bool and "/" in self.flag:
+            yes, no = self.flag.split("/")
+            return "" if self.setting else (yes if self.default else no)
+        if self.default in (None, "", False, ()):
+            return ""
+        return f"{self.default:g}" if self.kind is float else str(self.default)
+
+    @property
     def _what(self) -> str:
         return _UNIT_NAMES.get(self.unit) or _KIND_NAMES[self.kind]
 
     def _wrong(self, where: str, value: Any, complaint: str) -> UsageError:
         shown = scrubbed(repr(value) if isinstance(value, str) else str(value))
         guess = did_you_mean(value, self.choices or self.suggest) if isinstance(value, str) else ""
-        default = f"; default {self.default}" if self.default not in (None, "", ()) else ""
+        default = f"; default {self.default_text}" if self.default_text else ""
         return UsageError(f"{where}: {shown} {complaint}", guess or f"{self.help.rstrip('.')}{default}")
 
 
