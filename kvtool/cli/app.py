@@ -22,8 +22,8 @@ from typing import Annotated, Any, ClassVar, NoReturn
 import typer
 import typer.main
 
+from kvtool.cli.commands import new_app
 from kvtool.cli.lazy import LazyGroup
-from kvtool.cli.options import new_app
 from kvtool.cli.out import Out
 from kvtool.core.common.machine import is_busy, is_out_of_memory
 from kvtool.core.common.urls import scrubbed

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.bench_stream import stream
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
 from kvtool.cli.sessions import open_session
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.corpus.split import SplitSettings

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtool.cli.options import SETTINGS, Run, new_app, takes
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import SETTINGS, Run, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.urls import for_people, is_url
 from kvtool.core.errors import UsageError, did_you_mean

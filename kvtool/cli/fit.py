@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.fit.fit_report import FitReport

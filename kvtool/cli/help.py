@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvtool.cli.options import new_app
+from kvtool.cli.commands import new_app
 from kvtool.cli.out import Out
 from kvtool.core.errors import UsageError
 

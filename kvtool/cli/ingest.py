@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from kvtool.cli.commands import new_app
 from kvtool.cli.json_out import error_json
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.options import Run, takes
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions

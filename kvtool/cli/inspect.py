@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 import typer.main
 
+from kvtool.cli.commands import new_app
 from kvtool.cli.lazy import LazyGroup
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues, is_flag
 from kvtool.cli.sessions import open_any_store
 from kvtool.cli.watch import Watch

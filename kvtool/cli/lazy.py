@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import typer.core
 
-from kvtool.cli.options import Group
+from kvtool.cli.commands import Group
 
 
 class LazyGroup(Group):

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -33,6 +32,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 import typer.core
 
+from kvtool.cli.commands import OUTPUT
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.errors import UsageError
@@ -81,117 +81,6 @@ class Run:
     def lock_wait(self) -> float:
         """Seconds to wait for another process that writes to the store."""
         return self.get(LockOptions).lock_wait
-
-
-class App(typer.Typer):
-    """A command module's commands."""
-
-    def command(
-        self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
-    ) -> Callable[[F], F]:
-        """As typer's own, with our `Command`."""
-        return super().command(name, cls=cls or Command, **more)
-
-
-def new_app(help: str = "") -> App:
-    """A command module's `app`: plain help (rich would triple its time), `-h`, no completion flags of its own."""
-    return App(
-        cls=Group,
-        help=help or None,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    )
-
-
-_RULE = "`kvtool config` lists what variables (KVTOOL_TOP_K) and kvtool.toml (top_k = 5) can set."
-
-
-class _Described:
-    """Help with examples first and with the options under the headings of their groups."""
-
-    callback: Any
-    get_params: Any
-
-    @property
-    def options(self) -> Mapping[str, Option]:
-        """The options behind its flags, by the names that typer knows them under."""
-        return getattr(self.callback, "options", {})
-
-    @property
-    def examples(self) -> tuple[str, ...]:
-        """Command lines for the help, without the word `kvtool`."""
-        return getattr(self.callback, "examples", ())
-
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        super().format_help_text(ctx, formatter)  # type: ignore[misc]
-        if self.examples:
-            with formatter.section("Examples"):
-                for line in self.examples:
-                    formatter.write(f"{'':{formatter.current_indent}}kvtool {line}\n")
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        for heading, rows in described(self, ctx).items():
-            with formatter.section(heading):
-                formatter.write_dl([row.record for row in rows])
-        if any(option.setting for option in self.options.values()):
-            formatter.write_paragraph()
-            formatter.write_text(_RULE)
-
-
-class Command(_Described, typer.core.TyperCommand):
-    """A command."""
-
-
-class Group(_Described, typer.core.TyperGroup):
-    """Commands below one name: they are listed before its own options."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        self.format_commands(ctx, formatter)
-        super().format_options(ctx, formatter)
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What the help says of one parameter of a command.
-
-    Parameters
-    ----------
-    record : its flags with what they take, and the sentence on it with its default.
-    option : the declaration behind it; None for an argument and for the flags that every command has.
-    """
-
-    record: tuple[str, str]
-    option: Option | None = None
-
-
-def described(command: Any, context: Any) -> dict[str, list[Described]]:
-    """A command's parameters by the headings that they stand under, in the order of its help."""
-    sections: dict[str, list[Described]] = {}
-    for param in [each for each in command.get_params(context) if not getattr(each, "hidden", False)]:
-        option = getattr(command, "options", {}).get(param.name)
-        record = _record(param, context, option.synonyms if option else ())
-        if record is not None:
-            sections.setdefault(_heading(param), []).append(Described(record, option))
-    return sections
-
-
-def _heading(param: Any) -> str:
-    if param.param_type_name == "argument":
-        return "Arguments"
-    return getattr(param, "rich_help_panel", None) or (OUTPUT if "--help" in param.opts else "Options")
-
-
-def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
-    """What the help says of a parameter, without the flags that are only synonyms and typer's names of types."""
-    every = param.opts
-    param.opts = [flag for flag in every if flag not in synonyms]
-    try:
-        record = param.get_help_record(context)
-    finally:
-        param.opts = every
-    return record and (re.sub(r" <[^>]*>", "", record[0]), record[1])
 
 
 def takes(
@@ -281,7 +170,6 @@ def _completion(option: Option) -> Callable[[str], list[str]] | None:
     return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
 
 
-OUTPUT = "Output"
 _CONFIG = Annotated[
     str | None,
     typer.Option("--config", metavar="FILE", help="User config file.  [env: KVTOOL_CONFIG]", rich_help_panel=OUTPUT),

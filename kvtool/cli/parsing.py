@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtool.cli.options import Command
+from kvtool.cli.commands import Command
 
 
 class ManyValues(Command):

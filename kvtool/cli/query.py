@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.commands import new_app
 from kvtool.cli.explaining import show_explained
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import open_any_store, open_session

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.cli.app import COMMANDS, load_command
+from kvtool.cli.commands import Described, described
 from kvtool.cli.lazy import LazyGroup
-from kvtool.cli.options import Described, described
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 _HEAD = """\

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvtool.cli.commands import new_app
 from kvtool.cli.listing import ls
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.options import Run, takes
 from kvtool.cli.pack import export, import_
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.transfer import pull, push, sync

@@ -18,7 +18,8 @@ import typer
 import kvtool
 from kvtool.cli import app as module
 from kvtool.cli.app import COMMANDS, main
-from kvtool.cli.options import Run, new_app, takes
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
 from kvtool.core.errors import EXIT_PARTIAL, GateError, StoreLockedError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.query.options import QueryOptions
@@ -325,7 +326,8 @@ def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) ->
 
 SLEEPER = """
 import sys, time, types, kvtool.cli.app as app
-from kvtool.cli.options import new_app, takes, Run
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import takes, Run
 made = sys.modules["kvtool.cli.probe"] = types.ModuleType("kvtool.cli.probe")
 made.app = new_app()
 app.COMMANDS["probe"] = "sleeps"

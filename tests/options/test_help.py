@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtool.cli.app import COMMANDS, load_command
-from kvtool.cli.options import described
+from kvtool.cli.commands import described
 
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
