@@ -128,4 +128,4 @@ def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) 
         done.clear()
         ingest(tmp_path / "store", IngestOptions(paths=(folder,), model=str(tiny)), events)
         assert sum(done) == pytest.approx(size / 1000)
-    assert steps == [("ingest", size // 1000, "kB")] * 2
+    assert steps == [("ingest", -(-size // 1000), "kB")] * 2

@@ -50,7 +50,7 @@ class Account:
 
     def begin(self, size: int) -> None:
         """Begin to look at files of so many bytes."""
-        self.events.step("ingest", max(1, size // 1000), "kB")
+        self.events.step("ingest", max(1, -(-size // 1000)), "kB")
 
     def advance(self, size: float) -> None:
         """Tell that so many bytes of the files are done."""
