@@ -23,7 +23,7 @@ class App(typer.Typer):
     def command(
         self, name: str | None = None, *, cls: type[typer.core.TyperCommand] | None = None, **more: Any
     ) -> Callable[[F], F]:
-        """As typer's own, with our `Command`."""
+        """Register a command as typer does, with our `Command` for its class."""
         return super().command(name, cls=cls or Command, **more)
 
 

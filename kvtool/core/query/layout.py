@@ -85,7 +85,7 @@ def lay_out(
 
 
 def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str) -> Asked:
-    """The same prompt with its chunks read at another level."""
+    """Lay the same prompt out with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))

@@ -79,7 +79,7 @@ def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:
-    """Those of a chunk's levels that lose nothing, or measurably little enough; the finest first."""
+    """Choose those of a chunk's levels that lose nothing, or measurably little enough; the finest first."""
     return [level for level in known(levels) if level_of(level).lossless or losses.get(level, math.inf) <= max_loss]
 
 

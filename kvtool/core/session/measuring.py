@@ -98,23 +98,26 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
             break
     if not samples:
         return None
-    usual = [_usual([one for one in samples if one.chunks == size]) for size in {one.chunks for one in samples}]
-    fixed, token = fit([(1.0, one.tokens) for one in usual], [one.seconds for one in usual])
-    most = max(usual, key=lambda one: one.tokens)
+    usual = [
+        _usual([sample for sample in samples if sample.chunks == size])
+        for size in {sample.chunks for sample in samples}
+    ]
+    fixed, token = fit([(1.0, sample.tokens) for sample in usual], [sample.seconds for sample in usual])
+    most = max(usual, key=lambda sample: sample.tokens)
     if token < most.seconds / most.tokens / 2:  # a prompt holds more than a sample: calls alone cannot be the cost
         token = most.seconds / most.tokens / 2
         fixed = most.seconds / 2
-    seconds = sum(one.seconds for one in samples)
+    seconds = sum(sample.seconds for sample in samples)
     return LoadSpeed(
         fixed=fixed,
         token=token,
-        busy=sum(one.core_seconds for one in samples) / seconds,
-        bytes_per_second=decoder.kv_bytes(sum(one.tokens for one in samples)) / seconds,
+        busy=sum(sample.core_seconds for sample in samples) / seconds,
+        bytes_per_second=decoder.kv_bytes(sum(sample.tokens for sample in samples)) / seconds,
     )
 
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
-    """The same for chunks that are held decoded, as `HotSource` holds them."""
+    """Time the loading of chunks that are held decoded, as `HotSource` holds them."""
     there = decoder.device if decodes_there(decoder.device) else "cpu"
     shape = (len(decoder.layers), decoder.kv_heads, _HELD_TOKENS, decoder.head_dim)
     chunks = {
@@ -139,7 +142,7 @@ class _Loaded:
 
 def _usual(samples: Sequence[_Loaded]) -> _Loaded:
     """The median by seconds a token: a record's first reading is wanted, not its fastest."""
-    return sorted(samples, key=lambda one: one.seconds / one.tokens)[(len(samples) - 1) // 2]
+    return sorted(samples, key=lambda sample: sample.seconds / sample.tokens)[(len(samples) - 1) // 2]
 
 
 def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _Loaded | None:

@@ -81,7 +81,7 @@ def measure_machine(decoder: Decoder) -> Machine:
 
 def _largest(layer: torch.nn.Module) -> torch.nn.Linear:
     """The layer's largest product: one of the MLP's, where that is no stack of experts."""
-    products = [one for one in layer.modules() if isinstance(one, torch.nn.Linear)]
+    products = [linear for linear in layer.modules() if isinstance(linear, torch.nn.Linear)]
     return max(products, key=_numbers)
 
 
@@ -96,20 +96,20 @@ def _gemm(product: torch.nn.Linear, device: str) -> float:
 
 
 def _streamed(products: Sequence[torch.nn.Linear], device: str) -> float:
-    size = sum(_numbers(one) * one.weight.element_size() for one in products)
+    size = sum(_numbers(linear) * linear.weight.element_size() for linear in products)
     row = {
-        one.in_features: torch.full((1, 1, one.in_features), 0.5, dtype=one.weight.dtype, device=device)
-        for one in products
+        linear.in_features: torch.full((1, 1, linear.in_features), 0.5, dtype=linear.weight.dtype, device=device)
+        for linear in products
     }
-    return size / _fastest(lambda: [one(row[one.in_features]) for one in products], device)
+    return size / _fastest(lambda: [linear(row[linear.in_features]) for linear in products], device)
 
 
 def _copied(source: str, target: str) -> float:
-    one = torch.zeros(_COPIED, dtype=torch.uint8, device=source)
+    source_bytes = torch.zeros(_COPIED, dtype=torch.uint8, device=source)
     if source != target:
-        one = one.pin_memory()
+        source_bytes = source_bytes.pin_memory()
     other = torch.ones(_COPIED, dtype=torch.uint8, device=target)
-    return _COPIED / _fastest(lambda: other.copy_(one), target)
+    return _COPIED / _fastest(lambda: other.copy_(source_bytes), target)
 
 
 def _fastest(work: Callable[[], object], device: str) -> float:
@@ -151,7 +151,7 @@ def limit_of(
     bytes_read : of records.
     """
     seconds = sum(
-        _layer_seconds(machine, model, weight_bytes, layer, work) for one in passes for layer, work in enumerate(one)
+        _layer_seconds(machine, model, weight_bytes, layer, work) for rows in passes for layer, work in enumerate(rows)
     )
     seconds += max(2 * model.lm_head / machine.gemm_flop_per_s, weight_bytes * model.lm_head / machine.reading)
     return Limit(seconds * 1e3, bytes_read / machine.loading * 1e3)

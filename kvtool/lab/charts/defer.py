@@ -45,7 +45,7 @@ def _calibration(runs: Sequence[dict[str, Any]]) -> str:
         Panel(
             title,
             tuple(
-                Line(run["run"], tuple((round((one["low"] + one["high"]) / 2, 3), one[key]) for one in run["bins"]))
+                Line(run["run"], tuple((round((row["low"] + row["high"]) / 2, 3), row[key]) for row in run["bins"]))
                 for run in runs
                 if run["bins"]
             ),
@@ -59,7 +59,7 @@ def _thresholds(runs: Sequence[dict[str, Any]]) -> str:
     panels = [
         Panel(
             title,
-            tuple(Line(run["run"], tuple((one["threshold"], one[key]) for one in run["policies"])) for run in runs),
+            tuple(Line(run["run"], tuple((row["threshold"], row[key]) for row in run["policies"])) for run in runs),
         )
         for title, key in (("F1", "f1"), ("Contains", "contains"), ("Bytes read, of loading all", "bytes_share"))
     ]
@@ -80,14 +80,14 @@ def _bin_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
     return [
         (
             run["run"],
-            f"{one['low']:.1f} to {one['high']:.1f}",
-            one["count"],
-            f"{one['confidence']:.3f}",
-            f"{one['contains']:.3f}",
-            "[{:.3f}, {:.3f}]".format(*one["interval"]),
-            f"{one['f1']:.3f}",
+            f"{row['low']:.1f} to {row['high']:.1f}",
+            row["count"],
+            f"{row['confidence']:.3f}",
+            f"{row['contains']:.3f}",
+            "[{:.3f}, {:.3f}]".format(*row["interval"]),
+            f"{row['f1']:.3f}",
         )
-        for one in run["bins"]
+        for row in run["bins"]
     ]
 
 
@@ -102,12 +102,12 @@ def _policy_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
             run["run"],
             name,
             f"{run['threshold']:.3f}" if key == "chosen" else "-",
-            f"{one['f1']:.3f}",
-            f"{one['contains']:.3f}",
-            f"{one['chunks']:.2f}",
-            f"{one['rounds']:.2f}",
-            f"{one['bytes_share']:.1%}",
+            f"{row['f1']:.3f}",
+            f"{row['contains']:.3f}",
+            f"{row['chunks']:.2f}",
+            f"{row['rounds']:.2f}",
+            f"{row['bytes_share']:.1%}",
         )
         for name, key in named
-        if (one := run[key]) is not None
+        if (row := run[key]) is not None
     ]

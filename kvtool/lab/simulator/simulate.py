@@ -45,7 +45,7 @@ class Outcome:
     log: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """As `bench stream` tells it: times in milliseconds, chunks by their number in the context."""
+        """Put it as `bench stream` tells it: times in milliseconds, chunks by their number in the context."""
         return {
             "ready_ms": self.ready_s * 1e3,
             "ttft_ms": self.ttft_s * 1e3,
@@ -55,8 +55,13 @@ class Outcome:
             "bytes_read": self.bytes,
             "levels": [{"chunk": chunk, "level": level} for chunk, level in self.levels.items()],
             "arrivals": [
-                {"ready_ms": one.second * 1e3, "chunk": one.chunk, "level": one.level, "bytes": one.size}
-                for one in self.arrivals
+                {
+                    "ready_ms": arrival.second * 1e3,
+                    "chunk": arrival.chunk,
+                    "level": arrival.level,
+                    "bytes": arrival.size,
+                }
+                for arrival in self.arrivals
             ],
             "stream": self.log,
         }
@@ -88,18 +93,18 @@ class _Link:
 
     def _events(self, policy: Policy, now: float) -> Iterator[tuple[float, _Sent, bool]]:
         free = self._free
-        for one in self.sent:
-            free = self._trace.end(max(free, one.ready), one.fetch.size)
-            limit = policy.give_up_at(one.fetch)
+        for sent in self.sent:
+            free = self._trace.end(max(free, sent.ready), sent.fetch.size)
+            limit = policy.give_up_at(sent.fetch)
             arrives = limit is None or free <= limit
-            yield (free if arrives or limit is None else max(limit, now)), one, arrives
+            yield (free if arrives or limit is None else max(limit, now)), sent, arrives
 
-    def finish(self, one: _Sent, ended: float) -> float:
+    def finish(self, sent: _Sent, ended: float) -> float:
         """Take it off the link; when it began to have the link."""
-        started = max(one.at, self._free)
-        if one is self.sent[0]:
+        started = max(sent.at, self._free)
+        if sent is self.sent[0]:
             self._free = ended
-        self.sent.remove(one)
+        self.sent.remove(sent)
         return min(started, ended)
 
 
@@ -118,11 +123,11 @@ def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH) -
             link.send(fetch, now)
         if not link.sent:
             break
-        now, one, arrived = link.first_event(policy, now)
-        policy.done(one.fetch, link.finish(one, now), now, arrived)
+        now, sent, arrived = link.first_event(policy, now)
+        policy.done(sent.fetch, link.finish(sent, now), now, arrived)
         if arrived:
-            arrivals.append(Arrival(now, one.fetch.chunk, one.fetch.level, one.fetch.size))
-            decoded_at = max(decoded_at, now) + task.decode(tokens[one.fetch.chunk], one.fetch.level)
+            arrivals.append(Arrival(now, sent.fetch.chunk, sent.fetch.level, sent.fetch.size))
+            decoded_at = max(decoded_at, now) + task.decode(tokens[sent.fetch.chunk], sent.fetch.level)
     levels = policy.levels
     text = frozenset(chunk for chunk, level in levels.items() if level is None)
     ready = max(now, decoded_at)
@@ -133,7 +138,7 @@ def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH) -
         met=None if task.objective is None else meets(ttft, task.objective),
         loss=mean_loss(task, levels),
         text_tokens=sum(tokens[chunk] for chunk in text),
-        bytes=sum(one.size for one in arrivals),
+        bytes=sum(arrival.size for arrival in arrivals),
         levels=levels,
         arrivals=tuple(arrivals),
         log=policy.log,

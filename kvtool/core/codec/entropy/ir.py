@@ -141,7 +141,7 @@ def look_up(body: Body, width: int, table: str, indices: str) -> str:
 
 
 def look_up_by_memory(body: Body, width: int, table: str, indices: str, memory: str) -> str:
-    """As look_up, the indices by way of memory: loads are cheaper than taking lanes out of a register (10 % in all).
+    """Look up as `look_up` does, the indices by way of memory: loads cost less than taking lanes out of registers.
 
     Volatile, as LLVM would otherwise see through it.
     """

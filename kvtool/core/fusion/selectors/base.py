@@ -52,7 +52,7 @@ class Selector(ABC):
         return float(getattr(self, self.knob))
 
     def with_amount(self, amount: float) -> Self:
-        """The same mode, recomputing so much."""
+        """Make a selector of the same mode that recomputes so much."""
         return cast(Self, replace(cast(Any, self), **{self.knob: amount}))
 
     @property
