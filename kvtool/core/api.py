@@ -293,12 +293,13 @@ class Cache:
 
     @_alone()
     def budget(self, *size: int | str | None) -> Budget:
-        """The size budget that the store keeps to; with a size (bytes, or `20GB`) it becomes that, with None none."""
+        """The size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts it."""
         from kvtool.core.upkeep.budget import keep_budget, read_budget
 
         with self._beside() as folder:
             if size:
-                return keep_budget(folder, options_of(IngestOptions)["max_size"].accept(size[0], "size"))
+                wanted = None if size[0] == "none" else size[0]
+                return keep_budget(folder, options_of(IngestOptions)["max_size"].accept(wanted, "size"))
             with Store.open(folder) as store:
                 return read_budget(store)
 
