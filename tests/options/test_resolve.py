@@ -267,7 +267,7 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
 def test_one_variable_moves_all_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places.data_dir() == home / "data"
     assert places.cache_dir() == home / "cache"
-    assert places.config_file() == home / "config.toml"
+    assert places.default_config_file(os.environ) == home / "config.toml"
     assert resolve().get(StoreOptions).folder == home / "data" / "store"
     monkeypatch.setenv("KVTOOL_CACHE", "/elsewhere")
     assert places.cache_dir() == Path("/elsewhere")

@@ -21,12 +21,6 @@ def cache_dir() -> Path:
     return Path(override).expanduser() if override else _state_folder("cache")
 
 
-def config_file() -> Path:
-    """The user's config file (`$KVTOOL_CONFIG`, `$KVTOOL_HOME/config.toml`, else the platform's); it need not exist."""
-    override = os.environ.get("KVTOOL_CONFIG")
-    return Path(override).expanduser() if override else default_config_file(os.environ)
-
-
 def default_config_file(environ: Mapping[str, str]) -> Path:
     """The user's config file when no variable names one."""
     home = environ.get("KVTOOL_HOME")
