@@ -334,3 +334,13 @@ def test_import_is_light() -> None:
     rooms = ", ".join(source.__module__ for source in SETTINGS)
     code = f"import sys, {rooms}; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_flag_lifts_a_number_that_a_variable_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_SLO_MS", "900")
+    assert resolve().get(QueryOptions).slo_ms == 900
+    lifted = resolve({"slo_ms": "none"})
+    assert lifted.get(QueryOptions).slo_ms is None
+    assert lifted.origin("slo_ms").layer == "flag"
+    with pytest.raises(UsageError, match="is not a whole number"):
+        resolve({"top_k": "none"})  # it always has a value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,18 @@ def test_a_prompt_is_laid_out_without_the_model(store: Path, monkeypatch: pytest
         session = Session(opened)
         assert lay_out(session, Request(QUESTION), QueryOptions()).plan == expected
         assert not session.is_loaded
+
+
+def test_closing_lets_go_of_the_model_and_the_index_at_once(store: Path) -> None:
+    """Also before Python looks for circles: a service that opens store after store would hold them all."""
+    gc.disable()
+    try:
+        with kvtool.open(store) as opened:
+            opened.query(QUESTION, max_tokens=1, fusion="auto")
+            assert opened._session is not None
+            session = weakref.ref(opened._session)
+        assert session() is None
+        if Path("/proc/self/maps").exists():
+            assert str(store) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()

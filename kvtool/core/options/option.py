@@ -132,6 +132,8 @@ class Option:
 
     def parse_one(self, text: str, where: str) -> Any:
         """Read one text. Raises UsageError."""
+        if self.optional and self.kind in (int, float) and text.strip().lower() == "none":
+            return None  # what a lower layer gives is lifted
         if self.kind in (str, Path) or self.unit:
             return self._accept_one(text, where)
         try:

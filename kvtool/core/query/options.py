@@ -136,7 +136,8 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             )
         if self.defer and self.slo_ms is not None:
             raise UsageError(
-                "--defer and --slo-ms exclude each other", "leave one out: an objective is for a whole prompt"
+                "--defer and --slo-ms exclude each other",
+                "leave one out (`--slo-ms none` lifts a setting): an objective is for a whole prompt",
             )
 
 

@@ -76,7 +76,6 @@ class Session:
         self.say: Callable[[str], None] = lambda text: None
         self.profiles = ProfileShelf(store)
         self.losses = MeasuredLosses(store)
-        self.finder = Finder(store, lambda text, hint: self.warn(text, hint))
         self.hot: HotChunks | None = None
         self._verdict: GateVerdict | None = None
         self._revision = -1  # of what was read of the store before this
@@ -192,6 +191,11 @@ class Session:
     # ---- reading ----
 
     @cached_property
+    def finder(self) -> Finder:
+        """What finds chunks: the search index, and the vectors if there are any."""
+        return Finder(self.store, self.warn)
+
+    @cached_property
     def source(self) -> KVSource:
         """Where KV is read: the store, behind a memory of what was read if :meth:`keep_hot` was called."""
         return StoreSource(self.store, self.decoder, self.profiles)
@@ -201,7 +205,7 @@ class Session:
         """How fast this machine computes and loads."""
         from kvtool.core.session.speeds import SpeedBook
 
-        return SpeedBook(self.store, self.decoder, self.identity.fingerprint, lambda text: self.say(text))
+        return SpeedBook(self.store, self.decoder, self.identity.fingerprint, self.say)
 
     def keep_hot(self, limit: int) -> None:
         """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
