@@ -10,6 +10,7 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.sessions import open_session
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.progress import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
@@ -19,7 +20,7 @@ from kvtool.lab.bench.options import CodecBenchOptions, FusionBenchOptions, Inge
 
 if TYPE_CHECKING:
     from kvtool.lab.bench.codec import CodecBench
-    from kvtool.lab.bench.fusion import FusionBench, FusionEvents, FusionOptions
+    from kvtool.lab.bench.fusion import FusionBench, FusionOptions
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
 app.command()(stream)
@@ -112,7 +113,7 @@ def fusion(run: Run) -> None:
     Both are measured in the same run. --ratio and --link-tokens are those of a query; --chunk-tokens is for --shape, a
     store has its own chunks.
     """
-    from kvtool.lab.bench.fusion import FusionEvents, FusionOptions, passes
+    from kvtool.lab.bench.fusion import FusionOptions, passes
     from kvtool.lab.bench.scratch import Sizes
 
     wanted = run.get(FusionBenchOptions)
@@ -125,7 +126,7 @@ def fusion(run: Run) -> None:
         query=run.get(QueryOptions),
     )
     with run.out.progress("measure", total=passes(options), unit="passes") as bar:
-        result = _measured(run, wanted.shape, options, FusionEvents(bar.describe, lambda: bar.advance(1)))
+        result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))
     if wanted.plot is not None:
         _draw(result, wanted.plot)
     for note in result.notes:
@@ -133,7 +134,7 @@ def fusion(run: Run) -> None:
     run.out.result(result.to_json(), human=lambda: _show_fusion(run, result))
 
 
-def _measured(run: Run, shape: str | None, options: FusionOptions, events: FusionEvents) -> FusionBench:
+def _measured(run: Run, shape: str | None, options: FusionOptions, events: Events) -> FusionBench:
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.fusion import bench_shape, bench_store
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.common.progress import Events
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import pack_weights
@@ -37,14 +38,6 @@ class FusionOptions:
     level: str
     repeat: int
     query: QueryOptions
-
-
-@dataclass(frozen=True, slots=True)
-class FusionEvents:
-    """Functions that are told what is done now, and when one of `passes` passes is over."""
-
-    describe: Callable[[str], None] = lambda label: None
-    advance: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +80,27 @@ def _measured(modes: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((PLAIN, REFERENCE, *modes)))
 
 
-def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: FusionEvents) -> FusionBench:
+def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: Events) -> FusionBench:
     """Measure a model of a named shape with random weights, over chunks of random tokens in a temporary store.
 
     Raises
     ------
     UsageError : no such shape, device or mode; a context that is too short, or too long for the model.
     """
-    events.describe(f"make {name}")
+    events.status(f"make {name}")
     loaded = build_shape(name, device, dtype, SEED)
     pack_weights(loaded.model)
     decoder = Decoder(loaded)
     decoder.check_length(max(options.sizes.contexts), "take a shorter --context")
 
     def told(done: int, total: int) -> None:
-        events.describe(f"prefill chunks, {done} of {total} tokens")
+        events.status(f"prefill chunks, {done} of {total} tokens")
 
     with scratch_store(decoder, options.level, options.sizes, SEED, told) as (store, prompts):
         return _bench(decoder, store, prompts, options, events, name)
 
 
-def bench_store(store: Store, session: Session, options: FusionOptions, events: FusionEvents) -> FusionBench:
+def bench_store(store: Store, session: Session, options: FusionOptions, events: Events) -> FusionBench:
     """Measure a store's own model over its own chunks.
 
     Raises
@@ -128,7 +121,7 @@ def _bench(
     store: Store,
     prompts: Sequence[BenchPrompt],
     options: FusionOptions,
-    events: FusionEvents,
+    events: Events,
     shape: str | None,
 ) -> FusionBench:
     different = list({prompt.length: prompt for prompt in reversed(prompts)}.values())[::-1]
@@ -172,17 +165,17 @@ def _shortfalls(prompts: Sequence[BenchPrompt], level: str) -> Iterator[str]:
 
 
 def _measure(
-    answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str], repeat: int, events: FusionEvents
+    answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str], repeat: int, events: Events
 ) -> tuple[dict[str, list[Sample]], dict[str, Facts]]:
     """Every mode once a round, so that a slow moment of the machine meets all of them; the first round for memory."""
     facts: dict[str, Facts] = {}
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
     for number in range(repeat + 1):
         for mode in modes:
-            events.describe(f"{prompt.length} tokens, {mode}")
+            events.status(f"{prompt.length} tokens, {mode}")
             if number == 0:
                 facts[mode] = answerer.facts(prompt, mode)
             else:
                 samples[mode].append(answerer.sample(prompt, mode))
-            events.advance()
+            events.advance(1)
     return samples, facts
