@@ -38,11 +38,14 @@ def fill_holes(session: Session, holes: Sequence[Segment]) -> int:
         return 0
     try:
         with store.writer(session.lock_wait) as writer:
+            of_chunks: LeadIns | None = None  # computed once for all
             for chunk in wanted:
                 if _clean(session, writer, chunk):
                     continue  # only what was made of it was damaged
-                is_prefix = chunk.chunk_id == identity.prefix_id
-                lead_ins = LeadIns.nothing(decoder) if is_prefix else open_lead_ins(store, decoder, identity)
+                if chunk.chunk_id == identity.prefix_id:
+                    lead_ins = LeadIns.nothing(decoder)
+                else:
+                    lead_ins = of_chunks = of_chunks or open_lead_ins(store, decoder, identity)
                 (made,) = make(decoder, lead_ins, [chunk])
                 writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
     except KvtoolError as error:
