@@ -16,7 +16,7 @@ PACKAGE = Path(kvtool.__file__).parent
 
 # A room may import whatever stands above it in this list, and nothing below.
 ORDER = (
-    *("errors", "common", "options", "codec", "model", "corpus", "streaming", "cache", "records", "fusion"),
+    *("errors", "common", "options", "native", "codec", "model", "corpus", "streaming", "cache", "records", "fusion"),
     *("retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query", "pack"),
     *("api", "lab", "cli"),
 )

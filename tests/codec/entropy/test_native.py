@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.entropy import ir, ir_encode, native
+from kvtool.core.codec.entropy import ir_encode, native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import decode
 from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.errors import UsageError
+from kvtool.core.native import compiling, ir
 from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is found out once in a process is found out anew, here and after."""
-    caches = native.available, native._kernel, native._llvm, native._warn_slow
+    caches = compiling.runnable, native._kernel, compiling._llvm, native._warn_slow, compiling._warn_slow
     yield
     for found in caches:
         found.cache_clear()
@@ -46,7 +47,7 @@ def test_the_variable_decides(back_end: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_best_is_chosen() -> None:
     assert native.chosen() == native.available()[0]
-    assert list(native.available()) == [name for name in (*native.ISAS, "numpy") if name in native.available()]
+    assert list(native.available()) == [name for name in (*compiling.ISAS, "numpy") if name in native.available()]
 
 
 @pytest.mark.parametrize("name", ["sse9", "AVX2", " scalar"])
@@ -61,10 +62,10 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
         @staticmethod
         def get_host_cpu_features() -> dict[str, bool]:
-            return {name: name != "avx512vbmi2" and name != "bmi2" for name in native.ISAS["avx512"].features}
+            return {name: name != "avx512vbmi2" and name != "bmi2" for name in compiling.ISAS["avx512"].features}
 
-    native.available.cache_clear()
-    monkeypatch.setattr(native, "_llvm", Old)
+    compiling.runnable.cache_clear()
+    monkeypatch.setattr(compiling, "_llvm", Old)
     assert native.available() == ("scalar", "numpy")
     monkeypatch.setenv(native.VARIABLE, "avx2")
     with pytest.raises(UsageError):
@@ -75,9 +76,9 @@ def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Any:
         raise ImportError(name)
 
-    native.available.cache_clear()
-    native._llvm.cache_clear()
-    native._warn_slow.cache_clear()
+    compiling.runnable.cache_clear()
+    compiling._llvm.cache_clear()
+    compiling._warn_slow.cache_clear()
     monkeypatch.setattr(importlib, "import_module", nothing)
 
 
@@ -122,7 +123,7 @@ def next_states(isa: ir.Isa) -> Any:
     loaded = [body.load(kind, part, at) for part in parts[:3]]
     body.store(kind, ir_encode.next_state(body, isa.width, *loaded), parts[3], at)
     steps.close()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(native.compiled(ir.module(body), isa))
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(*compiling.compiled(ir.module(body), isa, "run"))
 
     def run(states: Any, frequencies: Any, cumulative: Any) -> Any:
         results = np.empty_like(states)
@@ -136,7 +137,7 @@ def next_states(isa: ir.Isa) -> Any:
 @pytest.mark.parametrize("name", [name for name in native.available() if name not in ("scalar", "numpy")])
 def test_the_division_is_exact(name: str) -> None:
     """For every frequency: multiples of it, their neighbours and both ends, over all the states an encoder meets."""
-    run, random = next_states(native.ISAS[name]), np.random.default_rng(0)
+    run, random = next_states(compiling.ISAS[name]), np.random.default_rng(0)
     for frequency in range(1, 2049):
         quotients = np.concatenate(
             [

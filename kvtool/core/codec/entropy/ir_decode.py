@@ -10,7 +10,9 @@ from __future__ import annotations
 from itertools import repeat
 
 from kvtool.core.codec.entropy import ir_output as output
-from kvtool.core.codec.entropy.ir import (
+from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
+from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, SLOTS
+from kvtool.core.native.ir import (
     AVX512,
     SCALAR,
     Body,
@@ -25,8 +27,6 @@ from kvtool.core.codec.entropy.ir import (
     splat,
     vector,
 )
-from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
-from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, SLOTS
 
 FORMS = ("int16", "bfloat16", "float16")
 REFINE = "refine"

@@ -6,7 +6,9 @@ So inside, lane `i` is the stream's lane `63 - i`, and `bases`, `words` and `sta
 
 from __future__ import annotations
 
-from kvtool.core.codec.entropy.ir import (
+from kvtool.core.codec.entropy.reference import LANES
+from kvtool.core.codec.entropy.tables import ALPHABET, PROBABILITY_BITS, SLOTS
+from kvtool.core.native.ir import (
     AVX512,
     SCALAR,
     Body,
@@ -21,8 +23,6 @@ from kvtool.core.codec.entropy.ir import (
     splat,
     vector,
 )
-from kvtool.core.codec.entropy.reference import LANES
-from kvtool.core.codec.entropy.tables import ALPHABET, PROBABILITY_BITS, SLOTS
 
 FIELDS = {
     "symbols": "ptr",  # u8 [rows, columns]: its end

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.core.codec.entropy.ir import Body, Loop, ones, splat, vector
 from kvtool.core.codec.entropy.tables import ESCAPE, PROBABILITY_BITS, ZERO
+from kvtool.core.native.ir import Body, Loop, ones, splat, vector
 
 MOST_CONTEXT = 2  # a coarser number's size, capped
 BLOCK = 32  # columns that stay together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvtool.core.codec.entropy.ir import SCALAR, Body, Loop, fields, module, vector
 from kvtool.core.codec.entropy.ir_decode import (
     FIELDS,
     REFINE,
@@ -19,6 +18,7 @@ from kvtool.core.codec.entropy.ir_decode import (
 from kvtool.core.codec.entropy.ir_output import BLOCK, with_escapes
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
 from kvtool.core.codec.entropy.tables import SLOTS
+from kvtool.core.native.ir import SCALAR, Body, Loop, fields, module, vector
 
 _UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
 

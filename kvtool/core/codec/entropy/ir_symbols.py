@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtool.core.codec.entropy.ir import Body, Loop, fields, module, splat, vector
 from kvtool.core.codec.entropy.ir_output import BLOCK
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
+from kvtool.core.native.ir import Body, Loop, fields, module, splat, vector
 
 FIELDS = {
     "numbers": "ptr",  # i16 [rows, stride]

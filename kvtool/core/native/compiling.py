@@ -1,0 +1,65 @@
+"""LLVM IR → machine code in this process, without a C compiler; which instruction sets this machine can run."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import warnings
+from functools import cache
+from typing import Any
+
+from kvtool.core.native.ir import AVX2, AVX512, SCALAR, Isa
+
+ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
+
+_OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
+_X86 = ("x86_64", "AMD64")
+_engines: list[Any] = []  # own the machine code: never freed
+
+
+@cache
+def runnable() -> tuple[str, ...]:
+    """Names of the ISAS that this machine can run, best first; none where llvmlite cannot be imported."""
+    llvm = _llvm()
+    if llvm is None:
+        return ()
+    host = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    return tuple(name for name, isa in ISAS.items() if isa.features <= host)
+
+
+def compiled(text: str, isa: Isa, *names: str) -> tuple[int, ...]:
+    """Addresses of functions of an LLVM IR module, in machine code that lives as long as the process.
+
+    Raises
+    ------
+    RuntimeError : the text is not LLVM IR, or there is no code for this machine.
+    """
+    llvm = _llvm()
+    if llvm is None:
+        raise RuntimeError("llvmlite cannot be imported")
+    least = "x86-64" if platform.machine() in _X86 else ""
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
+    engine.finalize_object()
+    _engines.append(engine)
+    return tuple(int(engine.get_function_address(name)) for name in names)
+
+
+@cache
+def _llvm() -> Any:
+    """llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
+    try:
+        llvm = importlib.import_module("llvmlite.binding")
+    except (ImportError, OSError) as error:
+        _warn_slow(str(error))
+        return None
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    """Say once that decoding takes ten times as long, and why."""
+    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
