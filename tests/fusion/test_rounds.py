@@ -66,7 +66,7 @@ def in_rounds(
     for chunks in later:
         sampling = Sampling(said)
         if said:
-            generate(one.decoder, fused.plan.ids, fused.cache, first_token(fused.logits, sampling), sampling)
+            generate(one.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
         wanted = [Candidate(ids, reason="lost") if ids in holes else one.candidate(ids, BOS) for ids in chunks]
         now = fuse_further(one.decoder, fused, wanted, selector, source, patience=patience)
         counts = now.tokens

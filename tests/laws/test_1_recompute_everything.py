@@ -34,7 +34,7 @@ def holds(case: Case, selector: Selector, lead_in: Ids = PREFIX) -> None:
     if case.dtype == "float32":
         sampling = Sampling(max_tokens=TOKENS)
         first = first_token(fused.logits, sampling)
-        said = generate(case.decoder, plan.ids, fused.cache, first, sampling).ids
+        said = generate(case.decoder, fused.cache, first, sampling).ids
         assert said == plain_text(case.name, case.dtype, tuple(plan.ids), TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Answers: `transformers`' own, streamed, ended and repeatable."""
+"""Answers: those of `transformers`' own `generate`, streamed, ended and repeatable."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.model.generate import Generated, Sampling, _TextStream, begin, first_token, generate, stop_ids
+from kvtool.core.model.generate import Generated, Sampling, begin, first_token, generate, stop_ids
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
-from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_text, tokenizer
+from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer
 
 GREEDY = Sampling(max_tokens=16)
 
 
 def answer(case_: Case, fused: Fused, sampling: Sampling, on_text: Any = None) -> Generated:
     first = first_token(fused.logits, sampling)
-    return generate(case_.decoder, fused.plan.ids, fused.cache, first, sampling, on_text)
+    return generate(case_.decoder, fused.cache, first, sampling, on_text)
 
 
 def by_hand(case_: Case, fused: Fused, count: int) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(shared.decoder.model, "forward", forward)
         pieces: list[str] = []
         sampling = Sampling(max_tokens=options.pop("max_tokens", len(ids)))
-        found = generate(shared.decoder, fused.plan.ids, fused.cache, ids[0], sampling, pieces.append)
+        found = generate(shared.decoder, fused.cache, ids[0], sampling, pieces.append)
         monkeypatch.undo()
         return found, pieces
 
@@ -138,12 +138,12 @@ def test_a_beginning_goes_on_as_if_it_had_not_been_looked_at(name: str, most: in
     plan = shared.plan(lead_in=BOS)
     whole = answer(shared, shared.fuse(plan, Reuse(), reserve=40), Sampling(40))
     fused = shared.fuse(plan, Reuse(), reserve=40)
-    begun = begin(shared.decoder, plan.ids, fused.cache, fused.logits, most)
+    begun = begin(shared.decoder, fused.cache, fused.logits, most)
     script = [*whole.ids, *([] if whole.end is None else [whole.end])]
     assert list(begun.ids) == script[:most]
     pieces: list[str] = []
     first, *more = begun.ids
-    found = generate(shared.decoder, plan.ids, fused.cache, first, Sampling(40), pieces.append, more)
+    found = generate(shared.decoder, fused.cache, first, Sampling(40), pieces.append, more)
     assert (found.text, found.ids, found.end) == (whole.text, whole.ids, whole.end)
     assert "".join(pieces) == whole.text
 
@@ -152,7 +152,7 @@ def test_a_beginning_knows_its_probabilities() -> None:
     shared = case("llama")
     plan = shared.plan(lead_in=BOS)
     fused = shared.fuse(plan, Reuse())
-    begun = begin(shared.decoder, plan.ids, fused.cache, fused.logits, 6)
+    begun = begin(shared.decoder, fused.cache, fused.logits, 6)
     logits = forced_logits(shared.decoder, shared.fuse(plan, Reuse()), begun.ids).double().log_softmax(-1)
     expected = [float(row[token]) for row, token in zip(logits, begun.ids, strict=True)]
     assert begun.log_p == pytest.approx(expected, abs=1e-4)
@@ -174,6 +174,22 @@ def test_seeded_sampling_is_repeatable(name: str) -> None:
         assert len(set(first)) > 1
 
 
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_after_full_prefill_it_samples_what_transformers_samples(temperature: float) -> None:
+    shared = case("llama")
+    plan = shared.plan(lead_in=BOS)
+    prompt = torch.tensor([plan.ids])
+    with torch.random.fork_rng(devices=[]):
+        found = answer(shared, shared.fuse(plan, Full(), reserve=12), Sampling(12, temperature, seed=3))
+        torch.manual_seed(3)
+        expected = plain_model("llama", "float32").generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            **{"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "max_new_tokens": 12},
+        )
+    assert list(found.script) == expected[0, prompt.shape[1] :].tolist()
+
+
 def test_sampling_follows_the_temperature() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0])
     with torch.random.fork_rng(devices=[]):
@@ -193,11 +209,3 @@ def test_generation_does_not_reach_the_prompts_rows() -> None:
     for buffer, keys, values in zip(fused.cache.buffers, before[::2], before[1::2], strict=True):
         assert torch.equal(buffer.keys[:, :, : fused.plan.length], keys)
         assert torch.equal(buffer.values[:, :, : fused.plan.length], values)
-
-
-def test_the_stream_skips_the_prompt() -> None:
-    stream = _TextStream(tokenizer(), {1}, None)
-    stream.put(torch.tensor([[5, 6, 7]]))
-    stream.put(torch.tensor([40]))
-    stream.end()
-    assert stream.ids == [40]

@@ -64,7 +64,7 @@ class Reference:
         """Answer greedily over a fused prompt, and take that as the reference."""
         sampling = Sampling(max_tokens)
         first = first_token(fused.logits, sampling)
-        return cls.of(decoder, fused, generate(decoder, fused.plan.ids, fused.cache, first, sampling))
+        return cls.of(decoder, fused, generate(decoder, fused.cache, first, sampling))
 
     def force(self, fused: Fused) -> Forced:
         """Lead another fused cache of the same prompt through the script, and measure it."""
@@ -107,7 +107,7 @@ class Forced:
         fused, decoder = self.fused, self.reference.decoder
         fused.cache.set_length(fused.plan.length + agreed)
         first, *more = [*script[:agreed], self.best[agreed]]
-        return generate(decoder, fused.plan.ids, fused.cache, first, Sampling(max_tokens), more=more)
+        return generate(decoder, fused.cache, first, Sampling(max_tokens), more=more)
 
 
 def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Generation from a fused prompt cache, token by token, by `transformers`' own `generate`."""
+"""Generation from a fused prompt cache, token by token: what is chosen, what is shown, and when it ends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
 
 from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.stepping import stepper_for
 
 OnText = Callable[[str], None]
 
@@ -58,16 +58,21 @@ def stop_ids(decoder: Decoder) -> set[int]:
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
-    """Choose the first answer token from logits `[vocabulary]`."""
+    """Choose the first answer token from logits `[vocabulary]`; seeds what `next_token` draws from."""
+    if sampling.temperature > 0:
+        torch.manual_seed(sampling.seed)
+    return next_token(logits, sampling)
+
+
+def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
+    """Choose a token from logits `[vocabulary]`."""
     if sampling.temperature <= 0:
         return int(logits.argmax())
-    torch.manual_seed(sampling.seed)
     return int(torch.multinomial(torch.softmax(logits / sampling.temperature, -1), 1))
 
 
 def generate(
     decoder: Decoder,
-    prompt: Sequence[int],
     cache: PromptCache,
     first: int,
     sampling: Sampling,
@@ -78,21 +83,21 @@ def generate(
 
     Parameters
     ----------
-    prompt : the prompt's token ids; `cache` holds exactly their rows.
+    cache : holds exactly the prompt's rows, and those of the tokens that are known but the last.
     on_text : called with each new piece of answer text.
-    more : tokens behind the first that are known, too (`begin`); `cache` then holds the rows of all but the last.
+    more : tokens behind the first that are known, too (`begin`).
     """
     started = time.perf_counter()
-    stops = stop_ids(decoder)
+    text = _TextStream(decoder.loaded.tokenizer, stop_ids(decoder), on_text)
     known = [first, *more]
-    text = _TextStream(decoder.loaded.tokenizer, stops, on_text)
     for token in known:
         text.add(token)
-    if text.ended_by is None and sampling.max_tokens > len(known):
-        sampled = sampling.temperature > 0
-        options = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0} if sampled else {}
-        left = sampling.max_tokens - len(known)
-        _continue(decoder, [*prompt, *known], cache, left, do_sample=sampled, streamer=text, **options)
+    stepper = stepper_for(decoder, cache)
+    for _ in range(sampling.max_tokens - len(known)):
+        if text.ended_by is not None:
+            break
+        token = next_token(stepper.step(token), sampling)
+        text.add(token)
     text.end()
     return Generated(text.text, tuple(text.ids), text.ended_by, (time.perf_counter() - started) * 1e3)
 
@@ -105,60 +110,36 @@ class Beginning:
     log_p: tuple[float, ...]
 
 
-def begin(decoder: Decoder, prompt: Sequence[int], cache: PromptCache, logits: torch.Tensor, most: int) -> Beginning:
+def begin(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int) -> Beginning:
     """Compute the first greedy tokens of an answer, at most `most`; `generate` goes on from them.
 
     Parameters
     ----------
-    prompt : the prompt's token ids; `cache` holds exactly their rows, and grows by all tokens but the last.
+    cache : holds exactly the prompt's rows, and grows by all tokens but the last.
     logits : of the prompt's last token, `[vocabulary]`.
     """
-    ids, rows = [int(logits.argmax())], [logits]
-    if most > 1 and ids[0] not in stop_ids(decoder):
-        more = _continue(
-            decoder, [*prompt, *ids], cache, most - 1, do_sample=False, output_logits=True, return_dict_in_generate=True
-        )
-        ids += more.sequences[0, len(prompt) + 1 :].tolist()
-        rows += [row[0] for row in more.logits]
-    log_p = [float(row.double().log_softmax(-1)[token]) for row, token in zip(rows, ids, strict=True)]
-    return Beginning(tuple(ids), tuple(log_p))
+    stepper, stops = stepper_for(decoder, cache), stop_ids(decoder)
+    ids: list[int] = []
+    log_p: list[float] = []
+    while True:
+        ids.append(int(logits.argmax()))
+        log_p.append(float(logits.double().log_softmax(-1)[ids[-1]]))
+        if len(ids) >= most or ids[-1] in stops:
+            return Beginning(tuple(ids), tuple(log_p))
+        logits = stepper.step(ids[-1])
 
 
-def _continue(decoder: Decoder, ids: list[int], cache: PromptCache, count: int, **options: Any) -> Any:
-    """Let `transformers` generate at most `count` tokens; `cache` holds the rows of all ids but the last."""
-    tokens = torch.tensor([ids], device=decoder.device)
-    stops = stop_ids(decoder)
-    with torch.inference_mode():
-        return decoder.model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            past_key_values=cache,
-            max_new_tokens=count,
-            eos_token_id=sorted(stops) or None,
-            pad_token_id=min(stops, default=0),
-            **options,
-        )
-
-
-class _TextStream(BaseStreamer):
+class _TextStream:
     """Turns token ids into text as they come; holds back a character whose bytes are not all there yet."""
 
     def __init__(self, tokenizer: Any, stops: set[int], on_text: OnText | None) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._on_text = on_text
-        self._prompt_seen = False
         self._shown = 0
         self.ids: list[int] = []
         self.text = ""
         self.ended_by: int | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:  # `generate` streams its input first
-            self._prompt_seen = True
-            return
-        for token in value.flatten().tolist():
-            self.add(token)
 
     def add(self, token: int) -> None:
         if token in self._stops:

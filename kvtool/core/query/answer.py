@@ -72,7 +72,7 @@ def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text:
         chunks = reply_chunks(session, asked, fused.plan)
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         started = time.perf_counter()
-        said = generate(session.decoder, fused.plan.ids, fused.cache, first, sampling, on_text, more)
+        said = generate(session.decoder, fused.cache, first, sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))
         if selector.uses_cache:
             _keep(session, fused, streamed.holes)

@@ -106,7 +106,7 @@ def fuse_in_rounds(
 
 def probe(decoder: Decoder, fused: Fused, max_tokens: int) -> Beginning:
     """The answer's greedy beginning over a fused prompt."""
-    return begin(decoder, fused.plan.ids, fused.cache, fused.logits, min(PROBED, max_tokens))
+    return begin(decoder, fused.cache, fused.logits, min(PROBED, max_tokens))
 
 
 def text_of(decoder: Decoder, begun: Beginning) -> str:

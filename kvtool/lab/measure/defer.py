@@ -66,7 +66,7 @@ def _row(session: Session, fused: Fused, bytes_read: int, answers: Sequence[str]
     begun = probe(decoder, fused, options.max_tokens)
     first, *more = begun.ids
     sampling = Sampling(options.max_tokens)
-    said = generate(decoder, fused.plan.ids, fused.cache, first, sampling, more=more).text.strip()
+    said = generate(decoder, fused.cache, first, sampling, more=more).text.strip()
     return {
         "chunks": len(fused.plan.chunks),
         "confidence": confidence(begun.log_p),

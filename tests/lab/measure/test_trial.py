@@ -31,7 +31,7 @@ def scratch(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple
     """What `Session.answer` does."""
     fused = fused_by(own, spec, options, chunks)
     sampling = Sampling(options.max_tokens)
-    return generate(own.decoder, fused.plan.ids, fused.cache, first_token(fused.logits, sampling), sampling)
+    return generate(own.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
 
 
 def fused_by(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> Fused:

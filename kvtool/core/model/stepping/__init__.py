@@ -1,0 +1,42 @@
+"""Decoding one token at a time: what a step is, and which way of taking it serves a model here.
+
+A step reads every weight once for a single row, so that it is bound by memory where a prefill is bound by arithmetic:
+other code is the fast one for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvtool.core.model.stepping.plain import TorchStepper
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.prompt_cache import PromptCache
+
+
+class Stepper(Protocol):
+    """Appends tokens to one prompt cache.
+
+    Between two steps the cache is whole: it holds the rows of all tokens that were given, and whoever else reads or
+    extends it may go on from there.
+
+    Attributes
+    ----------
+    name : how a step is computed, as timings and `--verbose` say it.
+    """
+
+    name: str
+
+    def step(self, token: int) -> torch.Tensor:
+        """Append one token to the cache; the logits behind it, float32 `[vocabulary]`, on the model's device.
+
+        They are the caller's until the next step, which may write them anew.
+        """
+
+
+def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
+    """Make the fastest stepper that a model has on its device."""
+    return TorchStepper(decoder, cache)
