@@ -184,7 +184,7 @@ def test_auto_dtype(
     files: ModelFiles, monkeypatch: pytest.MonkeyPatch, stated: str, native: bool, device: str, meant: str
 ) -> None:
     edit_config(files.folder, dtype=stated)
-    monkeypatch.setattr(load, "_cpu_has_bfloat16", lambda: native)
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512_bf16" if native else "avx2")
     assert resolve_dtype("auto", device, files) == meant
 
 
@@ -193,7 +193,7 @@ def test_auto_dtype_from_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(load, "_cpu_has_bfloat16", lambda: True)
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx512_bf16")
     assert resolve_dtype("auto", "cpu", resolve(str(tmp_path))) == "bfloat16"
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model.files import ModelFiles, read_config, tensor_table, weight_files
@@ -98,22 +99,24 @@ def _may_have_gpu() -> bool:
 def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
     """ "auto" or an alias → "float32", "bfloat16" or "float16".
 
-    Auto is the checkpoint's own dtype; on a CPU that has no instructions for it, float32.
-
     Raises
     ------
     UsageError : not a dtype that a model can run in.
     """
-    if dtype != "auto":
-        if dtype not in _DTYPES:
-            raise UsageError(f"there is no dtype {dtype!r}", "auto, float32, bfloat16 or float16")
-        return _DTYPES[dtype]
-    stored = _stored_dtype(files)
-    if device == "cpu":
-        return "bfloat16" if stored == "bfloat16" and _cpu_has_bfloat16() else "float32"
+    return _named_dtype(dtype) if dtype != "auto" else own_dtype(_stored_dtype(files), device)
+
+
+def _named_dtype(dtype: str) -> str:
+    if dtype not in _DTYPES:
+        raise UsageError(f"there is no dtype {dtype!r}", "auto, float32, bfloat16 or float16")
+    return _DTYPES[dtype]
+
+
+def own_dtype(stored: str, device: str) -> str:
+    """What `auto` is for a checkpoint: its own dtype; on a CPU that is slow in it, float32."""
     if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
         return "float16"
-    return stored
+    return product_dtype(stored, device)
 
 
 def _stored_dtype(files: ModelFiles) -> str:
@@ -124,21 +127,6 @@ def _stored_dtype(files: ModelFiles) -> str:
         return _DTYPES[stated]
     kinds = [str(entry.get("dtype")) for entry in tensor_table(weight_files(files.folder)[0]).values()]
     return _SAFETENSORS.get(max(kinds, key=kinds.count, default=""), "float32")
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU has bfloat16 arithmetic: the kernel is asked where it says so, else torch."""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        flags = next((line.split() for line in text.splitlines() if line.startswith(("flags", "Features"))), [])
-        if flags:
-            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
-    if platform.machine() == "arm64":
-        return True  # Apple silicon
-    import torch
-
-    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return bool(probe())
 
 
 def _cuda_has_bfloat16(device: str) -> bool:

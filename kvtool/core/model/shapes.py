@@ -14,9 +14,10 @@ import torch
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.model.files import ModelFiles
-from kvtool.core.model.load import Loaded, quiet, resolve_device
+from kvtool.core.model.load import Loaded, own_dtype, quiet, resolve_device
 
 _SPREAD = 0.02  # of all weights, as the models begin their training with
+_PUBLISHED = "bfloat16"  # that all of SHAPES were published in
 _BLOCK = 2**20 + 7  # random numbers that are repeated; odd, so that the rows of a weight differ
 
 
@@ -128,7 +129,7 @@ def build_shape(name: str, device: str = "auto", dtype: str = "auto", seed: int 
 
     Parameters
     ----------
-    dtype : `float32`, `bfloat16` or `float16`; `auto`: bfloat16.
+    dtype : `float32`, `bfloat16` or `float16`; `auto`: what a query takes of a bfloat16 checkpoint on this device.
 
     Raises
     ------
@@ -137,8 +138,8 @@ def build_shape(name: str, device: str = "auto", dtype: str = "auto", seed: int 
     """
     started = time.perf_counter()
     config, place = shape_config(name), resolve_device(device)
-    kind = "bfloat16" if dtype == "auto" else dtype
-    with _enough_memory(name):
+    kind = own_dtype(_PUBLISHED, place) if dtype == "auto" else dtype
+    with _enough_memory(name, kind):
         model = _without_memory(config, getattr(torch, kind)).to_empty(device=place)
         model.tie_weights()
         _compute_rotary(model, config, place)
@@ -183,13 +184,13 @@ def _fill(model: Any, device: str, seed: int) -> None:
 
 
 @contextmanager
-def _enough_memory(name: str) -> Iterator[None]:
+def _enough_memory(name: str, kind: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        need = 2 * parameter_count(name) / 1e9
+        need = getattr(torch, kind).itemsize * parameter_count(name) / 1e9
         raise KvtoolError(
-            f"not enough memory for the shape {name} ({need:.1f} GB in bfloat16)", "choose a smaller --shape"
+            f"not enough memory for the shape {name} ({need:.1f} GB in {kind})", "choose a smaller --shape"
         ) from error

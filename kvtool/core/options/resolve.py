@@ -24,6 +24,7 @@ RESERVED_ENV = (
     "KVTOOL_CONFIG",
     "KVTOOL_DEBUG",
     "KVTOOL_ATTENTION",
+    "KVTOOL_CPU_FEATURES",
     "KVTOOL_ENTROPY_CODER",
     "KVTOOL_DISK_RESERVE",  # these three size the store's map (core/cache)
     "KVTOOL_MAP_LIMIT",

@@ -77,9 +77,18 @@ def test_shapes_are_supported(name: str) -> None:
     check_supported(shape_config(name))
 
 
+@pytest.mark.parametrize(("features", "dtype"), [("avx2", torch.float32), ("avx2 avx512_bf16", torch.bfloat16)])
+def test_a_built_shape_takes_what_a_query_would(
+    monkeypatch: pytest.MonkeyPatch, features: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
+    assert build_shape("tiny", "cpu").model.dtype == dtype
+    assert build_shape("tiny", "cpu", "bfloat16").model.dtype == torch.bfloat16
+
+
 def test_a_built_shape_is_whole_and_the_same_every_time() -> None:
     model, again = build_shape("tiny", "cpu").model, build_shape("tiny", "cpu").model
-    assert model.dtype == torch.bfloat16
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert sum(weight.numel() for weight in model.parameters()) == parameter_count("tiny")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))

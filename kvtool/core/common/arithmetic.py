@@ -1,0 +1,105 @@
+"""Which number format this CPU multiplies fast: by what it and its libraries can do, never by the clock.
+
+Measured with torch 2.13, GFLOP/s of one core, 512 rows times a weight: bfloat16 480 and float32 105 where the CPU has
+`avx512_bf16`; bfloat16 82 where oneDNN may take AVX-512 alone, 25 with AVX2, 9 without; times a weight laid out the
+other way, as the codec's, 2.6. float16 is at 25. What ATEN_CPU_CAPABILITY forbids changes none of these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import platform
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+FEATURES = "KVTOOL_CPU_FEATURES"  # names as Linux lists them, in place of what the CPU has
+FLOAT32 = "float32"
+# What multiplies bfloat16. Apple's CPUs are none of it: torch has no oneDNN there, and its own products are slower.
+_INSTRUCTIONS = frozenset({"avx512bf16", "amxbf16", "bf16"})
+# oneDNN computes torch's products of bfloat16, and may be held to less than the CPU has.
+_ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_LIMITED = frozenset({"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"})
+_CPUINFO = Path("/proc/cpuinfo")
+_X86 = ("x86_64", "AMD64")
+
+
+def cpu_features() -> frozenset[str]:
+    """Names of what the CPU can do, without `_` and `-`, such as `avx512bf16`; none where nobody can tell."""
+    return _features(os.environ.get(FEATURES) or None)
+
+
+def is_fast(dtype: str) -> bool:
+    """Whether the CPU multiplies this format at least as fast as float32. Imports no torch."""
+    if dtype == "bfloat16":
+        return not _INSTRUCTIONS.isdisjoint(cpu_features()) and _held_back_by() is None
+    return dtype == FLOAT32
+
+
+def product_dtype(dtype: str, device: str = "cpu") -> str:
+    """The format to multiply numbers in that are stored as `dtype`: their own, or float32 where a CPU is slow in it."""
+    return dtype if device != "cpu" or is_fast(dtype) else FLOAT32
+
+
+def why_float32(dtype: str) -> str:
+    """Say why numbers of a format are not multiplied in it."""
+    held = _held_back_by()
+    return f"{held} forbids {dtype} products" if held else f"this CPU has no fast {dtype} products"
+
+
+def lacks_avx2() -> bool:
+    """Whether this is an x86 CPU from before AVX2 (2013, or a cheaper one), as far as it can be told."""
+    features = cpu_features()
+    return platform.machine() in _X86 and bool(features) and "avx2" not in features
+
+
+def _held_back_by() -> str | None:
+    """The variable that keeps oneDNN from bfloat16 instructions."""
+    return next((name for name in _ISA_LIMITS if os.environ.get(name, "").lower() in _LIMITED), None)
+
+
+@functools.cache
+def _features(forced: str | None) -> frozenset[str]:
+    if forced is not None:
+        return _plain(forced.split())
+    if platform.system() == "Darwin":
+        return _plain(_mac_features())
+    with suppress(OSError):
+        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+        lines = (line.partition(":")[2].split() for line in text.splitlines() if line.startswith(("flags", "Features")))
+        if found := _plain(next(lines, [])):
+            return found
+    return _plain(_compiler_features())
+
+
+def _plain(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name.lower().replace("_", "").replace("-", "") for name in names)
+
+
+def _mac_features() -> list[str]:
+    """What an Intel Mac's kernel lists; nothing on Apple's own CPUs, where no feature decides anything here."""
+    keys = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
+    return [name for key in keys for name in sysctl(key).split()]
+
+
+def sysctl(key: str) -> str:
+    """A text that macOS's kernel holds under a key; empty where there is none."""
+    with suppress(OSError, AttributeError):
+        ask = ctypes.CDLL(None).sysctlbyname
+        size = ctypes.c_size_t(0)
+        if ask(key.encode(), None, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0:
+            text = ctypes.create_string_buffer(size.value)
+            if ask(key.encode(), text, ctypes.byref(size), None, ctypes.c_size_t(0)) == 0:
+                return text.value.decode(errors="replace")
+    return ""
+
+
+def _compiler_features() -> list[str]:
+    """What llvmlite's compiler finds: where no kernel lists anything (Windows). It takes no torch."""
+    with suppress(ImportError, OSError, RuntimeError):
+        host = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+        return [name for name, present in host.items() if present]
+    return []
