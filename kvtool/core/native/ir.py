@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_ALIGNMENT = {"i8": 1, "i16": 2, "i32": 4, "float": 4, "i64": 8, "ptr": 8}
+_ALIGNMENT = {"i8": 1, "half": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "ptr": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +89,45 @@ class Body:
 
 
 class Loop:
-    """A loop that runs `count` times, at least once, and carries values: `(type, initial value)` each."""
+    """A loop that runs `count` times and carries values: `(type, initial value)` each.
 
-    def __init__(self, body: Body, count: str | int, carried: Sequence[tuple[str, str]] = ()) -> None:
+    It runs at least once, unless it `may_be_empty`.
+    """
+
+    def __init__(
+        self, body: Body, count: str | int, carried: Sequence[tuple[str, str]] = (), may_be_empty: bool = False
+    ) -> None:
         self._body, self._count = body, count
         self._carried = [("i64", "0"), *carried]
         self._before, self._block = body.block, body.new_block()
-        body.do(f"br label %{self._block}")
+        self._after = body.new_block()
+        self._may_be_empty = may_be_empty
+        if may_be_empty:
+            some = body(f"icmp ne i64 {count}, 0")
+            body.do(f"br i1 {some}, label %{self._block}, label %{self._after}")
+        else:
+            body.do(f"br label %{self._block}")
         body.enter(self._block)
         self._lines = [body.reserve() for _ in self._carried]
         self.index, *self.values = [f"%{self._block}.{place}" for place in range(len(self._carried))]
 
     def close(self, values: Sequence[str] = ()) -> list[str]:
-        """End the loop: the carried values of the next round, which are also those after the last; returns them."""
+        """End the loop: the carried values of the next round; returns those after the last."""
         body = self._body
         index = body(f"add i64 {self.index}, 1")
         names = [self.index, *self.values]
         for line, name, (kind, first), later in zip(self._lines, names, self._carried, [index, *values], strict=True):
             body.fill(line, f"{name} = phi {kind} [{first}, %{self._before}], [{later}, %{body.block}]")
-        after = body.new_block()
         again = body(f"icmp ult i64 {index}, {self._count}")
-        body.do(f"br i1 {again}, label %{self._block}, label %{after}")
-        body.enter(after)
-        return list(values)
+        last = body.block
+        body.do(f"br i1 {again}, label %{self._block}, label %{self._after}")
+        body.enter(self._after)
+        if not self._may_be_empty:
+            return list(values)
+        return [
+            body(f"phi {kind} [{first}, %{self._before}], [{later}, %{last}]")
+            for (kind, first), later in zip(self._carried[1:], values, strict=True)
+        ]
 
 
 def vector(width: int, element: str) -> str:
