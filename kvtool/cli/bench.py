@@ -21,6 +21,7 @@ from kvtool.lab.bench.options import CodecBenchOptions, FusionBenchOptions, Inge
 if TYPE_CHECKING:
     from kvtool.lab.bench.codec import CodecBench
     from kvtool.lab.bench.fusion import FusionBench, FusionOptions
+    from kvtool.lab.bench.ingest import IngestBench
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
 app.command()(stream)
@@ -39,7 +40,7 @@ def ingest(run: Run) -> None:
     It goes into a scratch store, and the prefill is that of the same chunks in batches.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.ingest import bench_ingest, files_of
+    from kvtool.lab.bench.ingest import bench_ingest, files_of, passes
 
     options = run.get(IngestBenchOptions)
     with Store.open(run.folder) as store:
@@ -47,9 +48,17 @@ def ingest(run: Run) -> None:
         files = files_of(store, session.identity, options.tokens)
         if not files:
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
-        result = bench_ingest(session.decoder, session.identity, files, options.repeat)
-    rows = [(name, f"{value:.3g}" if isinstance(value, float) else value) for name, value in result.to_json().items()]
-    run.out.result(result.to_json(), human=lambda: run.out.table(("what", "value"), rows))
+        with run.out.progress("measure", total=passes(options.repeat), unit="passes", aloud=True) as bar:
+            events = Events(status=bar.describe, advance=bar.advance)
+            result = bench_ingest(session.decoder, session.identity, files, options.repeat, events)
+    run.out.result(result.to_json(), human=lambda: _show_ingest(run, result))
+
+
+def _show_ingest(run: Run, result: IngestBench) -> None:
+    facts = {name: value for name, value in result.to_json().items() if name != "host"}
+    rows = [(name, f"{value:.3g}" if isinstance(value, float) else value) for name, value in facts.items()]
+    run.out.table(("what", "value"), rows)
+    run.out.print(result.host.line())
 
 
 @app.command()
@@ -65,11 +74,10 @@ def codec(run: Run) -> None:
     options = run.get(CodecBenchOptions)
     with (
         Store.open(run.folder) as store,
-        run.out.progress("measure", total=options.repeat + 1, unit="rounds") as bar,
+        run.out.progress("measure", total=options.repeat + 1, unit="rounds", aloud=True) as bar,
     ):
-        result = bench_codec(
-            store, options.tokens, options.repeat, options.threads, options.coder, advance=lambda: bar.advance(1)
-        )
+        events = Events(status=bar.describe, advance=bar.advance)
+        result = bench_codec(store, options.tokens, options.repeat, options.threads, options.coder, events)
     run.out.result(result.to_json(), human=lambda: _show_codec(run, result))
 
 
@@ -93,8 +101,9 @@ def _show_codec(run: Run, result: CodecBench) -> None:
     about = "the store's profile" if result.profile else "no profile: the mean predictor"
     run.out.print(
         f"{result.model}: {result.chunks} chunks, {result.tokens} tokens, {about}; entropy coder {result.backend}; "
-        f"{result.cores} cores; medians of {result.repeat} rounds"
+        f"medians of {result.repeat} rounds"
     )
+    run.out.print(result.host.line())
     run.out.print(f"first decode in a new process: {result.first_call_ms:.0f} ms ({INCLUDES})")
 
 
@@ -125,7 +134,7 @@ def fusion(run: Run) -> None:
         repeat=wanted.repeat,
         query=run.get(QueryOptions),
     )
-    with run.out.progress("measure", total=passes(options), unit="passes") as bar:
+    with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))
     if wanted.plot is not None:
         _draw(result, wanted.plot)

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from kvtool.cli import spinner
 from kvtool.cli.json_out import SCHEMA, error_json, plain, to_json
-from kvtool.cli.progress import EVENT_EVERY_S, STATUS_EVERY_S, Bar, Lines, Progress, rich_bars
+from kvtool.cli.progress import ALOUD_EVERY_S, EVENT_EVERY_S, STATUS_EVERY_S, Bar, Lines, Progress, rich_bars
 from kvtool.cli.rendering import render_markdown, render_table
 from kvtool.cli.streams import SafeStream, silence
 from kvtool.cli.text import clean, one_line
@@ -176,8 +176,15 @@ class Out:
         self.event("error", error=facts)
 
     @contextmanager
-    def progress(self, label: str, total: float | None = None, unit: str = "tokens") -> Iterator[Progress]:
-        """A bar on a terminal, else a line every ten seconds at -v, a status event each second in the jsonl mode."""
+    def progress(
+        self, label: str, total: float | None = None, unit: str = "tokens", aloud: bool = False
+    ) -> Iterator[Progress]:
+        """A bar on a terminal, else a line every ten seconds at -v, a status event each second in the jsonl mode.
+
+        Parameters
+        ----------
+        aloud : without a terminal lines come every two seconds, whether -v is given or not.
+        """
         label = one_line(label)
         if self._draws_bars():
             with spinner.aside(until_new_words=True):
@@ -190,8 +197,8 @@ class Out:
         elif self.mode == "jsonl":
             yield Lines(lambda text, facts: self.status(text, **facts), label, total, unit, EVENT_EVERY_S)
         else:
-            say = (lambda text, facts: self.detail(text)) if self.verbosity >= 1 else None
-            yield Lines(say, label, total, unit, STATUS_EVERY_S)
+            say = (lambda text, facts: self.status(text)) if aloud or self.verbosity >= 1 else None
+            yield Lines(say, label, total, unit, ALOUD_EVERY_S if aloud else STATUS_EVERY_S)
 
     def flush(self) -> None:
         """Make sure that stdout has everything, while a failure can still be reported."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 10.0  # a line at -v where no bar can be drawn
 EVENT_EVERY_S = 1.0
+ALOUD_EVERY_S = 2.0  # of a bench, whose parts are long and whose figures wait for the last
 
 
 class Progress(Protocol):
@@ -37,12 +38,13 @@ class Lines:
         self._say, self._label, self._total, self._unit, self._every = say, label, total, unit, every
         self._done = 0.0
         self._start = self._last = time.monotonic()
+        self._told = label
 
     def advance(self, amount: float = 1) -> None:
         self._done += amount
         now = time.monotonic()
         if self._say and now - self._last >= self._every:
-            self._last = now
+            self._last, self._told = now, self._label
             speed = self._done / max(now - self._start, 1e-9)
             of = f"/{self._total:g}" if self._total else ""
             facts = {"done": self._done, "total": self._total, "unit": self._unit, "per_second": speed}
@@ -50,6 +52,10 @@ class Lines:
 
     def describe(self, label: str) -> None:
         self._label = one_line(label)
+        now = time.monotonic()
+        if self._say and self._label != self._told and now - self._last >= self._every:
+            self._last, self._told = now, self._label
+            self._say(self._label, {})
 
 
 class Bar:

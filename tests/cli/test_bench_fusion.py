@@ -28,8 +28,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*more: object) -> dict[str, Any]:
-    given = ("--shape", "tiny", "--chunk-tokens", 40, "--question-tokens", QUESTION, "--repeat", 1)
+    sizes = ("--chunk-tokens", 40, "--question-tokens", QUESTION, "--repeat", 1)
+    given = ("--shape", "tiny", "--dtype", "bfloat16", *sizes)
     return kvtool("bench", "fusion", *given, "--json", *more).fine().json
+
+
+def test_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 fma")
+    found = bench("--context", 120, "--fusion", "reuse", "--dtype", "auto")
+    host = found["host"]
+    assert found["resolved"]["dtype"] == "float32"
+    assert (host["cpu_features"], host["fast_bfloat16"]) == (["avx2", "fma"], False)
+    assert host["held_to"]["KVTOOL_CPU_FEATURES"] == "avx2 fma"
+    assert (host["threads"], host["torch"]) == (1, torch.__version__)
+    assert host["cpu"]
+    assert host["torch_kernels"]
 
 
 def by_hand(rows_and_keys: list[tuple[int, int]]) -> int:

@@ -17,7 +17,7 @@ from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, own_dtype, quiet, resolve_device
 
 _SPREAD = 0.02  # of all weights, as the models begin their training with
-_PUBLISHED = "bfloat16"  # that all of SHAPES were published in
+PUBLISHED = "bfloat16"  # that all of SHAPES were published in
 _BLOCK = 2**20 + 7  # random numbers that are repeated; odd, so that the rows of a weight differ
 
 
@@ -124,6 +124,11 @@ def parameter_count(name: str) -> int:
     return sum(weight.numel() for weight in _without_memory(shape_config(name), torch.bfloat16).parameters())
 
 
+def shape_dtype(device: str) -> str:
+    """What `auto` is for a shape: what a query would take of its checkpoint."""
+    return own_dtype(PUBLISHED, device)
+
+
 def build_shape(name: str, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
     """A model of a named shape with random weights, made on its device; it has no tokenizer and no files.
 
@@ -138,7 +143,7 @@ def build_shape(name: str, device: str = "auto", dtype: str = "auto", seed: int 
     """
     started = time.perf_counter()
     config, place = shape_config(name), resolve_device(device)
-    kind = own_dtype(_PUBLISHED, place) if dtype == "auto" else dtype
+    kind = shape_dtype(place) if dtype == "auto" else dtype
     with _enough_memory(name, kind):
         model = _without_memory(config, getattr(torch, kind)).to_empty(device=place)
         model.tie_weights()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtool.core.cache.side import read_side, write_side
-from kvtool.core.common.machine import is_busy
+from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.source import StoreSource
@@ -134,20 +132,16 @@ def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int
         passes=passes,
         loads=dict(loads),
         layers=layers,
-        cores=_cores(),
+        cores=cores(),
         threads=torch.get_num_threads(),
         own_memory=device.split(":")[0] != "cpu",
     )
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def machine_of(device: str, dtype: str) -> str:
     """What speeds hold for."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
-    return f"{device} ({name}), {_cores()} cores, {torch.get_num_threads()} threads, {dtype}"
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
+    return f"{device} ({name}), {cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
 
 def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence[bytes]) -> dict[str, list[Candidate]]:

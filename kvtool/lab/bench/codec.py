@@ -16,10 +16,13 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
+from kvtool.core.common.machine import cores
+from kvtool.core.common.progress import Events
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.lab.bench.codec_tasks import Task, all_tasks
 from kvtool.lab.bench.first_call import first_call_ms
+from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.sample import Sample
 
 _LEAST_SECONDS = 0.25  # of a measurement
@@ -59,6 +62,7 @@ class CodecBench:
     backend: str
     first_call_ms: float
     cores: int
+    host: Host
     tokens: int
     chunks: int
     repeat: int
@@ -67,11 +71,6 @@ class CodecBench:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def bench_codec(
     repeat: int,
     threads: int | None = None,
     coder: str | None = None,
-    advance: Callable[[], None] = lambda: None,
+    events: Events | None = None,
 ) -> CodecBench:
     """Measure with one thread and with `threads` (None: one a core), after one round that is not counted.
 
@@ -110,20 +109,25 @@ def bench_codec(
     KvtoolError : the store has no exact record.
     DamagedError : a record or the profile is damaged.
     """
+    events = events or Events()
     identity = store_identity(store)
     profile = ProfileShelf(store).current()
     most = threads or cores()
     with entropy_coder(coder) as backend, _one_torch_thread():
+        events.status("read the store's chunks")
         sample = Sample.of(store, tokens, leave_out=identity.prefix_id)
+        events.status("encode them for every measurement")
         with ThreadPoolExecutor(most) as pool:
             tasks = all_tasks(sample, profile, pool)
-        rows = _rows(tasks, repeat, tuple(dict.fromkeys((1, most))), advance)
+        rows = list(_rows(tasks, repeat, tuple(dict.fromkeys((1, most))), events))
+        events.status("start new processes")
         ready = first_call_ms(repeat)
     return CodecBench(
         rows=tuple(rows),
         backend=backend,
         first_call_ms=ready,
         cores=cores(),
+        host=Host.here(most),
         tokens=sample.tokens,
         chunks=len(sample.chunks),
         repeat=repeat,
@@ -142,9 +146,7 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _rows(
-    tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], advance: Callable[[], None]
-) -> Iterator[CodecRow]:
+def _rows(tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], events: Events) -> Iterator[CodecRow]:
     """Every task once a round, so that a slow moment of the machine meets all of them."""
     runs = [(task, count) for task in tasks for count in thread_counts if count == 1 or task.threaded]
     seconds: list[list[float]] = [[] for _ in runs]
@@ -155,9 +157,10 @@ def _rows(
     try:
         for _ in range(repeat + 1):
             for number, (task, count) in enumerate(runs):
+                events.status(" ".join(filter(None, (task.what, task.level, f"{count} threads" if count > 1 else ""))))
                 seconds[number].append(_seconds(pools[count], count, task, often[number]))
                 often[number] = max(1, math.ceil(_LEAST_SECONDS / seconds[number][0])) if task.jobs else 1
-            advance()
+            events.advance(1)
     finally:
         for pool in pools.values():
             pool.shutdown()

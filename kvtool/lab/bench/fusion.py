@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.common.arithmetic import FLOAT32, why_float32
+from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.load import resolve_device
 from kvtool.core.model.packed import pack_weights
-from kvtool.core.model.shapes import build_shape
-from kvtool.lab.bench.codec import cores
+from kvtool.core.model.shapes import PUBLISHED, build_shape, shape_dtype
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
+from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Facts, Sample, warm_up
 from kvtool.lab.bench.prompts import BenchPrompt, stored_prompts
 from kvtool.lab.bench.rows import About, FusionRow, Measured, Reference, rows_of
@@ -58,6 +61,7 @@ class FusionBench:
     link_tokens: int
     repeat: int
     seed: int
+    host: Host
     machine: Machine
     references: tuple[Reference, ...]
     rows: tuple[FusionRow, ...]
@@ -87,7 +91,7 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
     ------
     UsageError : no such shape, device or mode; a context that is too short, or too long for the model.
     """
-    events.status(f"make {name}")
+    events.status(_making(name, device, dtype))
     loaded = build_shape(name, device, dtype, SEED)
     pack_weights(loaded.model)
     decoder = Decoder(loaded)
@@ -98,6 +102,14 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
 
     with scratch_store(decoder, options.level, options.sizes, SEED, told) as (store, prompts):
         return _bench(decoder, store, prompts, options, events, name)
+
+
+def _making(name: str, device: str, dtype: str) -> str:
+    """What is made, and why it is no bfloat16 where it could be."""
+    if dtype != "auto":
+        return f"make {name} in {dtype}"
+    kind = shape_dtype(resolve_device(device))
+    return f"make {name} in {kind}" + (f": {why_float32(PUBLISHED)}" if kind == FLOAT32 else "")
 
 
 def bench_store(store: Store, session: Session, options: FusionOptions, events: Events) -> FusionBench:
@@ -127,9 +139,12 @@ def _bench(
     different = list({prompt.length: prompt for prompt in reversed(prompts)}.values())[::-1]
     answerer = Answerer(decoder, store, options.query)
     modes = _measured(options.modes)
+    events.status("warm up")
     warm_up(answerer, prompts[0], modes)
+    events.status("measure what the machine could do")
     machine = measure_machine(decoder)
     measured = [Measured(prompt, *_measure(answerer, prompt, modes, options.repeat, events)) for prompt in different]
+    events.status("measure what the machine could do, once more")
     machine = machine.best(measure_machine(decoder))
     about = About(Architecture.of(decoder), machine, decoder)
     return FusionBench(
@@ -147,6 +162,7 @@ def _bench(
         link_tokens=options.query.link_tokens,
         repeat=options.repeat,
         seed=SEED,
+        host=Host.here(),
         machine=machine,
         references=tuple(one.reference for one in measured),
         rows=tuple(row for one in measured for row in rows_of(one, options.modes, about)),

@@ -25,6 +25,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.lab.bench.machine import Host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +52,7 @@ class IngestBench:
     plain_tokens_per_second: float
     ingest_tokens_per_second: float
     speedup: float
+    host: Host
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,14 +74,27 @@ def files_of(store: Store, identity: StoreIdentity, most_tokens: int) -> list[Pr
     return files
 
 
-def bench_ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedFile], repeat: int) -> IngestBench:
+def passes(repeat: int) -> int:
+    """How many passes there will be: the work of a progress bar."""
+    return 2 * (repeat + 1)
+
+
+def bench_ingest(
+    decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedFile], repeat: int, events: Events
+) -> IngestBench:
     """Measure both on the chunks of these files, after one round that is not counted."""
     wanted = list({chunk.chunk_id: chunk for file in files for chunk in file.chunks}.values())
     tokens = sum(len(chunk.ids) for chunk in wanted)
-    rounds = [
-        (_seconds(lambda: _plain(decoder, wanted)), _seconds(lambda: _ingest(decoder, identity, files)))
-        for _ in range(repeat + 1)
-    ][1:]
+    ways = {"plain prefill": lambda: _plain(decoder, wanted), "ingest": lambda: _ingest(decoder, identity, files)}
+    rounds = []
+    for number in range(repeat + 1):
+        times = []
+        for name, work in ways.items():
+            events.status(f"{tokens} tokens, {name}{'' if number else ', not counted'}")
+            times.append(_seconds(work))
+            events.advance(1)
+        rounds.append(times)
+    del rounds[0]
     return IngestBench(
         chunks=len(wanted),
         tokens=tokens,
@@ -89,6 +104,7 @@ def bench_ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[Prep
         plain_tokens_per_second=tokens / statistics.median(plain for plain, _ in rounds),
         ingest_tokens_per_second=tokens / statistics.median(ours for _, ours in rounds),
         speedup=statistics.median(plain / ours for plain, ours in rounds),
+        host=Host.here(),
     )
 
 

@@ -78,9 +78,10 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
     weights = "random weights" if result.shape else "its own weights"
     yield (
         f"{result.model} ({result.parameters / 1e6:.4g} M parameters, {weights}, {result.model_bytes / 1e6:.4g} MB) "
-        f"on {result.device} in {result.dtype}, {result.threads} threads of torch on {result.cores} cores; level "
-        f"{result.level}, ratio {result.ratio:g}, {result.link_tokens} link tokens; medians of {result.repeat} rounds"
+        f"on {result.device} in {result.dtype}; level {result.level}, ratio {result.ratio:g}, "
+        f"{result.link_tokens} link tokens; medians of {result.repeat} rounds"
     )
+    yield result.host.line()
     for reference in result.references:
         yield (
             f"{reference.context} tokens: {reference.chunks} chunks and a question of {reference.question_tokens}; "
@@ -88,7 +89,7 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
         )
     upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
     yield (
-        f"this machine: products {machine.gemm_flop_per_s / 1e12:.3f} TFLOP/s, weights read at "
+        f"its limits: products in {result.dtype} {machine.gemm_flop_per_s / 1e12:.3f} TFLOP/s, weights read at "
         f"{machine.weights_bytes_per_s / 1e9:.1f} GB/s, memcpy {machine.memcpy_bytes_per_s / 1e9:.1f} GB/s{upload}"
     )
     yield _MEANING.format(layer_mb=max(row.layer_bytes for row in result.rows) / 1e6)
