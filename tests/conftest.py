@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,31 @@ import pytest
 # processes that cannot hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_session = contextlib.ExitStack()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda", "pretended"),
+        help="where the tiny models of laws and fusion run; pretended: as if there were a GPU (tests/pretended)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device")
+    os.environ["KVTOOL_TEST_DEVICE"] = "cpu" if device == "cpu" else "cuda"
+    if device == "pretended":
+        from tests.pretended import pretended
+
+        _session.enter_context(pretended())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _session.close()
 
 
 @pytest.fixture(autouse=True)

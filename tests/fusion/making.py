@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,6 +24,7 @@ from tests.families import FAMILIES, VOCAB, tiny_model, tiny_tokenizer
 
 torch.set_num_threads(1)  # tiny matrices are fastest so, and workers of pytest-xdist do not fight for cores
 
+DEVICE = os.environ.get("KVTOOL_TEST_DEVICE", "cpu")  # of what is tested; references stay on the CPU
 DTYPES = ("float32", "bfloat16")
 NAMES = tuple(FAMILIES)
 MOE = ("mixtral", "qwen3-moe")  # which rows meet in an expert's product depends on all rows of the pass
@@ -47,11 +49,11 @@ def tokenizer() -> Any:
     return tiny_tokenizer()
 
 
-def decoder_of(model: Any) -> Decoder:
+def decoder_of(model: Any, device: str = DEVICE) -> Decoder:
     """A decoder around a model that no file holds."""
     dtype = str(model.dtype).removeprefix("torch.")
     files: Any = None
-    return Decoder(Loaded(model, tokenizer(), files, "cpu", dtype, "tiny", 0.0))
+    return Decoder(Loaded(model.to(device), tokenizer(), files, device, dtype, "tiny", 0.0))
 
 
 @cache
@@ -245,7 +247,7 @@ def assert_full(case: Case, ids: Sequence[int], logits: torch.Tensor) -> None:
     mixture of experts, where a rounded router score chooses another expert, up to 2.5 times. A broken engine: 0.5 and
     more.
     """
-    prompt = tuple(ids)
+    prompt, logits = tuple(ids), logits.cpu()
     if case.dtype == "float32":
         assert distance(logits, plain_logits(case.name, case.dtype, prompt)) <= 1e-4
         return
@@ -256,7 +258,7 @@ def assert_full(case: Case, ids: Sequence[int], logits: torch.Tensor) -> None:
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference; infinite where a number is not finite."""
-    worst = float((a.float() - b.float()).abs().max())
+    worst = float((a.float().cpu() - b.float().cpu()).abs().max())
     return worst if worst == worst else float("inf")
 
 

@@ -125,7 +125,8 @@ class Loader:
     def _run(self, worker: _Worker) -> None:
         try:
             with torch.inference_mode():
-                table = self._table()
+                with worker.placing.at_work():  # else it would be made in a stream that nobody waits for
+                    table = self._table()
                 while not self._stop and self._error is None and (layer := self._next()) is not None:
                     self._load(layer, table, worker)
                     self._ready[layer].set()

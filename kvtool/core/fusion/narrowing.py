@@ -69,7 +69,7 @@ class Narrowing:
         self.computed: list[int] = []
         self.select_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
-        self._cached = cached.to(decoder.device)
+        self._cached = cached
         self._timeline = timeline
         self._since = time.perf_counter()
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
@@ -121,18 +121,23 @@ class Narrowing:
         started = time.perf_counter()
         keys, values = _kv_of(module, hidden, kwargs)
         buffer = self._cache.buffers[layer]
-        again = self._cached[self.rows.positions].nonzero()[:, 0]
+        # All but the worth is known without the device: it is waited for once.
+        order = torch.tensor(self.rows.order)
+        reused = self._cached[order]
+        among = reused.nonzero()[:, 0]
+        again = among.to(hidden.device, non_blocking=True)
         where = self.rows.positions[again]
         new = keys[:, :, again], values[:, :, again]
         old = buffer.keys[:, :, where], buffer.values[:, :, where]
         worth = self._selector.worth(new, old)
         buffer.scatter(where, *new)
-        top = worth.topk(min(self.targets[layer], len(again))).indices
-        keep = ~self._cached[self.rows.positions]
-        keep[again[top]] = True
-        indices = keep.nonzero()[:, 0]
+        top = worth.topk(min(self.targets[layer], len(among))).indices.cpu()
+        keep = ~reused
+        keep[among[top]] = True
+        chosen = keep.nonzero()[:, 0]
+        indices = chosen.to(hidden.device, non_blocking=True)
         self._kept = indices if self._kept is None else self._kept[indices]
-        self.rows = Rows.of(self.rows.positions[indices].cpu(), self._decoder.device)
+        self.rows = Rows.of(order[chosen], self._decoder.device)
         self._cache.rows = self.rows
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
         return indices

@@ -42,7 +42,7 @@ class Rows:
     def of(cls, positions: torch.Tensor, device: torch.device | str) -> Rows:
         """Rows at `positions` (int64 `[rows]`, ascending)."""
         order: list[int] = positions.tolist()
-        return cls(positions.to(device), order, order == list(range(len(order))))
+        return cls(positions.to(device, non_blocking=True), order, order == list(range(len(order))))
 
     def __len__(self) -> int:
         return len(self.order)

@@ -103,7 +103,7 @@ class Decoder:
         try:
             with out_of_memory_hint(len(rows)):
                 return module(
-                    input_ids=torch.tensor([list(tokens)], device=self.device),
+                    input_ids=torch.tensor([list(tokens)]).to(self.device, non_blocking=True),
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],
                     past_key_values=cache,
                     use_cache=True,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
 from kvtool.core.model.kernels import attend_rows
 
@@ -51,12 +50,11 @@ class SideBySide:
         `[1, heads, rows, head_dim]`.
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attend = _as_rows if query.device.type == "cpu" else _fused
         # Rows before heads: the model wants them so, and its own transposition then copies nothing.
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
         for start, stop in self.spans:
             keys, values = self._visible(layer, key[:, :, start:stop], value[:, :, start:stop])
-            out[:, :, start:stop] = attend(query[:, :, start:stop], keys, values, scale)
+            out[:, :, start:stop] = _as_rows(query[:, :, start:stop], keys, values, scale)
         return out
 
     def _visible(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> KV:
@@ -66,16 +64,7 @@ class SideBySide:
         return torch.cat([lead_keys, key], 2), torch.cat([lead_values, value], 2)
 
 
-def _fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with the last rows of a causal attention, in the device's own fused kernel."""
-    from torch.nn.attention.bias import causal_lower_right  # it brings torch's compiler with it: 1.5 s on a CPU
-
-    mask = causal_lower_right(query.shape[2], key.shape[2])
-    out: torch.Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out
-
-
 def _as_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with the last rows of a causal attention, in the kernel that is fast on this CPU."""
+    """Attend with the last rows of a causal attention, in the kernel that is fast here."""
     last = range(key.shape[2] - query.shape[2], key.shape[2])
-    return attend_rows(query, key, value, scale, last, torch.arange(last.start, last.stop))
+    return attend_rows(query, key, value, scale, last, torch.arange(last.start, last.stop, device=query.device))

@@ -1,0 +1,98 @@
+"""The fused pass on a GPU that is not there: nothing on the wrong side, no race between streams, and few waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.loader import CudaPlacing, Loader
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.source import KVSource
+from tests.families import tiny_model
+from tests.fusion.making import BOS, Case, case, decoder_of, distance
+from tests.pretended import pretended
+from tests.pretended.streams import Log
+
+# Times that the CPU waits for the device in one pass of 4 layers; 0: all of it can be queued ahead.
+WAITS = {"infoflow": 1, "union": 1, "blend": 3}
+
+
+@pytest.fixture
+def gpu() -> Iterator[Log]:
+    with pretended() as log:
+        yield log
+
+
+def on_gpu(name: str) -> Case:
+    """A case of a test's own on the device, with its records in main memory."""
+    return Case(name, "float32", decoder_of(tiny_model(name), "cuda"))
+
+
+def logits_of(own: Case, selector: Selector, source: KVSource | None = None) -> torch.Tensor:
+    return own.fuse(own.plan(lead_in=BOS), selector, source).logits.cpu()
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
+    wanted = logits_of(case(family), SELECTORS[name]())
+    own = on_gpu(family)
+    plan = own.plan(lead_in=BOS)
+    gpu.waits.clear()
+    fused = own.fuse(plan, SELECTORS[name]())
+    assert len(gpu.waits) <= WAITS.get(name, 0), gpu.lines()
+    assert distance(fused.logits, wanted) <= 1e-4
+
+
+def test_records_held_on_the_device(gpu: Log) -> None:
+    """The second question reads, from another stream, what the first one kept."""
+    own = on_gpu("llama")
+    hot = HotSource(own.source, 10**9)
+    wanted = logits_of(case("llama"), Epic())
+    assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
+    assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
+
+
+def _nothing(*ignored: object) -> None:
+    """What a mutant does in place of something."""
+
+
+def _no_wait_for_layers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaPlacing, "wait", _nothing)
+
+
+def _no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tests.pretended.streams.Event.synchronize", _nothing)
+
+
+def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:
+    made = Loader._table
+
+    def elsewhere(self: Loader) -> object:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return made(self)
+
+    patch.setattr(Loader, "_table", elsewhere)
+
+
+@pytest.mark.parametrize("broken", [_no_wait_for_layers, _no_wait_for_the_copy, _table_in_another_stream])
+def test_a_race_shows(gpu: Log, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]) -> None:
+    wanted = logits_of(case("llama"), Epic())
+    own = on_gpu("llama")
+    plan = own.plan(lead_in=BOS)
+    broken(monkeypatch)
+    fused = fuse(own.decoder, plan, Epic(), own.source)
+    assert not distance(fused.logits, wanted) <= 1e-4
+
+
+def test_a_tensor_on_the_wrong_side_is_refused(gpu: Log) -> None:
+    with pytest.raises(RuntimeError, match="one device"):
+        torch.ones(3, device="cuda") + torch.ones(3)
+    with pytest.raises(RuntimeError, match="one device"):
+        torch.ones(3, device="cuda")[torch.tensor([0, 1])]

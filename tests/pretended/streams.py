@@ -1,0 +1,155 @@
+"""Streams of a GPU that is as late as it may be: nothing runs before somebody waits for it.
+
+So a tensor that is read in another stream without an event between, and pinned memory that is written anew before its
+copy has run, show in the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Work = Callable[[], None]
+CUDA = torch.device("cuda:0")
+turn = threading.RLock()  # a device has one driver
+_here = threading.local()
+
+
+@dataclass(eq=False)
+class Stream:
+    """Work in order, of which the first `done` pieces have run."""
+
+    queue: list[Work] = field(default_factory=list)
+    done: int = 0
+    device = CUDA
+
+    def put(self, work: Work) -> None:
+        """Do this after all that was put before."""
+        with turn:
+            self.queue.append(work)
+
+    def run(self, upto: int | None = None) -> None:
+        """Do all that was put, or its first `upto` pieces."""
+        with turn:
+            upto = len(self.queue) if upto is None else upto
+            while self.done < upto:
+                work, self.queue[self.done] = self.queue[self.done], _nothing
+                self.done += 1
+                work()
+
+    def wait_stream(self, other: Stream) -> None:
+        Event().record(other).wait(self)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return (event or Event()).record(self)
+
+    def synchronize(self) -> None:
+        log.note("stream.synchronize")
+        self.run()
+
+
+class Event:
+    """A place in a stream; none before it is recorded."""
+
+    def __init__(self, *ignored: Any, **named: Any) -> None:
+        self.at: tuple[Stream, int] | None = None
+
+    def record(self, stream: Stream | None = None) -> Event:
+        stream = stream or current()
+        with turn:
+            self.at = stream, len(stream.queue)
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream wait; what is recorded later does not count."""
+        at = self.at
+        if at is not None:
+            (stream or current()).put(lambda: at[0].run(at[1]))
+
+    def synchronize(self) -> None:
+        if self.at is not None:
+            self.at[0].run(self.at[1])
+
+    def query(self) -> bool:
+        return self.at is None or self.at[0].done >= self.at[1]
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+def _nothing() -> None:
+    """What has run is let go of."""
+
+
+@dataclass
+class Log:
+    """What a GPU would have waited for, each with the line of kvtool that asked."""
+
+    waits: list[tuple[str, str]] = field(default_factory=list)
+    recorded: list[Any] = field(default_factory=list)
+
+    def note(self, operation: Any) -> None:
+        import traceback
+
+        frames = [frame for frame in traceback.extract_stack() if "/kvtool/" in frame.filename]
+        line = f"{frames[-1].filename.rpartition('/kvtool/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
+        self.waits.append((str(operation), line))
+
+    def lines(self) -> dict[str, int]:
+        """How often each line waited."""
+        found: dict[str, int] = {}
+        for operation, line in self.waits:
+            key = f"{line} {operation}"
+            found[key] = found.get(key, 0) + 1
+        return found
+
+
+log = Log()
+_default = Stream()
+_streams: list[Stream] = [_default]
+
+
+def new(*ignored: Any, **named: Any) -> Stream:
+    """A stream beside the others."""
+    _streams.append(Stream())
+    return _streams[-1]
+
+
+def current(device: Any = None) -> Stream:
+    """The stream that this thread's work is put into."""
+    stream: Stream = getattr(_here, "stream", _default)
+    return stream
+
+
+@contextlib.contextmanager
+def on(stream: Stream | None) -> Iterator[None]:
+    """Put this thread's work into a stream."""
+    before, _here.stream = current(), stream or current()
+    try:
+        yield
+    finally:
+        _here.stream = before
+
+
+def finish(device: Any = None) -> None:
+    """Run everything in every stream."""
+    log.note("cuda.synchronize")
+    for stream in _streams:
+        stream.run()
+
+
+def forget() -> None:
+    """Begin anew."""
+    _streams[:] = [_default]
+    _default.queue.clear()
+    _default.done = 0
+    log.waits.clear()
+    log.recorded.clear()
