@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvtool.core.model.quantised.ir_product import declarations, product
+from kvtool.core.model.quantised.ir_codes import declarations
+from kvtool.core.model.quantised.ir_product import product
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix, dense, numbers
 from kvtool.core.native.compiling import ISAS, compiled, runnable
 from tests.model.quantised.matrices import random_matrix
@@ -29,7 +30,8 @@ def run(call: Product, matrix: Matrix, x: torch.Tensor, y: torch.Tensor, first: 
 
 
 def sizes(kind: str) -> list[tuple[int, int]]:
-    return [*SIZES, (3, 1), (2, 7), (5, 67), (3, 131)] if LAYOUTS[kind].dense else SIZES
+    fit = [(rows, columns) for rows, columns in SIZES if columns % LAYOUTS[kind].multiple == 0]
+    return [*fit, (3, 1), (2, 7), (5, 67), (3, 131)] if LAYOUTS[kind].dense else fit
 
 
 @pytest.mark.parametrize("isa", runnable())
@@ -50,7 +52,7 @@ def test_it_is_the_product_of_the_numbers(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_rows_are_apart(isa: str, kind: str) -> None:
     """A part of the rows gives the same bits, and touches no other."""
-    call, matrix, x = native(isa, kind), random_matrix(kind, 9, 288), torch.randn(288)
+    call, matrix, x = native(isa, kind), random_matrix(kind, 9, 768), torch.randn(768)
     whole, parts = torch.zeros(9), torch.full((9,), 7.0)
     run(call, matrix, x, whole, 0, 9)
     run(call, matrix, x, parts, 2, 5)
@@ -76,15 +78,15 @@ def test_a_dense_weight_is_not_copied() -> None:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_what_does_not_fit_is_refused(kind: str) -> None:
-    good = random_matrix(kind, 4, 64)
+    good = random_matrix(kind, 4, 512)
     wrong = [
         {"rows": 5},
         {"rows": 0},
-        {"columns": 65},
-        {"columns": 128},
+        {"columns": 513},
+        {"columns": 1024},
         {"data": good.data[:3]},
         {"data": good.data.double()},
-        {"data": good.data.T.contiguous().T},
+        {"data": torch.cat([good.data, good.data], 1)[:, : good.data.shape[1]]},
         {"scales": torch.zeros(3, 2).half()},
         {"mins": torch.zeros(4, 3).half()},
     ]
