@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import UsageError
+from kvtool.core.model.cuda_rows import CHOICE, asked_kernel
 from kvtool.core.model.products import attend_by_products
 
-CHOICE = "KVTOOL_ATTENTION"  # products or fused: what the CPU takes, whatever it is
 # Rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later key.
 BLOCK = 256
 _GROUPED = 32  # rows; so few fill torch's kernel on the CPU only with the heads of a group below each other
@@ -53,6 +53,8 @@ def attend_rows(
     """
     if len(last) == 1:
         return attend_one(query, key[:, :, : last[0] + 1], value[:, :, : last[0] + 1], scale)
+    if query.device.type == "cuda" and (kernel := asked_kernel()) is not None:
+        return kernel(query, key, value, scale, at)
     if query.device.type == "cpu" and products_pay():
         return attend_by_products(query, key, value, scale, last, at)
     return attend_in_blocks(query, key, value, scale, last, at)

@@ -1,0 +1,325 @@
+"""Attention of scattered rows on a GPU, in one Triton kernel: each block of rows reads keys up to its last position.
+
+Rows are sorted by position, so that a block's rows see nearly the same keys and only the last of them need a mask. The
+heads of a group stand beside each other as rows and share the reading of their keys. Where there are too few blocks to
+fill the GPU (a question's rows, or the one row of decoding) the keys are split between several programs, whose parts
+are joined by their log-sum-exp. Softmax in one pass over the keys is Milakov and Gimelshein's (arXiv 1805.02867), its
+tiling FlashAttention's (arXiv 2205.14135), the splitting of keys Flash-Decoding's.
+
+No position is read on the host: how far a row sees stands in memory of the device, so that a captured graph may be
+replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.errors import KvtoolError
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+_LOG2_E = 1.4426950408889634
+_LEAST = 16  # rows and numbers of a product on tensor cores
+_MOST_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the work is cut.
+
+    Attributes
+    ----------
+    rows : query rows of a program, those of a group's heads counted apart; a power of two, 16 at least.
+    keys : read at a time; likewise.
+    warps, stages : of threads, and of the pipeline that reads ahead.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """What fits a block's shared memory on GPUs since Ampere (100 kB) and fills it; to be measured on each."""
+    height = min(128, max(_LEAST, _power(rows)))
+    if dtype == torch.float32:
+        return Tile(min(height, 64), 32, 4, 2)
+    if head_dim > 128:
+        return Tile(min(height, 64), 32, 4, 2)
+    return Tile(height, 64, 8 if height == 128 and head_dim > 64 else 4, 3)
+
+
+def splits_for(blocks: int, keys: int, tile: Tile, multiprocessors: int) -> int:
+    """Parts into which the keys are split: as many as give each multiprocessor two programs, 1 if blocks do so."""
+    wanted = -(-2 * multiprocessors // max(blocks, 1))
+    most = max(1, keys // (4 * tile.keys))  # a part of fewer keys is not worth its join
+    return max(1, min(wanted, most, _MOST_SPLITS))
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    at: torch.Tensor,
+    tile: Tile | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attend with rows of which row i sees the keys 0 … at[i].
+
+    Parameters
+    ----------
+    query : `[1, heads, rows, head_dim]`; float32, bfloat16 or float16.
+    key, value : `[1, kv_heads, keys, head_dim]`, of the same dtype.
+    at : int64 `[rows]` on the device, ascending, each less than `keys`: that is the caller's to know, the kernel does
+        not look. No key behind the last row's is read.
+    splits : None: as many as fill the GPU.
+
+    Returns
+    -------
+    `[1, heads, rows, head_dim]`, laid out with rows before heads.
+    """
+    _check(query, key, value, at)
+    _, heads, rows, head_dim = query.shape
+    kv_heads = key.shape[1]
+    tile = tile or tile_for(rows * (heads // kv_heads), head_dim, query.dtype)
+    blocks = -(-rows * (heads // kv_heads) // tile.rows)
+    if splits is None:
+        splits = splits_for(blocks * kv_heads, key.shape[2], tile, _multiprocessors(query.device))
+    out = query.new_empty((1, rows, heads, head_dim)).transpose(1, 2)
+    if not rows:
+        return out
+    if splits == 1:
+        _launch(query, key, value, scale, at, out[None], None, tile, splits)
+        return out
+    parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
+    sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
+    _launch(query, key, value, scale, at, parts, sums, tile, splits)
+    return out.copy_(_joined(parts, sums))
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> None:
+    """Everything that the kernel relies upon to stay inside its arrays, but the positions' own size."""
+    if query.ndim != 4 or key.shape != value.shape or key.ndim != 4 or len(query) != 1 or len(key) != 1:
+        raise ValueError("queries, keys and values are [1, heads, rows, head_dim], those of one length")
+    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        raise ValueError("the heads of keys do not fit those of queries")
+    if at.shape != query.shape[2:3] or at.dtype != torch.int64 or not at.is_contiguous():
+        raise ValueError("a position (int64) is needed for every row")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError("queries, keys and values of different dtypes")
+    if len({query.device, key.device, value.device, at.device}) > 1:
+        raise ValueError("queries, keys, values and positions on different devices")
+    if any(side.stride(3) != 1 for side in (query, key, value)):
+        raise ValueError("a head's numbers are adjacent")
+
+
+def _joined(parts: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+    """One result `[1, heads, rows, head_dim]` of those of the parts of the keys, by their log2-sum-exps."""
+    share = torch.exp2(sums - sums.amax(0))  # a part of which a row sees nothing has -inf: no share
+    weighed = (parts * share[:, None, :, :, None]).sum(0)
+    return weighed / share.sum(0)[None, :, :, None]
+
+
+def _launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    at: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor | None,
+    tile: Tile,
+    splits: int,
+) -> None:
+    """Run the kernel over `out` `[splits, 1, heads, rows, head_dim]`."""
+    _, heads, rows, head_dim = query.shape
+    kv_heads = key.shape[1]
+    blocks = -(-rows * (heads // kv_heads) // tile.rows)
+    kernel()[(blocks, kv_heads, splits)](
+        query, key, value, out, out if sums is None else sums, at,
+        scale * _LOG2_E, rows,
+        query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
+        out.stride(0), out.stride(2), out.stride(3),
+        **constants(heads // kv_heads, head_dim, tile, splits, query.dtype, not query.is_cuda),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def constants(
+    groups: int, head_dim: int, tile: Tile, splits: int, dtype: torch.dtype, interpreted: bool = False
+) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    return {
+        "GROUPS": groups,
+        "DIM": head_dim,
+        "WIDTH": max(_LEAST, _power(head_dim)),
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "PARTS": splits > 1,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # the latter says nothing of 16-bit numbers
+        "WIDEN": interpreted and dtype == torch.bfloat16,  # whose products triton's interpreter does not know
+    }
+
+
+def _power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def kernel() -> Any:
+    """The kernel, of which triton makes one for each set of `constants` (see `triton_decode.py` in the codec)."""
+    try:
+        import triton
+        import triton.language
+    except ImportError as error:
+        raise KvtoolError(
+            "this attention needs triton", "pip install triton, or leave KVTOOL_ATTENTION away"
+        ) from error
+    globals()["tl"] = triton.language
+    globals()["_over"] = triton.jit(_over)
+    return triton.jit(do_not_specialize=["rows"])(_attend)  # else one more kernel for 1 row, and for multiples of 16
+
+
+# Below: Triton, which takes no numbers of this module.
+
+
+def _attend(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    out: tl.tensor,
+    sums: tl.tensor,
+    at: tl.tensor,
+    scale: tl.tensor,
+    rows: tl.tensor,
+    query_head: tl.tensor,
+    query_row: tl.tensor,
+    key_head: tl.tensor,
+    key_row: tl.tensor,
+    value_head: tl.tensor,
+    value_row: tl.tensor,
+    out_split: tl.tensor,
+    out_head: tl.tensor,
+    out_row: tl.tensor,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """A block of rows, a head of keys and a part of the keys a program; `scale` is of powers of two."""
+    first = tl.program_id(0) * ROWS
+    kv_head = tl.program_id(1).to(tl.int64)
+    member = first + tl.arange(0, ROWS)
+    row = member // GROUPS
+    head = (kv_head * GROUPS + member % GROUPS).to(tl.int64)
+    real = row < rows
+    column = tl.arange(0, WIDTH)
+    inside = column < DIM
+    position = tl.load(at + row, mask=real, other=-1)
+    place = row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head + column[None, :]
+    part = tl.load(query + place, mask=real[:, None] & inside[None, :], other=0.0)
+    # Below `low` every row of the block sees every key; from `high` on none does.
+    low = tl.load(at + first // GROUPS) + 1
+    high = tl.load(at + tl.minimum((first + ROWS - 1) // GROUPS, rows - 1)) + 1
+    share = tl.cdiv(tl.cdiv(high, KEYS), tl.num_programs(2)) * KEYS
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, high)
+    masked = tl.minimum(tl.maximum(low // KEYS * KEYS, begin), end)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    keys, values = key + kv_head * key_head, value + kv_head * value_head
+    most, total, mixed = _over(
+        begin, masked, high, part, keys, key_row, values, value_row, position, scale, most, total, mixed,
+        False, DIM, WIDTH, KEYS, PRECISION, WIDEN,
+    )  # fmt: skip
+    most, total, mixed = _over(
+        masked, end, high, part, keys, key_row, values, value_row, position, scale, most, total, mixed,
+        True, DIM, WIDTH, KEYS, PRECISION, WIDEN,
+    )  # fmt: skip
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    split = tl.program_id(2).to(tl.int64)
+    place = split * out_split + row.to(tl.int64)[:, None] * out_row + head[:, None] * out_head + column[None, :]
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    if PARTS:
+        heads = tl.num_programs(1) * GROUPS
+        found = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(sums + (split * heads + head) * rows + row, found, mask=real)
+
+
+def _over(
+    begin: tl.tensor,
+    end: tl.tensor,
+    high: tl.tensor,
+    part: tl.tensor,
+    keys: tl.tensor,
+    key_row: tl.tensor,
+    values: tl.tensor,
+    value_row: tl.tensor,
+    position: tl.tensor,
+    scale: tl.tensor,
+    most: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+    MASKED: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Take in the keys from `begin` to `end`: the largest score so far, the sum of weights, and the mixed values."""
+    column = tl.arange(0, WIDTH)
+    inside = column < DIM
+    for start in range(begin, end, KEYS):
+        at = start + tl.arange(0, KEYS).to(tl.int64)
+        here = at < high
+        key_place, value_place = at * key_row, at * value_row
+        if MASKED or DIM != WIDTH:
+            block = tl.load(
+                keys + key_place[None, :] + column[:, None], mask=here[None, :] & inside[:, None], other=0.0
+            )
+        else:
+            block = tl.load(keys + key_place[None, :] + column[:, None])
+        if WIDEN:
+            score = tl.dot(part.to(tl.float32), block.to(tl.float32)) * scale
+        else:
+            score = tl.dot(part, block, input_precision=PRECISION) * scale
+        if MASKED:
+            score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
+        highest = tl.maximum(most, tl.max(score, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen no key yet
+        weight = tl.exp2(score - shift[:, None])
+        fade = tl.exp2(most - shift)
+        if MASKED or DIM != WIDTH:
+            block = tl.load(
+                values + value_place[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0
+            )
+        else:
+            block = tl.load(values + value_place[:, None] + column[None, :])
+        rounded = weight.to(block.dtype)
+        if WIDEN:
+            mixed = mixed * fade[:, None] + tl.dot(rounded.to(tl.float32), block.to(tl.float32))
+        else:
+            mixed = tl.dot(rounded, block, mixed * fade[:, None], input_precision=PRECISION)
+        total = total * fade + tl.sum(weight, 1)
+        most = highest
+    return most, total, mixed
