@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import warnings
 from functools import cache
 from typing import Any
 
+from kvtool.core.common.arithmetic import FEATURES, cpu_features
 from kvtool.core.native.ir import AVX2, AVX512, SCALAR, Isa
 
 ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
@@ -19,11 +21,17 @@ _engines: list[Any] = []  # own the machine code: never freed
 
 @cache
 def runnable() -> tuple[str, ...]:
-    """Names of the ISAS that this machine can run, best first; none where llvmlite cannot be imported."""
+    """Names of the ISAS that this machine can run, best first; none where llvmlite cannot be imported.
+
+    Where a variable says what the CPU has (`common/arithmetic.py`), vectors that it does not name are not there.
+    """
     llvm = _llvm()
     if llvm is None:
         return ()
     host = {name for name, present in llvm.get_host_cpu_features().items() if present}
+    if os.environ.get(FEATURES):
+        told = cpu_features()
+        host = {name for name in host if name in told or not name.startswith("avx")}
     return tuple(name for name, isa in ISAS.items() if isa.features <= host)
 
 

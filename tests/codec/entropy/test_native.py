@@ -72,6 +72,24 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         native.chosen()
 
 
+def test_a_cpu_that_is_told_to_have_less_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    class New:
+        @staticmethod
+        def get_host_cpu_features() -> dict[str, bool]:
+            return dict.fromkeys(compiling.ISAS["avx512"].features, True)
+
+    monkeypatch.setattr(compiling, "_llvm", New)
+    for told, names in {
+        "sse4_2 avx avx2 fma bmi2": ("avx2", "scalar"),
+        "sse4_2": ("scalar",),
+        "avx avx2 avx512f avx512_vbmi2": ("avx2", "scalar"),
+        "": ("avx512", "avx2", "scalar"),
+    }.items():
+        compiling.runnable.cache_clear()
+        monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
+        assert compiling.runnable() == names
+
+
 def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Any:
         raise ImportError(name)
