@@ -10,6 +10,7 @@ from kvtool.core.fusion.selectors import MODES, REFERENCE
 from kvtool.core.options.option import Options, option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 from kvtool.core.streaming.policy import DEPTH
+from kvtool.lab.bench.peers.task import PEERS
 
 MEASURED, LINK, DRAWN = "What is measured", "Link and machine", "Files"  # headings in the commands' help
 
@@ -57,6 +58,35 @@ class FusionBenchOptions(Options, settings=False):
     question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
     level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
     repeat: int = _repeat(5)
+    plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeersBenchOptions(Options, settings=False):
+    """Who answers which prompts."""
+
+    peers: tuple[str, ...] = option(
+        PEERS, "Beside kvtool.", group=MEASURED, choices=PEERS, metavar="a,b", instead=",".join(PEERS)
+    )
+    fusion: tuple[str, ...] = option(
+        ("full", "union", "epic", "reuse"),
+        "Modes of kvtool.",
+        group=MEASURED,
+        choices=MODES,
+        metavar="a,b,c",
+        instead="full,union,epic,reuse",
+    )
+    context: tuple[int, ...] = option(
+        (1000,), "Tokens of the whole prompt.", group=MEASURED, metavar="N,N", lowest=1, instead="1000"
+    )
+    question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
+    new_tokens: int = option(64, "Tokens decoded behind the first.", group=MEASURED, lowest=1)
+    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
+    repeat: int = _repeat(3)
+    threads: int | None = option(None, "Of everybody's arithmetic.", group=MEASURED, lowest=1, instead="one a core")
+    resume: Path | None = option(
+        None, "Keep results here and go on from them.", group=DRAWN, metavar="FILE.jsonl", unit="path"
+    )
     plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
 
 

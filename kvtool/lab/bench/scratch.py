@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +16,13 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.compute import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.making import encode_layers
+from kvtool.lab.bench.folder import scratch_folder
 from kvtool.lab.bench.prompts import BenchPrompt, Stored
 
 PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind
@@ -41,16 +39,6 @@ class Sizes:
     contexts: tuple[int, ...]
     chunk_tokens: int
     question_tokens: int
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards, in $TMPDIR where that is set, else in kvtool's cache: /tmp may be no disk."""
-    parent = None if os.environ.get("TMPDIR") else cache_dir()
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=parent) as folder:
-        yield Path(folder)
 
 
 @contextmanager
@@ -71,30 +59,46 @@ def scratch_store(
     UsageError : a context too short for a chunk.
     NoSpaceError : the disk is full.
     """
-    with ExitStack() as stack:
-        text = _RandomText(decoder.config.vocab_size, sizes, seed)
-        prompts = [_prompt(decoder, text, level, context) for context in sizes.contexts]
-        folder = stack.enter_context(scratch_folder())
-        store = stack.enter_context(Store.create_or_open(folder / "store"))
-        with store.writer() as writer:
-            _Filler(decoder, writer, text, seed, told).fill(prompts)
+    text = random_text(decoder.config.vocab_size, sizes, seed)
+    prompts = [prompt_of(decoder, text, level, context) for context in sizes.contexts]
+    with scratch_folder() as folder, filled_store(folder / "store", decoder, text, prompts, seed, told) as store:
         yield store, prompts
 
 
-class _RandomText:
-    """Token ids; a shorter prompt is the beginning of a longer one."""
+@contextmanager
+def filled_store(
+    folder: Path,
+    decoder: Decoder,
+    text: BenchText,
+    prompts: Sequence[BenchPrompt],
+    seed: int,
+    told: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Store]:
+    """A new store in a folder that holds all chunks of these prompts; see `scratch_store`."""
+    with Store.create_or_open(folder) as store:
+        with store.writer() as writer:
+            _Filler(decoder, writer, text.lead_in, seed, told).fill(prompts)
+        yield store
 
-    def __init__(self, vocabulary: int, sizes: Sizes, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
 
-        def tokens(count: int) -> Ids:
-            return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+@dataclass(frozen=True, slots=True)
+class BenchText:
+    """Token ids that prompts are cut from; a shorter prompt is the beginning of a longer one.
 
-        self.lead_in = tokens(LEAD_IN_TOKENS)
-        self.prefix = self.lead_in[:PREFIX_TOKENS]
-        self.question = tokens(sizes.question_tokens)
-        self._chunk_tokens = sizes.chunk_tokens
-        self._body = tokens(max(sizes.contexts))
+    Attributes
+    ----------
+    lead_in : what chunks stand behind when they are prefilled; a prompt begins with its first `PREFIX_TOKENS`.
+    """
+
+    lead_in: Ids
+    question: Ids
+    body: Ids
+    chunk_tokens: int
+
+    @property
+    def prefix(self) -> Ids:
+        """What a prompt begins with."""
+        return self.lead_in[:PREFIX_TOKENS]
 
     def chunks(self, context: int) -> list[Ids]:
         """Chunks that fill a prompt."""
@@ -102,11 +106,23 @@ class _RandomText:
         if room < 1:
             least = len(self.prefix) + len(self.question) + 1
             raise UsageError(f"a context of {context} tokens has no room for a chunk", f"take at least {least}")
-        body, size = self._body[:room], self._chunk_tokens
+        body, size = self.body[:room], self.chunk_tokens
         return [body[start : start + size] for start in range(0, room, size)]
 
 
-def _prompt(decoder: Decoder, text: _RandomText, level: str, context: int) -> BenchPrompt:
+def random_text(vocabulary: int, sizes: Sizes, seed: int) -> BenchText:
+    """Make a text of random tokens."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> Ids:
+        return tuple(torch.randint(vocabulary, (count,), generator=draw).tolist())
+
+    lead_in, question = tokens(LEAD_IN_TOKENS), tokens(sizes.question_tokens)
+    return BenchText(lead_in, question, tokens(max(sizes.contexts)), sizes.chunk_tokens)
+
+
+def prompt_of(decoder: Decoder, text: BenchText, level: str, context: int) -> BenchPrompt:
+    """Lay out the prompt of `context` tokens. Raises UsageError where no chunk fits in."""
     # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
     prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
@@ -123,9 +139,9 @@ class _Filler:
     """Prefills and writes."""
 
     def __init__(
-        self, decoder: Decoder, writer: Writer, text: _RandomText, seed: int, told: Callable[[int, int], None]
+        self, decoder: Decoder, writer: Writer, lead_in: Ids, seed: int, told: Callable[[int, int], None]
     ) -> None:
-        self._decoder, self._writer, self._text = decoder, writer, text
+        self._decoder, self._writer, self._lead_in = decoder, writer, lead_in
         self._told = told
         self._draw = torch.Generator().manual_seed(seed)
         self._profile: Profile | None = None
@@ -135,12 +151,12 @@ class _Filler:
         for prefix in {prompt.prefix for prompt in prompts} - {None}:
             assert prefix is not None
             self._write([prefix], LeadIn(self._decoder, ()), ())
-        lead_in = LeadIn(self._decoder, self._text.lead_in)
+        lead_in = LeadIn(self._decoder, self._lead_in)
         wanted = list(dict.fromkeys(chunk for prompt in prompts for chunk in prompt.chunks))
         done, total = 0, sum(len(chunk.ids) for chunk in wanted)
         for batch in batches(wanted, batch_tokens(self._decoder.device)):
             self._told(done, total)
-            self._write(batch, lead_in, self._text.lead_in)
+            self._write(batch, lead_in, self._lead_in)
             done += sum(len(chunk.ids) for chunk in batch)
 
     def _write(self, batch: Sequence[Stored], lead_in: LeadIn, before: Ids) -> None:

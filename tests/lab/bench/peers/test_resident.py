@@ -1,0 +1,31 @@
+"""The kernel's book of this process's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtool.lab.bench.peers import resident
+
+
+@pytest.mark.skipif(resident.resident() is None, reason="no /proc here")
+def test_a_peak_begins_anew() -> None:
+    held = bytearray(b"x" * 2**26)
+    size = len(held)
+    before = resident.peak_resident()
+    del held
+    resident.reset_peak()
+    after, now = resident.peak_resident(), resident.resident()
+    assert before is not None
+    assert after is not None
+    assert now is not None
+    assert after <= before - size // 2
+    assert abs(after - now) < 2**22
+
+
+def test_where_the_kernel_tells_nothing_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    from pathlib import Path
+
+    monkeypatch.setattr(resident, "_STATUS", Path(str(tmp_path)) / "none")
+    monkeypatch.setattr(resident, "_CLEAR", Path(str(tmp_path)))
+    resident.reset_peak()
+    assert resident.resident() is resident.peak_resident() is resident.mapped() is None
