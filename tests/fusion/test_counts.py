@@ -17,7 +17,7 @@ from kvtool.core.fusion.selectors.epic import Epic, Link
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.model import attention, kernels, products
+from kvtool.core.model import kernels, products
 from kvtool.core.model.rotary import Rotary, Table
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
@@ -144,8 +144,7 @@ def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyP
         return attend(query, *args, attn_mask=attn_mask, **kwargs)
 
     plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
-    for module in (kernels, attention):
-        monkeypatch.setattr(module, "products_pay", lambda: kernel == "products")
+    monkeypatch.setenv(kernels.CHOICE, kernel)
     monkeypatch.setattr(F, "scaled_dot_product_attention", masked)
     monkeypatch.setattr(products, "_SCORE_BYTES", 0)
     monkeypatch.setattr(kernels, "BLOCK", products._LEAST_ROWS)

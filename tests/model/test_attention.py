@@ -10,6 +10,8 @@ import torch
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.attention import Rows, rows_attention
+from kvtool.core.model.flash.tiling import AVX512_BF16, Tiling
+from kvtool.core.native.ir import AVX2, AVX512
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64
@@ -50,7 +52,7 @@ def rows(*positions: int) -> Rows:
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
-@pytest.mark.parametrize("kernel", ["products", "fused"])
+@pytest.mark.parametrize("kernel", ["products", "fused"])  # our own: tests/model/flash
 @pytest.mark.parametrize("long_prefill", [20, attention.LONG_PREFILL])
 def test_a_row_sees_the_keys_up_to_its_position(
     positions: list[int], long_prefill: int, kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -68,23 +70,50 @@ def test_a_row_sees_the_keys_up_to_its_position(
 def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever suits this machine."""
     monkeypatch.setenv(kernels.CHOICE, kernel)
-    kernels.products_pay.cache_clear()
-    monkeypatch.setattr(kernels, "products_pay", kernels.products_pay.__wrapped__)
-    monkeypatch.setattr(attention, "products_pay", kernels.products_pay)
 
 
-def test_the_kernel_follows_the_cpu_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AVX512", features: str = "") -> None:
+    """Another CPU, as far as a kernel is chosen by it."""
     monkeypatch.delenv(kernels.CHOICE, raising=False)
-    pays = kernels.products_pay.__wrapped__
-    for has_tiles in (True, False):
-        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda found=has_tiles: found)
-        assert pays() is not has_tiles
-    for name in ("products", "fused"):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: able)
+    monkeypatch.setattr(kernels, "runnable", lambda: ("avx512", "avx2") if able == "AVX512" else ("avx2",))
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", f"avx2 fma {features}")
+
+
+def test_the_kernel_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, features="avx512f avx512_bf16")
+    assert [kernels.kernel_here(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)] == [
+        "own",
+        "own",
+        "products",
+    ]
+    assert kernels.tiling_here(torch.bfloat16) == Tiling(AVX512_BF16, "bfloat16", pairs=True)
+    assert kernels.tiling_here(torch.float32) == Tiling(AVX512, "float32")
+    has(monkeypatch, tiles=True, features="avx512f avx512_bf16 amx_bf16")
+    assert kernels.kernel_here(torch.bfloat16) == "fused"  # with tiles
+    assert kernels.kernel_here(torch.float32) == "own"
+    has(monkeypatch, features="avx512f")
+    assert kernels.tiling_here(torch.bfloat16) == Tiling(AVX512, "bfloat16")
+    has(monkeypatch, able="AVX2", features="avx512f avx512_bf16")  # torch is held back, so are we
+    assert kernels.tiling_here(torch.bfloat16) == Tiling(AVX2, "bfloat16")
+    has(monkeypatch, able="DEFAULT")
+    assert kernels.tiling_here(torch.float32) is None
+    assert kernels.kernel_here(torch.float32) == "products"
+
+
+def test_the_kernel_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch)
+    for name in kernels.KERNELS:
         monkeypatch.setenv(kernels.CHOICE, name)
-        assert pays() is (name == "products")
+        assert kernels.kernel_here(torch.float32) == name
     monkeypatch.setenv(kernels.CHOICE, "flash")
     with pytest.raises(UsageError):
-        pays()
+        kernels.kernel_here(torch.float32)
+    has(monkeypatch, able="DEFAULT")
+    monkeypatch.setenv(kernels.CHOICE, "own")
+    with pytest.raises(UsageError):
+        kernels.kernel_here(torch.float32)
 
 
 def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

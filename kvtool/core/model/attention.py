@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.kernels import attend_one, attend_rows, products_pay
+from kvtool.core.model.kernels import FUSED, attend_one, attend_rows, kernel_here, own_kernel
 
 IMPLEMENTATION = "kvtool_rows"
 
@@ -54,10 +54,15 @@ class Rows:
         if self.watch is not None:
             self.watch(layer, query, key, scaling)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        causal = query.device.type != "cpu" or len(self) >= LONG_PREFILL or not products_pay()
-        if self.dense and causal and key.shape[2] == len(self) > 1:
+        if self.dense and key.shape[2] == len(self) > 1 and self._causal_pays(query, key, value, scale):
             return _causal(query, key, value, scale)
         return attend_rows(query, key, value, scale, self.order, self.positions)
+
+    def _causal_pays(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> bool:
+        """Whether torch's own causal attention is the fast one for a whole prefill."""
+        if query.device.type != "cpu" or kernel_here(query.dtype) == FUSED:
+            return True
+        return own_kernel(query, key, value, scale) is None and len(self) >= LONG_PREFILL
 
 
 class Attends(Protocol):

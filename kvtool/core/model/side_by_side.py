@@ -11,7 +11,8 @@ from itertools import accumulate
 
 import torch
 
-from kvtool.core.model.kernels import attend_rows
+from kvtool.core.model.flash.kernel import Spans
+from kvtool.core.model.kernels import attend_rows, own_kernel
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -28,12 +29,17 @@ class SideBySide:
 
     spans: tuple[tuple[int, int], ...]
     lead_in: Sequence[KV]
+    _rows: Spans
 
     @classmethod
     def of(cls, lengths: Sequence[int], lead_in: Sequence[KV]) -> SideBySide:
         """Place chunks of these lengths one after the other."""
         stops = list(accumulate(lengths))
-        return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), lead_in)
+        starts = [0, *stops[:-1]]
+        leads = lead_in[0][0].shape[2] if lead_in else 0
+        limits = torch.cat([torch.arange(leads, leads + length) for length in lengths])
+        rows = Spans([(start, length, start) for start, length in zip(starts, lengths, strict=True) if length], limits)
+        return cls(tuple(zip(starts, stops, strict=True)), lead_in, rows)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -50,6 +56,10 @@ class SideBySide:
         `[1, heads, rows, head_dim]`.
         """
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        own = own_kernel(query, key, value, scale)
+        if own is not None:
+            lead_in = (self.lead_in[layer][0][0], self.lead_in[layer][1][0]) if self.lead_in else None
+            return own(query[0], key[0], value[0], scale, self._rows, lead_in)[None]
         # Rows before heads: the model wants them so, and its own transposition then copies nothing.
         out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
         for start, stop in self.spans:

@@ -1,0 +1,94 @@
+"""How attention is cut into what fits registers and caches, by instruction set and number format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvtool.core.native.ir import AVX512, Isa
+
+STORED = {"float32": "float", "bfloat16": "i16", "float16": "half"}  # numbers in memory, in LLVM's words
+KEYS = 96  # of a tile: a multiple of every `keys_once`
+ALIGNMENT = 64
+AVX512_BF16 = replace(AVX512, features=AVX512.features | {"avx512bf16"}, extra=f"{AVX512.extra},+avx512bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What one kernel is made for.
+
+    A *lane* is one query row of one head; the heads of a group that share a key stand beside each other. Scores are
+    held transposed, keys × lanes: a row's maximum and sum are then plain operations between registers.
+
+    Attributes
+    ----------
+    isa : the instruction set.
+    stored : the format of queries, keys, values and results (a name of `STORED`).
+    pairs : products of bfloat16 pairs summed in float32 (AVX-512 BF16); else everything is made float32 first.
+    """
+
+    isa: Isa
+    stored: str
+    pairs: bool = False
+
+    @property
+    def width(self) -> int:
+        """float32 lanes of a register."""
+        return self.isa.width
+
+    @property
+    def registers(self) -> int:
+        """Registers of lanes that a product holds beside each other."""
+        return 3
+
+    @property
+    def keys_once(self) -> int:
+        """Keys, or columns of values, that a product holds below each other: with `registers` all that there are."""
+        return 8 if self.width == AVX512.width else 4
+
+    @property
+    def strip(self) -> int:
+        """Lanes that are handled together."""
+        return self.registers * self.width
+
+    @property
+    def lanes(self) -> int:
+        """Most lanes of a block: for so many are keys and values brought from memory once."""
+        return 5 * self.strip
+
+    @property
+    def kept(self) -> str:
+        """Numbers of a tile of keys or values, in LLVM's words."""
+        return "i16" if self.pairs else "float"
+
+    def floats(self) -> str:
+        """A register of float32."""
+        return f"<{self.width} x float>"
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What a thread has to itself: offsets in bytes."""
+
+    limits: int
+    queries_at: int
+    results_at: int
+    largest: int
+    sums: int
+    now_largest: int
+    shrink: int
+    scores: int
+    sized: int  # from here on sizes depend on head_dim and value_dim
+
+    @classmethod
+    def of(cls, tiling: Tiling) -> Scratch:
+        """Lay it out."""
+        sizes = [4 * tiling.lanes, 8 * tiling.lanes, 8 * tiling.lanes, 4 * tiling.lanes, 4 * tiling.lanes]
+        sizes += [4 * tiling.strip, 4 * tiling.strip, 4 * KEYS * tiling.strip]
+        places = [0]
+        for size in sizes:
+            places.append(-(-(places[-1] + size) // ALIGNMENT) * ALIGNMENT)
+        return cls(*places)
+
+    def bytes(self, tiling: Tiling, head_dim: int, value_dim: int) -> int:
+        """All of it: beside the above queries, results, keys, values, values as they came, and a row nobody reads."""
+        return self.sized + 4 * ((tiling.lanes + KEYS) * (head_dim + value_dim) + (KEYS + 1) * value_dim)
