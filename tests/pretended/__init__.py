@@ -94,7 +94,19 @@ def _dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         streams.log.note(operation)
         streams.current().run()
         return _wrapped(operation(*_inner(args), **_inner(kwargs)))
-    return _later(operation, args, kwargs)
+    return _later(_histogram if operation is _aten.histc.default else operation, args, kwargs)
+
+
+class _Histogram:
+    """Of whole numbers, which the CPU does not make one of."""
+
+    _schema = _aten.histc.default._schema
+
+    def __call__(self, numbers: torch.Tensor, *bounds: Any) -> torch.Tensor:
+        return torch.histc(numbers.float(), *bounds).to(numbers.dtype)
+
+
+_histogram = _Histogram()
 
 
 def _on_cpu(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,7 +136,13 @@ def _later(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     inner_args, inner_kwargs = _inner(args), _inner(kwargs)
     if operation._schema.is_mutable:
         changed = _changed(operation, args, kwargs)
-        streams.current().put(lambda: operation(*inner_args, **inner_kwargs))
+        whole = not any(value.is_floating_point() for value in tree_leaves(changed))
+        if whole:  # shapes and places hang on them: no later than now, though a GPU would not wait
+            if streams.capturing() is None:
+                streams.current().run()
+            operation(*inner_args, **inner_kwargs)
+        if not whole or streams.capturing() is not None:
+            streams.current().put(lambda: operation(*inner_args, **inner_kwargs))
         return changed
     with streams.turn:
         out = operation(*inner_args, **inner_kwargs)
@@ -176,7 +194,7 @@ def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> t
         streams.current().run()
         into.copy_(of)
     else:
-        if not at and not non_blocking and of.ndim:  # torch waits for the stream then
+        if not at and of.ndim and (not non_blocking or streams.capturing() is not None):  # torch waits for the stream
             streams.log.note("copy there")
             streams.current().run()
         if not at and _storage(of) not in _PINNED:
@@ -256,6 +274,7 @@ _CUDA: dict[str, Any] = {
     "_lazy_init": lambda: None,
     "Stream": streams.new,
     "Event": streams.Event,
+    "CUDAGraph": streams.Graph,
     "stream": streams.on,
     "current_stream": streams.current,
     "synchronize": streams.finish,

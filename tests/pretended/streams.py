@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,11 @@ class Stream:
     device = CUDA
 
     def put(self, work: Work) -> None:
-        """Do this after all that was put before."""
+        """Do this after all that was put before; while a graph is captured, keep it for its replays."""
+        graph = capturing()
+        if graph is not None:
+            graph.works.append(work)
+            return
         with turn:
             self.queue.append(work)
 
@@ -85,6 +90,34 @@ class Event:
         return 0.0
 
 
+class Graph:
+    """A CUDA graph: what was put into the capturing thread's stream, as often as it is replayed."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.broken = False
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if current() is _default:
+            raise RuntimeError("a capture needs a stream beside the default one")
+        _here.graph = self
+
+    def capture_end(self) -> None:
+        _here.graph = None
+        if self.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        for work in self.works:
+            current().put(work)
+
+
+def capturing() -> Graph | None:
+    """The graph that this thread captures."""
+    graph: Graph | None = getattr(_here, "graph", None)
+    return graph
+
+
 def _nothing() -> None:
     """What has run is let go of."""
 
@@ -97,8 +130,10 @@ class Log:
     recorded: list[Any] = field(default_factory=list)
 
     def note(self, operation: Any) -> None:
-        import traceback
-
+        graph = capturing()
+        if graph is not None:
+            graph.broken = True
+            raise RuntimeError(f"operation not permitted when stream is capturing: {operation}")
         frames = [frame for frame in traceback.extract_stack() if "/kvtool/" in frame.filename]
         line = f"{frames[-1].filename.rpartition('/kvtool/')[2]}:{frames[-1].lineno}" if frames else "elsewhere"
         self.waits.append((str(operation), line))

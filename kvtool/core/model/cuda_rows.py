@@ -17,17 +17,25 @@ CHOICE = "KVTOOL_ATTENTION"
 KERNELS = ("fused", "triton", "flex")
 
 
-def asked_kernel() -> Attend | None:
+def asked_kernel(*among: str) -> Attend | None:
     """The kernel that the environment asks for; None: torch's fused one, block by block.
 
-    Each takes query `[1, heads, rows, head_dim]`, key and value `[1, kv_heads, keys, head_dim]`, the scale, and the
-    rows' positions (int64, ascending, on the device).
+    It takes query `[1, heads, rows, head_dim]`, key and value `[1, kv_heads, keys, head_dim]`, the scale, and the rows'
+    positions (int64, ascending, on the device).
+
+    Parameters
+    ----------
+    among : names of those that will do; none: all.
 
     Raises
     ------
     UsageError : there is no such kernel on CUDA.
     """
     asked = os.environ.get(CHOICE, "")
+    if asked not in ("", *KERNELS):
+        raise UsageError(f"{CHOICE}={asked!r} is no kernel on CUDA", ", ".join(KERNELS))
+    if among and asked not in among:
+        return None
     if asked == "triton":
         from kvtool.core.model.triton_rows import attend
 
@@ -36,6 +44,4 @@ def asked_kernel() -> Attend | None:
         from kvtool.core.model.flex_rows import attend as attend_flexibly
 
         return attend_flexibly
-    if asked not in ("", "fused"):
-        raise UsageError(f"{CHOICE}={asked!r} is no kernel on CUDA", ", ".join(KERNELS))
     return None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvtool.core.model.attention import Rows
-
 Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
+class Placed(Protocol):
+    """Rows that know their prompt positions, int64 `[rows]` on the model's device."""
+
+    @property
+    def positions(self) -> torch.Tensor: ...
 
 
 class BufferLayer(CacheLayerMixin):
@@ -85,7 +90,7 @@ class PromptCache(Cache):
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
         self.buffers = [BufferLayer(shape, dtype, device) for _ in range(layers)]
         super().__init__(layers=list(self.buffers))
-        self.rows: Rows | None = None
+        self.rows: Placed | None = None
         self.before_update: Observer | None = None
 
     def set_length(self, length: int) -> None:

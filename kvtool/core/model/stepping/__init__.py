@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
 from kvtool.core.model.stepping.plain import TorchStepper
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Stepper(Protocol):
     name : how a step is computed, as timings and `--verbose` say it.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def step(self, token: int) -> torch.Tensor:
         """Append one token to the cache; the logits behind it, float32 `[vocabulary]`, on the model's device.
@@ -39,4 +41,6 @@ class Stepper(Protocol):
 
 def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
     """Make the fastest stepper that a model has on its device."""
+    if decoder.device.startswith("cuda"):
+        return CudaGraphStepper(decoder, cache)
     return TorchStepper(decoder, cache)

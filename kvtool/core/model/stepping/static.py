@@ -1,0 +1,110 @@
+"""A step as a function of device tensors only: fixed addresses, fixed shapes, nothing read on the host.
+
+So it can be captured once as a CUDA graph and replayed for every token. Attention goes over the whole of the prompt
+cache's buffers, whose rows behind the answer so far are hidden by a mask made from the position, on the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from kvtool.core.model.cuda_rows import asked_kernel
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.prompt_cache import PromptCache
+
+
+class StaticStep:
+    """One decoding step over a prompt cache of a fixed capacity.
+
+    Parameters
+    ----------
+    cache : its rows behind those that are filled are set to zero: a hidden number must still be one.
+    """
+
+    def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._token = torch.zeros((1, 1), dtype=torch.int64, device=decoder.device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=decoder.device)
+        self._row = _DeviceRow(self._position, cache.buffers[0].keys.shape[2], decoder.dtype)
+        self._memory = _buffers(cache)
+        length = cache.buffers[0].length
+        with torch.inference_mode():
+            for buffer in cache.buffers:
+                buffer.keys[:, :, length:].zero_()
+                buffer.values[:, :, length:].zero_()
+
+    @property
+    def stands(self) -> bool:
+        """Whether the cache still has the buffers that this was made for, with room for one more row."""
+        same = all(one is other for one, other in zip(_buffers(self._cache), self._memory, strict=True))
+        return same and self._cache.buffers[0].length < self._row.capacity
+
+    @torch.inference_mode()
+    def give(self, token: int) -> None:
+        """Set the next step's token and position."""
+        self._token.fill_(token)
+        self._position.fill_(self._cache.buffers[0].length)
+
+    @torch.inference_mode()
+    def run(self) -> torch.Tensor:
+        """Compute the step that was given; float32 `[vocabulary]`. The cache's lengths are left as they were."""
+        length = self._cache.buffers[0].length
+        self._row.look()
+        self._cache.set_length(self._row.capacity)
+        self._cache.rows = self._row
+        try:
+            out = self._decoder.model(
+                input_ids=self._token,
+                position_ids=self._position[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                rows=self._row,
+                logits_to_keep=1,
+            )
+        finally:
+            self._cache.rows = None
+            self._cache.set_length(length)
+        logits: torch.Tensor = out.logits[0, -1].float()
+        return logits
+
+
+def _buffers(cache: PromptCache) -> list[torch.Tensor]:
+    return [side for buffer in cache.buffers for side in (buffer.keys, buffer.values)]
+
+
+class _DeviceRow:
+    """One row whose position only the device knows; stands in for `Rows` in a cache and in attention.
+
+    Attributes
+    ----------
+    positions : int64 `[1]`.
+    capacity : keys that attention goes over.
+    """
+
+    def __init__(self, positions: torch.Tensor, capacity: int, dtype: torch.dtype) -> None:
+        self.positions, self.capacity, self._dtype = positions, capacity, dtype
+        self._mask = torch.empty(0)
+
+    def look(self) -> None:
+        """Make the mask of the position as it is now: numbers, of which a kernel would make some for every layer."""
+        seen = torch.arange(self.capacity, device=self.positions.device) <= self.positions
+        self._mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attend with the row: `[1, heads, 1, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        kernel = asked_kernel("triton") if query.device.type == "cuda" else None
+        if kernel is not None:
+            return kernel(query, key, value, scale, self.positions)
+        _, heads, _, head_dim = query.shape
+        rows = query.reshape(1, key.shape[1], -1, head_dim)  # the heads of a group: each key is read once
+        mask = self._mask.expand(1, 1, rows.shape[2], -1)
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+        return out.reshape(1, heads, 1, value.shape[3])
