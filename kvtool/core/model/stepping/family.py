@@ -1,0 +1,270 @@
+"""What a model's modules compute for one token, read off the modules: norms, matrices, multipliers.
+
+A family is not known by name. A model fits if every module of its layers is one that is known here, and what cannot be
+seen from outside is tried: what a norm does with its weight, which function an MLP's gate is, how heads are rotated.
+Its first step is compared with the model's own in any case (`native`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from kvtool.core.model.quantised.matrix import Matrix, dense
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"}
+_DROPOUT = {"resid_attn_dropout", "resid_mlp_dropout"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
+_BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class Unfit(Exception):
+    """The model has no tape; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Rows `first` … of a matrix, and a bias float32 `[rows]`."""
+
+    matrix: Matrix
+    first: int
+    rows: int
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root mean square normalisation: its weight, float32, and what is added to the mean."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer.
+
+    Attributes
+    ----------
+    before : norms in front of attention and MLP; `after`: behind them. None where there is none.
+    head_norms : of queries and keys; as long as a head, or as all heads.
+    rotary : how many numbers of a head are rotated; 0: none.
+    scale : of the scores.
+    residual : what the outputs of attention and MLP are multiplied by.
+    """
+
+    before: tuple[Norm | None, Norm | None]
+    after: tuple[Norm | None, Norm | None]
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+    head_norms: tuple[Norm, Norm] | None
+    rotary: int
+    scale: float
+    gate: Linear
+    up: Linear
+    down: Linear
+    residual: float
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All its products."""
+        return (self.query, self.key, self.value, self.out, self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A whole model.
+
+    Attributes
+    ----------
+    embedding : what a token's embedding is multiplied by; `logits`: what the logits are.
+    activation : "silu" or "gelu_tanh".
+    """
+
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Linear
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: str
+    embedding: float
+    logits: float
+
+
+def family_of(decoder: Decoder) -> Family:
+    """Read a model.
+
+    Raises
+    ------
+    Unfit : it computes something that is not known here.
+    """
+    base, config = decoder.base, decoder.config
+    if decoder.device != "cpu" or decoder.dtype not in _CLOSE:
+        raise Unfit(f"{decoder.dtype} on {decoder.device}")
+    _known(base, _BASE)
+    rotaries = _rotaries(decoder)
+    layers = tuple(_layer(decoder, layer, rotary) for layer, rotary in zip(decoder.layers, rotaries, strict=True))
+    activations = {_activation(layer.mlp) for layer in decoder.layers}
+    if len(activations) != 1:
+        raise Unfit("different activations")
+    return Family(
+        layers=layers,
+        norm=_norm(base.norm),
+        head=_linear(decoder.model.get_output_embeddings()),
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        activation=activations.pop(),
+        embedding=float(getattr(base, "embedding_multiplier", 1.0)),
+        logits=1.0 / float(getattr(config, "logits_scaling", 1.0)),
+    )
+
+
+def hooked(decoder: Decoder) -> bool:
+    """Whether anyone listens to the model's modules just now: only its own forward would tell them."""
+    listened = (module for module in decoder.base.modules() if module._forward_hooks or module._forward_pre_hooks)
+    return next(listened, None) is not None
+
+
+def _layer(decoder: Decoder, layer: Any, rotary: int) -> Layer:
+    _known(layer, _LAYER | _DROPOUT)
+    attention, mlp, width = layer.self_attn, layer.mlp, decoder.head_dim
+    _known(attention, _ATTENTION)
+    _known(mlp, _MLP)
+    sizes = [count * width for count in (decoder.config.num_attention_heads, decoder.kv_heads, decoder.kv_heads)]
+    query, key, value = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes)
+    inner = decoder.config.intermediate_size
+    gate, up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"), [inner, inner])
+    before, after = _norms(layer)
+    return Layer(
+        before=before,
+        after=after,
+        query=query,
+        key=key,
+        value=value,
+        out=_linear(attention.o_proj),
+        head_norms=_head_norms(attention),
+        rotary=rotary,
+        scale=float(attention.scaling),
+        gate=gate,
+        up=up,
+        down=_linear(mlp.down_proj),
+        residual=float(getattr(layer, "residual_multiplier", 1.0)),
+    )
+
+
+def _known(module: Any, names: set[str]) -> None:
+    strange = sorted({name for name, _ in module.named_children()} - names)
+    if strange:
+        raise Unfit(f"{type(module).__name__} has {strange[0]}")
+
+
+def _norms(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | None, Norm | None]]:
+    """The norms before and behind attention and MLP: most families have the first kind, OLMo 2 the second."""
+    behind = getattr(layer, "post_feedforward_layernorm", None)
+    first = getattr(layer, "input_layernorm", None)
+    if first is not None and behind is None:
+        return (_norm(first), _norm(layer.post_attention_layernorm)), (None, None)
+    if first is None and behind is not None:
+        return (None, None), (_norm(layer.post_attention_layernorm), _norm(behind))
+    raise Unfit(f"{type(layer).__name__} has norms in other places")
+
+
+def _head_norms(attention: Any) -> tuple[Norm, Norm] | None:
+    query, key = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    return None if query is None or key is None else (_norm(query), _norm(key))
+
+
+def _norm(module: Any) -> Norm:
+    """A norm, with the weight that it multiplies by: some add one to what they keep."""
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or epsilon is None or getattr(module, "bias", None) is not None:
+        raise Unfit(f"{type(module).__name__} is no root mean square norm")
+    probe = torch.linspace(-2, 3, weight.numel(), dtype=weight.dtype)
+    given = module(probe).float()
+    wide = probe.float()
+    plain = wide * torch.rsqrt(wide.square().mean() + epsilon)
+    for factor in (weight.detach().float(), 1.0 + weight.detach().float()):
+        if torch.allclose(given, plain * factor, rtol=_CLOSE[weight.dtype], atol=_CLOSE[weight.dtype]):
+            return Norm(factor.contiguous(), float(epsilon))
+    raise Unfit(f"{type(module).__name__} is no root mean square norm")
+
+
+def _activation(mlp: Any) -> str:
+    """Which function the gate goes through, by what it gives."""
+    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    probe = torch.linspace(-6, 6, 49)
+    known: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": F.silu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
+    for name, expected in known.items():
+        if callable(function) and torch.allclose(function(probe), expected(probe), rtol=1e-5, atol=1e-6):
+            return name
+    raise Unfit(f"{type(mlp).__name__} has another activation")
+
+
+def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
+    """Several products of one input: matrices of their own, or rows of one matrix."""
+    if hasattr(module, fused):
+        whole = _linear(getattr(module, fused))
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        if sum(sizes) != whole.rows or whole.bias is not None:
+            raise Unfit(f"{fused} is cut otherwise")
+        return [Linear(whole.matrix, start, size, None) for start, size in zip(starts, sizes, strict=True)]
+    found = [_linear(getattr(module, name)) for name in names]
+    if [linear.rows for linear in found] != sizes:
+        raise Unfit(f"{names[0]} and its like have other sizes")
+    return found
+
+
+def _linear(module: Any) -> Linear:
+    matrix = matrix_of(module)
+    bias = getattr(module, "bias", None)
+    return Linear(matrix, 0, matrix.rows, None if bias is None else bias.detach().float().contiguous())
+
+
+def matrix_of(module: Any) -> Matrix:
+    """The weights of a linear layer as they are kept.
+
+    Raises
+    ------
+    Unfit : they are kept in a layout that only other code reads.
+    """
+    if type(module) is not torch.nn.Linear:
+        raise Unfit(f"{type(module).__name__} is no plain linear layer")
+    if module.weight.device.type != "cpu":
+        raise Unfit("its weights lie in oneDNN's own layout")
+    if module.weight.dtype not in _CLOSE:
+        raise Unfit(f"its weights are {module.weight.dtype}")
+    return dense(module.weight)
+
+
+def _rotaries(decoder: Decoder) -> list[int]:
+    """How many numbers of a head each layer rotates, if it does so in halves as is usual."""
+    table = decoder.rotary.table(torch.tensor([37]))
+    width, half = table.cos.shape[-1], table.cos.shape[-1] // 2
+    probe = torch.linspace(-1, 1, decoder.head_dim)[None, None, None]
+    turned = torch.cat([-probe[..., half:width], probe[..., :half]], -1)
+    halves = torch.cat([probe[..., :width] * table.cos + turned * table.sin, probe[..., width:]], -1)
+    found = []
+    for layer in range(len(decoder.layers)):
+        given = decoder.rotary.rotate(probe, table, layer)
+        if not torch.equal(given, probe) and not torch.allclose(given, halves, atol=1e-6):
+            raise Unfit("heads are not rotated in halves")
+        found.append(0 if torch.equal(given, probe) else width)
+    return found

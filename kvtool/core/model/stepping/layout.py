@@ -1,0 +1,218 @@
+"""A model's tape: which operation follows which, on what memory, and where its threads wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvtool.core.model.stepping.family import Family, Layer, Linear, Norm
+from kvtool.core.model.stepping.ir_heads import Heads
+from kvtool.core.model.stepping.ir_play import Code
+from kvtool.core.model.stepping.tape import Operation
+
+_LINE = 16  # floats of a cache line: what different threads write lies in lines of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some float32 numbers at an address; `stride`: bytes to those of the next thread, 0 if all share them."""
+
+    address: int
+    stride: int = 0
+
+    def __add__(self, numbers: int) -> Place:
+        return replace(self, address=self.address + 4 * numbers)
+
+
+class Buffers:
+    """The memory of one token on its way through a model, for at most `threads` threads.
+
+    Attributes
+    ----------
+    hidden : the residual stream. `normed`: what a norm made of it, each thread's own.
+    heads : queries, keys and values as they come out of their products. `head_norms`: normed, each thread's own.
+    queries : rotated and scaled. `attended`: what attention gives.
+    gate, up : of the MLP. `output`: of attention or MLP.
+    """
+
+    def __init__(self, family: Family, threads: int) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._threads = threads
+        queries = family.heads * family.head_dim
+        inner = max(layer.gate.rows for layer in family.layers)
+        self.hidden = self._shared(family.hidden)
+        self.logits = self._shared(family.head.rows)
+        self.normed = self._own(family.hidden)
+        self.heads = self._shared(queries + 2 * family.kv_heads * family.head_dim)
+        self.head_norms = self._own(queries + family.kv_heads * family.head_dim)
+        self.queries = self._shared(queries)
+        self.attended = self._shared(queries)
+        self.gate = self._shared(inner)
+        self.up = self._shared(inner)
+        self.output = self._shared(family.hidden)
+
+    def _shared(self, count: int) -> Place:
+        self.tensors.append(torch.zeros(count))
+        return Place(self.tensors[-1].data_ptr())
+
+    def _own(self, count: int) -> Place:
+        rows = -(-count // _LINE) * _LINE
+        self.tensors.append(torch.zeros(self._threads, rows))
+        return Place(self.tensors[-1].data_ptr(), 4 * rows)
+
+
+def code_of(family: Family, cache: str) -> Code:
+    """What a model's code is made for; `cache`: "float32" or "bfloat16"."""
+    linears = [family.head, *(linear for layer in family.layers for linear in layer.linears)]
+    rotaries = frozenset(layer.rotary for layer in family.layers)
+    normed = any(_by_head(layer, family.head_dim) for layer in family.layers)
+    heads = Heads(family.head_dim, family.heads // family.kv_heads, normed, cache)
+    return Code(heads, frozenset(linear.matrix.kind for linear in linears), rotaries, family.activation)
+
+
+def _by_head(layer: Layer, head_dim: int) -> bool:
+    """Whether queries and keys are normed head by head."""
+    return layer.head_norms is not None and layer.head_norms[0].weight.numel() == head_dim
+
+
+def lay_out(family: Family, buffers: Buffers) -> list[Operation]:
+    """Lay out the tape from the embedding in `hidden` to `logits`.
+
+    Keys, values and the memory of attention change with the cache: their addresses are 0 here.
+    """
+    layout = _Layout(family, buffers)
+    for layer in family.layers:
+        layout.attention(layer)
+        layout.mlp(layer)
+    layout.logits()
+    return layout.tape
+
+
+class _Layout:
+    """A tape that grows at its end."""
+
+    def __init__(self, family: Family, buffers: Buffers) -> None:
+        self._family, self._buffers = family, buffers
+        self.tape: list[Operation] = []
+
+    def attention(self, layer: Layer) -> None:
+        """Norm, queries, keys and values, attention, output."""
+        buffers = self._buffers
+        entry, out = self._entry(layer.before[0]), buffers.heads
+        for linear in (layer.query, layer.key, layer.value):
+            self._product(linear, entry, out)
+            out += linear.rows
+        self._wait()
+        self._heads(layer)
+        self._wait()
+        self._attend()
+        self._product(layer.out, buffers.attended, buffers.output)
+        self._add(layer, layer.after[0])
+
+    def mlp(self, layer: Layer) -> None:
+        """Norm, gate and up, down."""
+        buffers = self._buffers
+        entry = self._entry(layer.before[1])
+        self._product(layer.gate, entry, buffers.gate)
+        self._product(layer.up, entry, buffers.up)
+        self._append("gate", x=buffers.up.address, y=buffers.gate.address, count=layer.gate.rows)
+        self._wait()
+        self._product(layer.down, buffers.gate, buffers.output)
+        self._add(layer, layer.after[1])
+
+    def logits(self) -> None:
+        """The last norm and the LM head."""
+        family, buffers = self._family, self._buffers
+        self._norm(family.norm, buffers.hidden, buffers.normed)
+        self._product(family.head, buffers.normed, buffers.logits)
+        if family.logits != 1.0:
+            self._blend(buffers.logits, buffers.logits, family.head.rows, family.logits, 0.0)
+
+    def _entry(self, norm: Norm | None) -> Place:
+        """Where attention or an MLP finds its input."""
+        if norm is None:
+            return self._buffers.hidden
+        self._norm(norm, self._buffers.hidden, self._buffers.normed)
+        return self._buffers.normed
+
+    def _heads(self, layer: Layer) -> None:
+        """Queries and keys, normed and rotated; keys and values into the cache."""
+        family, buffers, norms = self._family, self._buffers, layer.head_norms
+        queries, keys = buffers.heads, buffers.heads + layer.query.rows
+        values = keys + layer.key.rows
+        by_head = _by_head(layer, family.head_dim)
+        if norms is not None and not by_head:
+            own = buffers.head_norms
+            self._norm(norms[0], queries, own)
+            self._norm(norms[1], keys, own + layer.query.rows)
+            queries, keys = own, own + layer.query.rows
+        weights = [norm.weight.data_ptr() if by_head else 0 for norm in norms or ()] or [0, 0]
+        epsilon = norms[0].epsilon if norms is not None else 0.0
+        shared = {"epsilon": epsilon}
+        self._append(
+            "queries",
+            f"queries_{layer.rotary}",
+            **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], **shared},
+            **{"y": buffers.queries.address, "heads": family.heads, "scale": layer.scale},
+        )
+        self._append(
+            "keys",
+            f"keys_{layer.rotary}",
+            **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], **shared},
+            **{"values": values.address, "heads": family.kv_heads, **_CACHE},
+        )
+
+    def _attend(self) -> None:
+        family, buffers = self._family, self._buffers
+        parts = {"parts": 0, "blocks": 0}
+        self._append("attend", x=buffers.queries.address, heads=family.kv_heads, **parts, **_CACHE)
+        self._wait()
+        self._append("combine", y=buffers.attended.address, heads=family.heads, **parts)
+        self._wait()
+
+    def _norm(self, norm: Norm, x: Place, y: Place) -> None:
+        places = {"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride}
+        self._append("norm", **places, weight=norm.weight.data_ptr(), count=norm.weight.numel(), epsilon=norm.epsilon)
+
+    def _product(self, linear: Linear, x: Place, y: Place) -> None:
+        """A product into the numbers from `y` on, and its bias."""
+        matrix = linear.matrix
+        weights = {name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "mins")}
+        rows = {"first": linear.first, "rows": linear.rows, "columns": matrix.columns}
+        out = y + -linear.first  # the code counts from the matrix's first row
+        self._append(
+            "product",
+            f"multiply_{matrix.kind}",
+            **weights,
+            **rows,
+            x=x.address,
+            x_stride=x.stride,
+            y=out.address,
+        )
+        if linear.bias is not None:
+            self._blend(Place(linear.bias.data_ptr()), y, linear.rows, 1.0, 1.0)
+
+    def _blend(self, x: Place, y: Place, count: int, a: float, b: float) -> None:
+        self._append("blend", x=x.address, x_stride=x.stride, y=y.address, count=count, a=a, b=b)
+
+    def _add(self, layer: Layer, norm: Norm | None) -> None:
+        """The output of attention or an MLP, onto the residual stream."""
+        buffers, source = self._buffers, self._buffers.output
+        if norm is not None:
+            self._wait()
+            source = buffers.normed
+            self._norm(norm, buffers.output, source)
+        self._blend(source, buffers.hidden, self._family.hidden, 1.0, layer.residual)
+        self._wait()
+
+    def _append(self, kind: str, code: str = "", **values: int | float) -> None:
+        self.tape.append(Operation(code or kind, kind, values))
+
+    def _wait(self) -> None:
+        """All threads wait for each other behind what stands last."""
+        self.tape[-1] = replace(self.tape[-1], barrier=True)
+
+
+_CACHE: Mapping[str, int] = {"key_cache": 0, "value_cache": 0, "capacity": 0}

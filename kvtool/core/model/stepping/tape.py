@@ -1,0 +1,102 @@
+"""A token's computation as a tape: a list of operations over buffers that one compiled function plays from end to end.
+
+All threads play the same tape side by side. An operation deals its rows out among them by their number; a barrier
+stands behind it where a later one reads what other threads wrote. What every thread computes for itself (a norm, whose
+sum is shorter than a barrier is long) lies in memory of its own, `stride` bytes behind that of the thread before.
+
+An operation is 16 words of 8 bytes: the address of its code, whether a barrier stands behind it, then its fields.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+WORDS = 16
+BLOCK = 128  # keys that one thread attends to at a time, for all heads that share them
+UNIT = 16  # rows that are not dealt out to different threads: their results share a cache line
+HEADROOM = 16  # floats before the sums of one block: its largest score, and the sum of its weights
+
+# What an operation is told, in the order of its words. Strides are bytes from one thread's memory to the next one's.
+FIELDS: Mapping[str, Mapping[str, str]] = {
+    # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on
+    "product": {
+        **dict.fromkeys(("data", "scales", "mins"), "ptr"),
+        **{"x": "ptr", "x_stride": "i64", "y": "ptr", "first": "i64", "rows": "i64", "columns": "i64"},
+    },
+    # y = x / √(mean(x²) + ε) · weight, by every thread
+    "norm": {
+        **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "y": "ptr", "y_stride": "i64"},
+        **{"count": "i64", "epsilon": "float"},
+    },
+    # y = a · y + b · x
+    "blend": {"x": "ptr", "x_stride": "i64", "y": "ptr", "count": "i64", "a": "float", "b": "float"},
+    # y = act(y) · x
+    "gate": {"x": "ptr", "y": "ptr", "count": "i64"},
+    # y = scaled, rotated, normed x for each head
+    "queries": {
+        **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "y": "ptr", "heads": "i64"},
+        **{"scale": "float"},
+    },
+    # the same of the keys, and the values, into the last row of the cache
+    "keys": {
+        **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "values": "ptr", "heads": "i64"},
+        **{"key_cache": "ptr", "value_cache": "ptr", "capacity": "i64"},
+    },
+    # the sums of each block of keys, and of each head
+    "attend": {
+        **{"x": "ptr", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "heads": "i64"},
+        **{"parts": "ptr", "blocks": "i64"},
+    },
+    # y = those of all blocks together
+    "combine": {"parts": "ptr", "blocks": "i64", "y": "ptr", "heads": "i64"},
+}
+# What the tape is played with.
+CONTEXT: Mapping[str, str] = {
+    **{"operations": "ptr", "count": "i64", "barrier": "ptr", "number": "ptr", "threads": "ptr"},
+    **{"length": "i64", "cos": "ptr", "sin": "ptr"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation.
+
+    Attributes
+    ----------
+    code : name of the compiled function. `kind`: whose fields it takes, one of FIELDS.
+    barrier : whether the threads wait for each other behind it.
+    values : by field; pointers as addresses.
+    """
+
+    code: str
+    kind: str
+    values: Mapping[str, int | float]
+    barrier: bool = False
+
+
+def encode(operations: list[Operation], codes: Mapping[str, int]) -> np.ndarray:
+    """Write a tape as int64 `[operations, WORDS]`; `codes`: the address of each compiled function."""
+    tape = np.zeros((len(operations), WORDS), np.int64)
+    for row, operation in zip(tape, operations, strict=True):
+        row[0], row[1] = codes[operation.code], operation.barrier
+        fields = FIELDS[operation.kind]
+        if fields.keys() != operation.values.keys():
+            raise ValueError(f"{operation.kind} takes {', '.join(fields)}")
+        row[2 : 2 + len(fields)] = [_word(kind, operation.values[name]) for name, kind in fields.items()]
+    return tape
+
+
+def word(kind: str, field: str) -> int:
+    """The place of a field among its operation's words."""
+    return 2 + list(FIELDS[kind]).index(field)
+
+
+def _word(kind: str, value: int | float) -> int:
+    if kind == "float":
+        (bits,) = struct.unpack("<i", struct.pack("<f", value))
+        return int(bits)
+    return int(value)
