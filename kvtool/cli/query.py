@@ -197,6 +197,8 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
     )
+    said = reply.generated
+    run.out.detail(f"{said.steps} more tokens in {said.milliseconds:.0f} ms ({said.stepper})")
     _show_stream(run, reply)
     if reply.explained:
         show_explained(run.out, reply)

@@ -13,6 +13,7 @@ from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.model import stepping
 from kvtool.core.model.generate import Generated, Sampling, begin, first_token, generate, stop_ids
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
@@ -72,6 +73,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
         shared = case("llama")
+        monkeypatch.setattr(stepping, "engine_of", lambda _: "the model's own forward is to say them")
         fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
         rest = iter([*ids[1:], *[1] * 100])
         real = shared.decoder.model.forward

@@ -13,6 +13,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.stepping import stepper_for
+from kvtool.core.model.stepping.engines import prepare
 
 OnText = Callable[[str], None]
 
@@ -35,12 +36,15 @@ class Generated:
     ids : its token ids, without the end token.
     end : the end token; None where the answer was cut off at its longest.
     milliseconds : how long it took after the first token.
+    steps : how many tokens were computed in that time. `stepper`: how, with the reason where it is not in machine code.
     """
 
     text: str
     ids: Ids
     end: int | None
     milliseconds: float
+    steps: int = 0
+    stepper: str = ""
 
     @property
     def script(self) -> Ids:
@@ -55,6 +59,11 @@ def stop_ids(decoder: Decoder) -> set[int]:
     ids = set(stated) if isinstance(stated, list) else {stated}
     ids.add(getattr(decoder.loaded.tokenizer, "eos_token_id", None))
     return {token for token in ids if isinstance(token, int)}
+
+
+def make_ready(decoder: Decoder) -> None:
+    """Begin to make what `generate` decodes with, beside whatever comes next."""
+    prepare(decoder)
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
@@ -92,14 +101,15 @@ def generate(
     known = [first, *more]
     for token in known:
         text.add(token)
-    stepper = stepper_for(decoder, cache)
-    for _ in range(sampling.max_tokens - len(known)):
-        if text.ended_by is not None:
-            break
+    stepper, steps = stepper_for(decoder, cache), 0
+    while text.ended_by is None and len(known) + steps < sampling.max_tokens:
         token = next_token(stepper.step(token), sampling)
         text.add(token)
+        steps += 1
     text.end()
-    return Generated(text.text, tuple(text.ids), text.ended_by, (time.perf_counter() - started) * 1e3)
+    milliseconds = (time.perf_counter() - started) * 1e3
+    how = f"{stepper.name}: {stepper.why}" if stepper.why else stepper.name
+    return Generated(text.text, tuple(text.ids), text.ended_by, milliseconds, steps, how)
 
 
 @dataclass(frozen=True, slots=True)

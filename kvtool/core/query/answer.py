@@ -15,7 +15,7 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
@@ -63,6 +63,7 @@ def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text:
         if selector.uses_cache and not options.force:
             session.check_gate()
         streamed = _fetch(session, asked, options, selector)
+        make_ready(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, streamed, selector, options)
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
@@ -219,6 +220,7 @@ def _reply(
             "device": session.decoder.device,
             "dtype": session.identity.dtype,
             "model": session.identity.model,
+            "stepper": said.stepper,
         },
     )
 

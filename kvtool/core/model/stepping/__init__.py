@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
+from kvtool.core.model.stepping.engines import engine_of
+from kvtool.core.model.stepping.family import hooked
+from kvtool.core.model.stepping.native import NativeStepper
 from kvtool.core.model.stepping.plain import TorchStepper
 
 if TYPE_CHECKING:
@@ -26,11 +29,15 @@ class Stepper(Protocol):
 
     Attributes
     ----------
-    name : how a step is computed, as timings and `--verbose` say it.
+    name : how steps are computed: "native", "torch".
+    why : the reason, where it is not the fastest way that there is.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
 
     def step(self, token: int) -> torch.Tensor:
         """Append one token to the cache; the logits behind it, float32 `[vocabulary]`, on the model's device.
@@ -41,6 +48,11 @@ class Stepper(Protocol):
 
 def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
     """Make the fastest stepper that a model has on its device."""
+    if hooked(decoder):
+        return TorchStepper(decoder, cache, "someone listens to the model's layers")
     if decoder.device.startswith("cuda"):
         return CudaGraphStepper(decoder, cache)
-    return TorchStepper(decoder, cache)
+    engine = engine_of(decoder)
+    if isinstance(engine, str):
+        return TorchStepper(decoder, cache, engine)
+    return NativeStepper(decoder, engine, cache)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtool.core.model.quantised.ir_product import fma
+from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.stepping.ir_common import (
     arithmetic,
     constant,
@@ -192,9 +192,7 @@ def _most(body: Body, blocks: str, slot: Callable[[str], str]) -> str:
     return top
 
 
-def _join(
-    body: Body, lanes: int, dim: int, blocks: str, slot: Callable[[str], str], top: str, out: str
-) -> None:
+def _join(body: Body, lanes: int, dim: int, blocks: str, slot: Callable[[str], str], top: str, out: str) -> None:
     kind, places = vector(lanes, "float"), range(0, dim, lanes)
     loop = Loop(body, blocks, [("float", "0.0"), *[(kind, "zeroinitializer")] * len(places)])
     here = slot(loop.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 
-from kvtool.core.model.quantised.ir_product import fma
+from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.stepping.tape import CONTEXT, FIELDS, UNIT
 from kvtool.core.native.ir import Body, Loop, splat, vector
 

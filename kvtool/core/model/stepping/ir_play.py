@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvtool.core.model.quantised import ir_product
+from kvtool.core.model.quantised import ir_codes
+from kvtool.core.model.quantised.ir_product import product
 from kvtool.core.model.stepping import ir_attention, ir_common, ir_heads, ir_rows
 from kvtool.core.model.stepping.ir_common import context, function
 from kvtool.core.model.stepping.ir_heads import Heads
@@ -38,8 +38,8 @@ class Code:
 
 def module(isa: Isa, code: Code) -> str:
     """The LLVM IR of all that a model's tape calls."""
-    parts = [ir_product.declarations(), ir_common.declarations()]
-    parts += [ir_product.product(isa, kind) + ir_rows.multiply(kind) for kind in sorted(code.kinds)]
+    parts = [ir_codes.declarations(), ir_common.declarations()]
+    parts += [product(isa, kind) + ir_rows.multiply(kind) for kind in sorted(code.kinds)]
     parts += [ir_rows.norm(isa), ir_rows.blend(isa), ir_rows.gate(isa, code.activation)]
     for rotary in sorted(code.rotaries):
         parts += [ir_heads.queries(isa, code.heads, rotary), ir_heads.keys(isa, code.heads, rotary)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtool.core.model.quantised.ir_product import fma
+from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.stepping.ir_common import (
     arithmetic,
     each,

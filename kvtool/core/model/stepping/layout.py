@@ -117,7 +117,7 @@ class _Layout:
         entry = self._entry(layer.before[1])
         self._product(layer.gate, entry, buffers.gate)
         self._product(layer.up, entry, buffers.up)
-        self._append("gate", x=buffers.up.address, y=buffers.gate.address, count=layer.gate.rows)
+        self._append("gate", {"x": buffers.up.address, "y": buffers.gate.address, "count": layer.gate.rows})
         self._wait()
         self._product(layer.down, buffers.gate, buffers.output)
         self._add(layer, layer.after[1])
@@ -150,52 +150,47 @@ class _Layout:
             queries, keys = own, own + layer.query.rows
         weights = [norm.weight.data_ptr() if by_head else 0 for norm in norms or ()] or [0, 0]
         epsilon = norms[0].epsilon if norms is not None else 0.0
-        shared = {"epsilon": epsilon}
-        self._append(
-            "queries",
-            f"queries_{layer.rotary}",
-            **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], **shared},
+        query = {
+            **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], "epsilon": epsilon},
             **{"y": buffers.queries.address, "heads": family.heads, "scale": layer.scale},
-        )
-        self._append(
-            "keys",
-            f"keys_{layer.rotary}",
-            **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], **shared},
+        }
+        key = {
+            **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], "epsilon": epsilon},
             **{"values": values.address, "heads": family.kv_heads, **_CACHE},
-        )
+        }
+        self._append("queries", query, f"queries_{layer.rotary}")
+        self._append("keys", key, f"keys_{layer.rotary}")
 
     def _attend(self) -> None:
         family, buffers = self._family, self._buffers
-        parts = {"parts": 0, "blocks": 0}
-        self._append("attend", x=buffers.queries.address, heads=family.kv_heads, **parts, **_CACHE)
+        self._append("attend", {"x": buffers.queries.address, "heads": family.kv_heads, **_PARTS, **_CACHE})
         self._wait()
-        self._append("combine", y=buffers.attended.address, heads=family.heads, **parts)
+        self._append("combine", {"y": buffers.attended.address, "heads": family.heads, **_PARTS})
         self._wait()
 
     def _norm(self, norm: Norm, x: Place, y: Place) -> None:
-        places = {"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride}
-        self._append("norm", **places, weight=norm.weight.data_ptr(), count=norm.weight.numel(), epsilon=norm.epsilon)
+        values = {
+            **{"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride},
+            **{"weight": norm.weight.data_ptr(), "count": norm.weight.numel(), "epsilon": norm.epsilon},
+        }
+        self._append("norm", values)
 
     def _product(self, linear: Linear, x: Place, y: Place) -> None:
         """A product into the numbers from `y` on, and its bias."""
         matrix = linear.matrix
-        weights = {name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "mins")}
-        rows = {"first": linear.first, "rows": linear.rows, "columns": matrix.columns}
         out = y + -linear.first  # the code counts from the matrix's first row
-        self._append(
-            "product",
-            f"multiply_{matrix.kind}",
-            **weights,
-            **rows,
-            x=x.address,
-            x_stride=x.stride,
-            y=out.address,
-        )
+        values = {
+            **{name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "mins")},
+            **{"x": x.address, "x_stride": x.stride, "y": out.address},
+            **{"first": linear.first, "rows": linear.rows, "columns": matrix.columns},
+        }
+        self._append("product", values, f"multiply_{matrix.kind}")
         if linear.bias is not None:
             self._blend(Place(linear.bias.data_ptr()), y, linear.rows, 1.0, 1.0)
 
     def _blend(self, x: Place, y: Place, count: int, a: float, b: float) -> None:
-        self._append("blend", x=x.address, x_stride=x.stride, y=y.address, count=count, a=a, b=b)
+        values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
+        self._append("blend", values)
 
     def _add(self, layer: Layer, norm: Norm | None) -> None:
         """The output of attention or an MLP, onto the residual stream."""
@@ -207,7 +202,7 @@ class _Layout:
         self._blend(source, buffers.hidden, self._family.hidden, 1.0, layer.residual)
         self._wait()
 
-    def _append(self, kind: str, code: str = "", **values: int | float) -> None:
+    def _append(self, kind: str, values: Mapping[str, int | float], code: str = "") -> None:
         self.tape.append(Operation(code or kind, kind, values))
 
     def _wait(self) -> None:
@@ -215,4 +210,5 @@ class _Layout:
         self.tape[-1] = replace(self.tape[-1], barrier=True)
 
 
+_PARTS: Mapping[str, int] = {"parts": 0, "blocks": 0}
 _CACHE: Mapping[str, int] = {"key_cache": 0, "value_cache": 0, "capacity": 0}

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 class TorchStepper:
-    """Steps by the model's own forward, hooks and all."""
+    """Steps by the model's own forward, hooks and all; `why` another stepper does not serve."""
 
     name = "torch"
 
-    def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
+    def __init__(self, decoder: Decoder, cache: PromptCache, why: str = "") -> None:
         self._decoder = decoder
         self._cache = cache
+        self.why = why
 
     def step(self, token: int) -> torch.Tensor:
         """Append one token; float32 `[vocabulary]`."""

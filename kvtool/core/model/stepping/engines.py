@@ -1,0 +1,72 @@
+"""One engine a model, made once: while a prompt is still being prefilled, or when it is first asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvtool.core.errors import UsageError
+from kvtool.core.model.stepping.family import Unfit
+from kvtool.core.model.stepping.native import Engine
+from kvtool.core.model.stepping.threads import openmp
+from kvtool.core.native.compiling import runnable
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+CHOICE = "KVTOOL_STEPPER"  # native or torch: how answers are decoded, whatever is faster
+_CHOICES = ("", "native", "torch")
+
+_engines: WeakKeyDictionary[Decoder, Future[Engine | str]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def prepare(decoder: Decoder) -> None:
+    """Begin to make a model's engine beside whatever comes next: 0.1 s of one core, most of it LLVM's."""
+    future, is_new = _future(decoder)
+    if is_new:  # no daemon: a process that ends waits for LLVM to be done
+        threading.Thread(target=_make, args=(decoder, future), name="kvtool-stepper").start()
+
+
+def engine_of(decoder: Decoder) -> Engine | str:
+    """Return a model's engine, or the reason why it has none."""
+    future, is_new = _future(decoder)
+    if is_new:
+        _make(decoder, future)
+    return future.result()
+
+
+def _future(decoder: Decoder) -> tuple[Future[Engine | str], bool]:
+    with _lock:
+        future = _engines.get(decoder)
+        if future is not None:
+            return future, False
+        return _engines.setdefault(decoder, Future()), True
+
+
+def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
+    try:
+        future.set_result(_made(decoder))
+    except BaseException as error:  # whoever waits for it is told
+        future.set_exception(error)
+
+
+def _made(decoder: Decoder) -> Engine | str:
+    asked, isas = os.environ.get(CHOICE, ""), runnable()
+    if asked not in _CHOICES:
+        raise UsageError(f"{CHOICE}={asked!r} is no way to decode", "native or torch")
+    if asked == "torch":
+        return f"{CHOICE} asks for it"
+    if not isas:
+        return "there is no machine code here"
+    if asked != "native" and openmp() is None and torch.get_num_threads() > 1:
+        return "torch's threads are out of reach here"
+    try:
+        return Engine(decoder, isas[0])
+    except (Unfit, AttributeError, ValueError, RuntimeError) as error:  # a module that is not what it seems
+        return str(error)
