@@ -58,6 +58,10 @@ class Codec(Protocol):
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]: ...
 
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
+        """Encode all layers of a chunk, from the first on: what `encode` makes of each."""
+        ...
+
     def decode(
         self,
         items: Sequence[Encoded],
@@ -87,6 +91,16 @@ class SelfContained:
 
     def __init__(self, level: str) -> None:
         self.level = level
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
+    ) -> Sequence[Payload]:
+        """The parts of one layer's record."""
+        raise NotImplementedError
+
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
+        """Encode all layers of a chunk, one by one."""
+        return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
 
     def decode(
         self,

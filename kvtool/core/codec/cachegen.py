@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
-from kvtool.core.codec import plain, transform
+from kvtool.core.codec import analysis, plain, transform
 from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, no_profiles
-from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.nested import NESTED, check_of, coarser
+from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
@@ -26,7 +25,7 @@ _PLAIN = tuple(PREDICTORS.values())
 _LEAST_SPREAD = 2**-10  # of the RMS: what means in bfloat16 leave over must not be hundreds of steps
 _LAYERS = 3  # of a model whose layers nobody knows: only the paper's thirds need them
 
-_NO_BASES: Mapping[str, Payload] = MappingProxyType({})
+_NO_BASES: Mapping[str, Any] = MappingProxyType({})
 
 
 class CacheGen:
@@ -40,6 +39,10 @@ class CacheGen:
     ) -> list[Payload]:
         """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
         return encode_nested(keys, values, layer, [self.level], profile)[self.level]
+
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
+        """Encode all layers of a chunk together."""
+        return encode_layers(range(len(kvs)), kvs, [self.level], profile, layers=len(kvs))[self.level]
 
     def decode(
         self,
@@ -114,49 +117,49 @@ def encode_nested(
     predictor: str = "auto",
     layers: int = _LAYERS,
 ) -> dict[str, list[Payload]]:
-    """Encode one layer at several nested levels.
+    """Encode one layer at several nested levels: `encode_layers` of one."""
+    below = {level: [base] for level, base in bases.items()}
+    made = encode_layers([layer], [(keys, values)], levels, profile, bases=below, predictor=predictor, layers=layers)
+    return {level: records[0] for level, records in made.items()}
+
+
+def encode_layers(
+    numbers: Sequence[int],
+    kvs: Sequence[LayerKV],
+    levels: Sequence[str],
+    profile: Profile | None = None,
+    *,
+    bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
+    predictor: str = "auto",
+    layers: int = _LAYERS,
+) -> dict[str, list[list[Payload]]]:
+    """Encode layers of one chunk at several nested levels.
 
     With a profile a level refines the next coarser one where that is among `levels` or `bases`, so that both together
     take hardly more than the finer alone.
 
     Parameters
     ----------
-    keys, values : `[kv_heads, tokens, head_dim]`.
-    bases : records of this layer at coarser levels that are stored already, made with this profile.
+    numbers, kvs : which layers, and keys and values of each, `[kv_heads, tokens, head_dim]`.
+    bases : records of these layers at coarser levels that are stored already, made with this profile.
     predictor : `auto`, `mean` or `anchor`: without a profile; `auto` takes the cheaper one for each side.
     layers : how many the model has.
 
     Returns
     -------
-    The parts of a record for each level.
+    For each level the parts of each layer's record.
     """
-    sides = _flat(keys, values)
-    if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
-        raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
     if profile is not None and predictor == "auto":
-        finest = transform.finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
-        made: dict[str, list[Payload]] = {level: [bases[level]] for level in bases}
-        for level in sorted(levels, key=NESTED.index, reverse=True):  # coarsest first: a finer one names it
-            base = made.get(coarser(level) or "")
-            made[level] = _transformed(profile, layer, level, finest, base, sides, keys.dtype).pack()
-        return {level: made[level] for level in levels}
-    return {level: _plain(level, layer, layers, sides, predictor, keys.dtype).pack() for level in levels}
-
-
-def _transformed(
-    profile: Profile,
-    layer: int,
-    level: str,
-    finest: transform.I16,
-    base: Sequence[Payload] | None,
-    sides: torch.Tensor,
-    dtype: torch.dtype,
-) -> Coded:
-    numbers = coarsened(finest, NESTED.index(level))
-    check = 0 if base is None else check_of(base)
-    coded = transform.pack(profile, layer, level, numbers, base is not None, check)
-    made = transform.sides_of(profile, layer, level, torch.from_numpy(numbers), [coded], dtype)
-    return replace(coded, errors=_errors(sides, made.float()))
+        below = {level: [[record] for record in records] for level, records in bases.items()}
+        return analysis.encode(profile, numbers, kvs, levels, below)
+    made: dict[str, list[list[Payload]]] = {level: [] for level in levels}
+    for layer, kv in zip(numbers, kvs, strict=True):
+        sides = _flat(*kv)
+        if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
+            raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
+        for level in levels:
+            made[level].append(_plain(level, layer, layers, sides, predictor, kv[0].dtype).pack())
+    return made
 
 
 def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: str, dtype: torch.dtype) -> Coded:

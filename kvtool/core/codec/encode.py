@@ -1,41 +1,40 @@
-"""One layer at several levels at once."""
+"""Layers of a chunk at several levels at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import torch
-
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Payload
-from kvtool.core.codec.cachegen import encode_nested
+from kvtool.core.codec.base import LayerKV, Payload
+from kvtool.core.codec.cachegen import encode_layers
 from kvtool.core.codec.levels import nested
 from kvtool.core.codec.profile import Profile
 
-_NO_BASES: Mapping[str, Payload] = MappingProxyType({})
+_NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
 
 
 def encode_levels(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layer: int,
+    numbers: Sequence[int],
+    kvs: Sequence[LayerKV],
     levels: Sequence[str],
     profile: Profile | None = None,
     *,
-    bases: Mapping[str, Payload] = _NO_BASES,
+    bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
     predictor: str = "auto",
     layers: int,
-) -> dict[str, Sequence[Payload]]:
-    """Encode one layer at several levels: nested ones together (see `encode_nested`), others one by one.
+) -> dict[str, list[Sequence[Payload]]]:
+    """Encode layers of one chunk at several levels: nested ones together (see `encode_layers`), others one by one.
 
     Returns
     -------
-    The parts of a record for each level.
+    For each level the parts of each layer's record.
     """
     together = nested(levels)
-    made: dict[str, Sequence[Payload]] = {}
+    made: dict[str, list[Sequence[Payload]]] = {}
     if together:
-        made |= encode_nested(keys, values, layer, together, profile, bases=bases, predictor=predictor, layers=layers)
-    alone = {level: CODECS[level].encode(keys, values, layer, profile) for level in levels if level not in made}
-    return made | alone
+        some = encode_layers(numbers, kvs, together, profile, bases=bases, predictor=predictor, layers=layers)
+        made.update({level: [*records] for level, records in some.items()})
+    for level in (level for level in levels if level not in made):
+        made[level] = [CODECS[level].encode(*kv, layer, profile) for layer, kv in zip(numbers, kvs, strict=True)]
+    return made

@@ -14,6 +14,7 @@ from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode, refine
 from kvtool.core.codec.payload import Coded, Escapes, in_form
 from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.sides.products import torch_is_faster
 
 _FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 
@@ -51,8 +52,8 @@ class HostNumbers:
 
     @classmethod
     def of(cls, shape: tuple[int, int], dtype: str, nested: bool) -> HostNumbers:
-        """Numbers that become a tensor of this dtype; only int16 can be refined (`nested`)."""
-        if dtype in _FLOAT_FORMS and not nested:
+        """Numbers that become a tensor of this dtype; only int16 can be refined (`nested`) or multiplied here."""
+        if dtype in _FLOAT_FORMS and not nested and torch_is_faster(DTYPES[dtype]):
             return cls(torch.empty(shape, dtype=DTYPES[dtype]), _FLOAT_FORMS[dtype])
         return cls(torch.zeros(shape, dtype=torch.int16))  # a finer level codes more columns than its base
 

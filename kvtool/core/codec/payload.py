@@ -102,9 +102,9 @@ class Escapes:
     def pack(self) -> list[Payload]:
         """The parts as they stand in a record."""
         return [
-            self.places.astype("<u4").tobytes(),
-            self.placed.astype("<i2").tobytes(),
-            self.marked.astype("<i2").tobytes(),
+            part.astype(dtype).tobytes()
+            for part, dtype in ((self.places, _U32), (self.placed, _I16), (self.marked, _I16))
+            if len(part)
         ]
 
     def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
@@ -245,7 +245,7 @@ def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
 
 
 def _stream_parts(stream: Stream) -> list[Payload]:
-    return [stream.words.astype("<u2").tobytes(), stream.states.astype("<u4").tobytes()]
+    return [stream.words.astype(_U16, copy=False).tobytes(), stream.states.astype(_U32, copy=False).tobytes()]
 
 
 class _Cut:

@@ -18,8 +18,9 @@ import torch
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import Decoding, decode
-from kvtool.core.codec.entropy.encoder import encode, to_symbols
+from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.codec.entropy.symbols import to_symbols
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
@@ -141,7 +142,7 @@ def bits(side: Side) -> float:
         if rows is not None and rows.size:
             chosen = choose_tables(rows, tables)
             symbols, escapes = to_symbols(rows, in_order(chosen, tables))
-            total += float(tables.costs[chosen[None], symbols].sum()) + 16 * escapes
+            total += float(tables.costs[chosen[None], symbols].sum()) + 16 * len(escapes)
     return total
 
 
@@ -158,10 +159,10 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
     for part in parts:
         chosen = choose_tables(part, tables)
         columns = in_order(chosen, tables)
-        symbols, _ = to_symbols(part, columns)
+        symbols, escapes = to_symbols(part, columns)
         streams.append(encode(symbols, columns))
         ids.append(chosen.astype(np.uint8).tobytes())
-        marked.append(part[symbols == ESCAPE])
+        marked.append(escapes)
     return Coded(
         predictors=(sides[0].predictor, sides[1].predictor),
         level=level,

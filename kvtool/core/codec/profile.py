@@ -18,7 +18,9 @@ from kvtool.core.codec.entropy.columns import Columns, columns_of
 from kvtool.core.codec.entropy.tables import TableSet
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.sides.products import Weights
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.ir_product import Tile
 
 FORMAT = 1
 DIGEST_BYTES = 16
@@ -37,11 +39,13 @@ class CodedColumns:
     alone : columns of a record that stands alone.
     fine : columns of a record that refines the next coarser level; None: there is none.
     widths : how many columns each group has, its first ones: K's groups, then V's.
+    others : first columns of the blocks that are not coded, int32.
     """
 
     alone: Columns
     fine: Columns | None
     widths: tuple[int, ...]
+    others: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +115,8 @@ class Profile:
             fine = None
             if at < len(self.fine_ids):
                 fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
-            coded = CodedColumns(alone, fine, tuple(widths.tolist()))
+            others = np.setdiff1d(self.layout.places(), places)
+            coded = CodedColumns(alone, fine, tuple(widths.tolist()), others)
             self._coded[level, layer] = coded
         return coded
 
@@ -141,6 +146,31 @@ class Profile:
             backward = bases.to(device), means.to(device)
             self._backward[key] = backward
         return backward
+
+    def forward_weights(self, layer: int, tile: Tile) -> Weights:
+        """`forward` and means, as a kernel with such tiles takes them. Raises DamagedError where there is none."""
+        key = (layer, tile)
+        weights = self._laid.get(key)
+        if weights is None:
+            groups, size = self.layout.groups, self.layout.size
+            matrices, means = self.forward(layer).flatten(0, 1), self.means[layer].reshape(SIDES * groups, size)
+            weights = self._laid[key] = Weights.of(list(matrices), means, tile)
+        return weights
+
+    def backward_weights(self, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
+        """`backward` of the columns that a level codes, rounded to `dtype`, as a kernel with such tiles takes it."""
+        key = (layer, level, dtype, tile)
+        weights = self._laid.get(key)
+        if weights is None:
+            bases, means = (part.flatten(0, 1) for part in self.backward(layer, level, dtype))
+            widths = self.coded(level, layer).widths
+            matrices = [basis[:width] for basis, width in zip(bases, widths, strict=True)]
+            weights = self._laid[key] = Weights.of(matrices, means, tile)
+        return weights
+
+    @cached_property
+    def _laid(self) -> dict[tuple[object, ...], Weights]:
+        return {}
 
     @cached_property
     def _coded(self) -> dict[tuple[str, int], CodedColumns]:

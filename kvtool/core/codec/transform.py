@@ -1,4 +1,4 @@
-"""Transformed records: a profile's coefficients as whole numbers, one stream a layer."""
+"""Transformed records, decoded: a profile's coefficients as whole numbers, one stream a layer; encoded: analysis.py."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy.columns import Columns
-from kvtool.core.codec.entropy.encoder import encode, to_symbols
-from kvtool.core.codec.entropy.tables import ESCAPE
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.nested import NESTED, check_of
 from kvtool.core.codec.numbers import HostNumbers, Numbers
-from kvtool.core.codec.payload import MOST_NUMBER, Coded, Escapes, Predictor
-from kvtool.core.codec.profile import CodedColumns, Profile
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.payload import MOST_NUMBER, Coded, Predictor
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import DTYPES, NAMES
+from kvtool.core.codec.sides import products
+from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.errors import DamagedError
 
 I16 = npt.NDArray[np.int16]
-_BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
+BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 
 
 def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
-    """Numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`.
+    """Numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`; by torch.
 
     `means` and `forward` are those of the profile at this layer.
     """
@@ -43,59 +42,6 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
     return out
 
 
-def pack(profile: Profile, layer: int, level: str, numbers: I16, refine: bool, base_check: int = 0) -> Coded:
-    """A record of a level's numbers `[tokens, stride]`, alone or as what the coarser level lacks. States no error.
-
-    Parameters
-    ----------
-    base_check : `check_of` the coarser level's record.
-    """
-    coded = profile.coded(level, layer)
-    marked = np.empty(0, np.int16)
-    if refine and coded.fine is not None:
-        taken = _taken(profile.layout, coded, numbers)
-        symbols, contexts = whole.refinement(taken, whole.coarsened(taken))
-        stream = encode(symbols, coded.fine, contexts)
-    else:
-        symbols, escapes = to_symbols(numbers, coded.alone)
-        stream = encode(symbols, coded.alone)
-        if escapes:
-            rows, which = np.divmod(np.flatnonzero(symbols == ESCAPE), symbols.shape[1])
-            marked = numbers[rows, coded.alone.numbers[which]]
-    places = _outside(profile.layout, coded, numbers)
-    return Coded(
-        predictors=_BOTH,
-        level=NESTED.index(level) + 1,
-        base=NESTED.index(level) + 2 if refine else 0,
-        tokens=len(numbers),
-        columns=len(coded.alone),
-        streams=(stream,),
-        escapes=Escapes(places.astype(np.uint32), numbers.reshape(-1)[places], marked),
-        profile=profile.digest,
-        base_check=base_check,
-    )
-
-
-def _taken(layout: Layout, coded: CodedColumns, numbers: I16) -> I16:
-    """The columns that are coded, side by side."""
-    if len(coded.alone) == layout.stride:
-        return numbers
-    starts = range(0, layout.stride, layout.padded)
-    return np.concatenate([numbers[:, at : at + width] for at, width in zip(starts, coded.widths, strict=True)], 1)
-
-
-def _outside(layout: Layout, coded: CodedColumns, numbers: I16) -> npt.NDArray[np.int64]:
-    """Flat places, ascending, of the numbers other than 0 in the other columns."""
-    places = [np.empty(0, np.int64)]
-    for group, width in enumerate(coded.widths):
-        first, end = group * layout.padded + width, (group + 1) * layout.padded
-        rest = numbers[:, first:end]
-        if rest.any():
-            rows, columns = np.nonzero(rest)
-            places.append(rows * layout.stride + first + columns)
-    return np.sort(np.concatenate(places))
-
-
 def sides_of(
     profile: Profile, layer: int, level: str, numbers: torch.Tensor, records: Sequence[Coded], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -104,17 +50,29 @@ def sides_of(
     `numbers` are int16, or of this dtype.
     """
     layout = profile.layout
-    back, means = profile.backward(layer, level, dtype, numbers.device)
-    wide = numbers.to(dtype)
     out = torch.empty((SIDES, len(numbers), layout.groups, layout.size), dtype=dtype, device=numbers.device)
+    by = None if numbers.is_cuda or products.torch_is_faster(dtype) else products.backward_by(layout, dtype)
+    if by is not None and len(numbers):
+        weights, widths = profile.backward_weights(layer, level, dtype, by.tile), profile.coded(level, layer).widths
+        products.sides_of(layout, by, [weights], [widths], numbers.numpy()[None], out[None])
+    else:
+        sides_by_torch(profile, layer, level, numbers, out)
+    add_outside(profile, layer, level, records, out)
+    return out.view(SIDES, -1, layout.channels)
+
+
+def sides_by_torch(profile: Profile, layer: int, level: str, numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """In the format that is fast here, with weights rounded to the output's."""
+    layout = profile.layout
+    dtype = DTYPES[product_dtype(NAMES[out.dtype], out.device.type)]
+    back, means = (part.to(dtype) for part in profile.backward(layer, level, out.dtype, out.device))
+    wide = numbers.to(out.dtype).to(dtype)
     widths = profile.coded(level, layer).widths
     for side in range(SIDES):
         for group in range(layout.groups):
             start, width = layout.start(side, group), widths[side * layout.groups + group]
             taken = wide[:, start : start + width]
-            torch.addmm(means[side, group], taken, back[side, group, :width], out=out[side, :, group])
-    _add_outside(layout, back, widths, records, out)
-    return out.view(SIDES, -1, layout.channels)
+            out[side, :, group] = torch.addmm(means[side, group], taken, back[side, group, :width])
 
 
 def decode(
@@ -169,7 +127,7 @@ def _fitting(profile: Profile, columns: Columns | None, records: Sequence[Coded]
     """The columns, if all records are theirs."""
     fits = columns is not None and all(
         coded.columns == len(columns)
-        and coded.predictors == _BOTH
+        and coded.predictors == BOTH
         and coded.profile == profile.digest
         and coded.level == records[0].level
         and not (columns.refines and len(coded.escapes.marked))
@@ -190,22 +148,18 @@ def _base_of(coded: Coded, item: Encoded) -> tuple[Coded, Encoded]:
     return base, item.base
 
 
-def _add_outside(
-    layout: Layout,
-    back: torch.Tensor,
-    widths: Sequence[int],
-    records: Sequence[Coded],
-    out: torch.Tensor,
-) -> None:
-    """Add the escapes that stand in columns which are not coded: few, so each is a row of the basis."""
+def add_outside(profile: Profile, layer: int, level: str, records: Sequence[Coded], out: torch.Tensor) -> None:
+    """Add to sides `[2, tokens, groups, size]` of some records, end to end, the escapes that stand in columns which are
+    not coded: few, so each is a row of the basis."""
+    if not any(len(coded.escapes.places) for coded in records):
+        return
+    layout, widths = profile.layout, np.asarray(profile.coded(level, layer).widths)
+    back, _ = profile.backward(layer, level, out.dtype, out.device)
     first = 0
     for coded in records:
-        if not len(coded.escapes.places):
-            first += coded.tokens
-            continue
         rows, columns = np.divmod(coded.escapes.places.astype(np.int64), layout.stride)
         group, within = np.divmod(columns, layout.padded)
-        outside = within >= np.asarray(widths)[group]
+        outside = within >= widths[group]
         for number in np.unique(group[outside]):
             here = outside & (group == number)
             side, part = divmod(int(number), layout.groups)

@@ -58,11 +58,9 @@ class LevelScheme:
     layers: int = 1
 
     def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
-        keys, values = kv
-        made = encode_levels(
-            keys, values, layer, [self.level], self.profile, predictor=self.predictor, layers=self.layers
-        )
-        payload = b"".join(made[self.level])
+        keys, _ = kv
+        made = encode_levels([layer], [kv], [self.level], self.profile, predictor=self.predictor, layers=self.layers)
+        payload = b"".join(made[self.level][0])
         kv_heads, tokens, head_dim = keys.shape
         item = Encoded(payload, (kv_heads, tokens, head_dim), NAMES[keys.dtype])
         return CODECS[self.level].decode([item], layer, self._profiles)[0], len(payload) + OVERHEAD_BYTES

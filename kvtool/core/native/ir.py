@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_ALIGNMENT = {"i8": 1, "half": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "ptr": 8}
+_ALIGNMENT = {"i8": 1, "half": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Payload
+from kvtool.core.codec.base import LayerKV, Payload
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
@@ -83,15 +83,14 @@ def make(
 
 def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
     """Encode keys and values as records, one a layer."""
-    codec = CODECS[level]
-    return [
-        sealed(chunk_id, kv, level, layer, codec.encode(kv.keys[layer], kv.values[layer], layer, profile))
-        for layer in range(len(kv.keys))
-    ]
+    kvs: list[LayerKV] = list(zip(kv.keys, kv.values, strict=True))
+    payloads = CODECS[level].encode_layers(kvs, profile)
+    return [sealed(chunk_id, kvs[layer], level, layer, payload) for layer, payload in enumerate(payloads)]
 
 
-def sealed(chunk_id: bytes, kv: ChunkKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
+def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
     """Put one layer's record around what a codec made of it."""
-    _, kv_heads, tokens, head_dim = kv.keys.shape
-    header = KVHeader(NAMES[kv.keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
+    keys, _ = kv
+    kv_heads, tokens, head_dim = keys.shape
+    header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
     return encode_record(chunk_id, header, payload)

@@ -10,7 +10,7 @@ import torch
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles
+from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles
 from kvtool.core.codec.levels import exact
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.prefill import ChunkKV
@@ -108,9 +108,16 @@ def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, la
 def read_chunk(
     store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
 ) -> ChunkKV:
-    """Read all layers of a chunk as tensors. Raises DamagedError."""
-    sides = [
+    """Read all layers of a chunk as tensors, each side in one piece. Raises DamagedError."""
+    sides = read_layers(store, chunk_id, level, layers, profiles)
+    return ChunkKV(torch.stack([keys for keys, _ in sides]), torch.stack([values for _, values in sides]))
+
+
+def read_layers(
+    store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
+) -> list[LayerKV]:
+    """Read all layers of a chunk. Raises DamagedError."""
+    return [
         CODECS[level].decode(read_records(store, [chunk_id], level, layer), layer, profiles)[0]
         for layer in range(layers)
     ]
-    return ChunkKV(torch.stack([keys for keys, _ in sides]), torch.stack([values for _, values in sides]))

@@ -18,13 +18,15 @@ import zstandard
 
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, no_profiles
-from kvtool.core.codec.cachegen import encode_nested
+from kvtool.core.codec.base import Encoded, LayerKV, Payload, no_profiles
+from kvtool.core.codec.cachegen import encode_layers
 from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
+from kvtool.core.codec.entropy.encoder import Encoding, encode_all
+from kvtool.core.codec.entropy.jobs import memory
 from kvtool.core.codec.entropy.reference import Stream
+from kvtool.core.codec.entropy.symbols import symbols_of, wider
 from kvtool.core.codec.entropy.tables import ZERO
-from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LEVELS, exact
 from kvtool.core.codec.nested import NESTED
@@ -33,11 +35,13 @@ from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.plain import padded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
-from kvtool.core.codec.transform import finest_numbers, pack
+from kvtool.core.codec.transform import finest_numbers
+from kvtool.core.model.prefill import ChunkKV
 from kvtool.lab.bench.sample import AT_ONCE, Sample
 
 SIDE = "K or V of a layer of a chunk"
 ONE = "a layer of a chunk"
+CHUNK = "all layers of a chunk"
 MANY = f"a layer of {AT_ONCE} chunks"
 CONSTRICTION = "constriction ANS decode"
 
@@ -157,36 +161,30 @@ def _ans(stream: Any, words: npt.NDArray[np.uint32], model: Any, count: int) -> 
 def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
     for level in (level for level in exact() if not LEVELS[level].verbatim):
         codec = CODECS[level]
-        jobs: list[Job] = [
-            partial(codec.encode, kv.keys[layer], kv.values[layer], layer)
-            for layer in range(sample.layers)
-            for kv in sample.chunks
-        ]
+        jobs: list[Job] = [partial(codec.encode_layers, _layers(kv)) for kv in sample.chunks]
         records = _encoded(jobs, sample, pool)
         size = _size(records)
-        yield Task("encode", level, jobs, sample.raw_bytes, size, ONE)
+        yield Task("encode", level, jobs, sample.raw_bytes, size, CHUNK)
         jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
         yield Task("decode", level, jobs, sample.raw_bytes, size, MANY)
 
 
+def _layers(kv: ChunkKV) -> list[LayerKV]:
+    return list(zip(kv.keys, kv.values, strict=True))
+
+
 def _lossy_encoders(sample: Sample, level: str, profile: Profile | None) -> list[Job]:
-    return [
-        partial(_encode, kv.keys[layer], kv.values[layer], layer, level, profile, sample.layers)
-        for layer in range(sample.layers)
-        for kv in sample.chunks
-    ]
+    return [partial(_encode, _layers(kv), level, profile) for kv in sample.chunks]
 
 
-def _encode(
-    keys: torch.Tensor, values: torch.Tensor, layer: int, level: str, profile: Profile | None, layers: int
-) -> Sequence[Any]:
-    predictor = "mean" if profile is None else "auto"
-    return encode_nested(keys, values, layer, [level], profile, predictor=predictor, layers=layers)[level]
+def _encode(kvs: Sequence[LayerKV], level: str, profile: Profile | None) -> Sequence[Sequence[Payload]]:
+    predictor, count = "mean" if profile is None else "auto", len(kvs)
+    return encode_layers(range(count), kvs, [level], profile, predictor=predictor, layers=count)[level]
 
 
 def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded]) -> Iterator[Task]:
     size, raw_bytes = _size(records), sample.raw_bytes
-    yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, ONE)
+    yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, CHUNK)
     batches = list(_batches(sample, records))
     jobs: list[Job] = []
     for layer, batch in batches:
@@ -198,23 +196,30 @@ def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: S
     yield Task("decode", level, jobs, raw_bytes, size, MANY)
     if profile is not None:
         coders = _entropy_encoders(sample, level, profile)
-        yield Task("entropy encode", level, coders, raw_bytes, size, ONE, note="from the finest numbers; no transform")
+        yield Task(
+            "entropy encode", level, coders, raw_bytes, size, CHUNK, note="from the finest numbers; no transform"
+        )
         yield _backward_limit(sample, level, profile)
 
 
 def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]:
-    """Records from numbers that are there: coarsened, made symbols, coded."""
+    """Streams from numbers that are there: coarsened, made symbols, coded."""
     jobs: list[Job] = []
-    for layer in range(sample.layers):
-        for kv in sample.chunks:
-            sides = torch.stack([kv.keys[layer], kv.values[layer]]).transpose(1, 2).flatten(2).float()
-            finest = finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
-            jobs.append(partial(_pack, profile, layer, level, finest))
+    for kv in sample.chunks:
+        finest = []
+        for layer, sides in enumerate(torch.stack([kv.keys, kv.values], 1).transpose(2, 3).flatten(3).float()):
+            finest.append(finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides))
+        jobs.append(partial(_streams, profile, level, np.stack(finest)))
     return jobs
 
 
-def _pack(profile: Profile, layer: int, level: str, finest: npt.NDArray[np.int16]) -> Coded:
-    return pack(profile, layer, level, coarsened(finest, NESTED.index(level)), refine=False)
+def _streams(profile: Profile, level: str, numbers: npt.NDArray[np.int16]) -> list[Stream]:
+    """Streams of a level, of the finest numbers `[layers, tokens, stride]`."""
+    for step in range(NESTED.index(level)):
+        numbers = wider(numbers, memory(f"bench {step}", numbers.size, np.int16).reshape(numbers.shape))
+    columns = [profile.coded(level, layer).alone for layer in range(len(numbers))]
+    found = symbols_of(numbers, columns)
+    return encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])
 
 
 def _decodings(profile: Profile | None, layer: int, items: Sequence[Encoded]) -> list[Decoding]:
@@ -298,10 +303,14 @@ def _products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _encoded(jobs: Sequence[Job], sample: Sample, pool: ThreadPoolExecutor) -> list[Encoded]:
-    """Records of every layer of every chunk, layer by layer."""
-    shapes = [sample.shape(chunk) for chunk in range(len(sample.chunks))] * sample.layers
-    payloads = pool.map(lambda job: b"".join(job()), jobs)
-    return [Encoded(payload, shape, NAMES[sample.dtype]) for payload, shape in zip(payloads, shapes, strict=True)]
+    """Records of every layer of every chunk, layer by layer; a job makes those of one chunk."""
+    chunks = list(pool.map(lambda job: [b"".join(parts) for parts in job()], jobs))
+    shapes = [sample.shape(chunk) for chunk in range(len(sample.chunks))]
+    return [
+        Encoded(payload, shape, NAMES[sample.dtype])
+        for payloads in zip(*chunks, strict=True)
+        for payload, shape in zip(payloads, shapes, strict=True)
+    ]
 
 
 def _batches(sample: Sample, records: Sequence[T]) -> Iterator[tuple[int, list[T]]]:

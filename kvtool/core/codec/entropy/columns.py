@@ -69,6 +69,11 @@ class Columns:
         low, high = self.tables.bounds
         return low[self.ids], (high - low + np.int16(1))[self.ids]
 
+    @cached_property
+    def held(self) -> Held:
+        """What an encoder's kernels read, and where it is."""
+        return Held.of(self)
+
     # ---- for kernels: who takes an address holds the array itself, as two threads may make one at the same time ----
 
     @cached_property
@@ -80,6 +85,29 @@ class Columns:
     def first_entries(self) -> U32:
         """The first entry of each column's table among an encoder's, the last column first."""
         return self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Vectors of columns that an encoder's kernels read, and their addresses; whoever uses these holds the object.
+
+    Attributes
+    ----------
+    places, low, many, first_entries : addresses.
+    """
+
+    places: int
+    low: int
+    many: int
+    first_entries: int
+    arrays: tuple[npt.NDArray[Any], ...]
+
+    @classmethod
+    def of(cls, columns: Columns) -> Held:
+        """Those of some columns."""
+        arrays = (columns.places, *columns.limits, columns.first_entries)
+        places, low, many, first_entries = [address(array) for array in arrays]
+        return cls(places, low, many, first_entries, arrays)
 
 
 def columns_of(places: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

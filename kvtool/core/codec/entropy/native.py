@@ -8,12 +8,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
+from typing import Protocol
 
 from kvtool.core.codec.entropy import ir_scalar
 from kvtool.core.codec.entropy.ir_decode import KINDS as DECODERS
 from kvtool.core.codec.entropy.ir_decode import decode_module
 from kvtool.core.codec.entropy.ir_encode import encode_module
-from kvtool.core.codec.entropy.ir_symbols import symbols_module
+from kvtool.core.codec.entropy.ir_symbols import finer_module, stray_module, symbols_module, wider_module
 from kvtool.core.errors import UsageError
 from kvtool.core.native.compiling import ISAS, compiled, runnable
 from kvtool.core.native.ir import SCALAR, Isa
@@ -21,11 +22,23 @@ from kvtool.core.native.ir import SCALAR, Isa
 VARIABLE = "KVTOOL_ENTROPY_CODER"
 NUMPY = "numpy"
 ENCODE, ENCODE_CONTEXTS, SYMBOLS = "encode", "encode with contexts", "symbols"
-KINDS = (*DECODERS, ENCODE, ENCODE_CONTEXTS, SYMBOLS)
+FINER, WIDER, STRAY = "finer", "wider", "stray"
+KINDS = (*DECODERS, ENCODE, ENCODE_CONTEXTS, SYMBOLS, FINER, WIDER, STRAY)
+_OF_NUMBERS = {SYMBOLS: symbols_module, FINER: finer_module, WIDER: wider_module, STRAY: stray_module}
 
 Kernel = Callable[[int, int], None]  # address of the jobs' fields, number of jobs; the GIL is free while it runs
 
 _compiling = threading.Lock()
+
+
+class Kind(Protocol):
+    """A kernel that is none of KINDS: whoever wants it says what it is. Equal ones are compiled once."""
+
+    def text(self, isa: Isa) -> str:
+        """LLVM IR, a function `run(jobs, number of jobs)`."""
+        ...
+
+    def __hash__(self) -> int: ...
 
 
 def available() -> tuple[str, ...]:
@@ -54,7 +67,12 @@ def compile_ahead(dtype: str) -> None:
         kernel(kind)
 
 
-def kernel(kind: str) -> Kernel | None:
+def isa() -> Isa | None:
+    """The instruction set of the back-end to use; None: there is no machine code. Raises as `chosen`."""
+    return ISAS.get(chosen())
+
+
+def kernel(kind: str | Kind) -> Kernel | None:
     """The function for one of KINDS, compiled at its first use; None: the numpy reference is to be used.
 
     Raises
@@ -75,15 +93,17 @@ def kernel(kind: str) -> Kernel | None:
 
 
 @cache
-def _kernel(name: str, kind: str) -> Kernel:
+def _kernel(name: str, kind: str | Kind) -> Kernel:
     """Compile; callers hold the lock, so no kernel is compiled twice."""
     (address,) = compiled(_text(ISAS[name], kind), ISAS[name], "run")
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
 
 
-def _text(isa: Isa, kind: str) -> str:
-    if kind == SYMBOLS:
-        return symbols_module()
+def _text(isa: Isa, kind: str | Kind) -> str:
+    if not isinstance(kind, str):
+        return kind.text(isa)
+    if kind in _OF_NUMBERS:
+        return _OF_NUMBERS[kind]()
     if kind in (ENCODE, ENCODE_CONTEXTS):
         return encode_module(isa, kind == ENCODE_CONTEXTS)
     return ir_scalar.decode_module(kind) if isa is SCALAR else decode_module(isa, kind)

@@ -1,0 +1,1 @@
+"""Between a layer's sides (its keys, its values) and whole numbers: the transform's products, in machine code."""

@@ -1,0 +1,254 @@
+"""Products of the transform: as torch makes them, on every instruction set, whatever goes with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtool.core.codec import analysis, transform
+from kvtool.core.codec.cachegen import encode_layers, encode_nested
+from kvtool.core.codec.entropy import native
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.symbols import finer_symbols, has_strays, refinement, wider
+from kvtool.core.codec.integers import coarsened
+from kvtool.core.codec.layout import SIDES, Layout
+from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.parametric import shipped
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.sides import products
+from kvtool.core.native.compiling import ISAS
+from kvtool.core.native.ir_product import Tile, panels, tile_of
+from tests.codec.synthetic import KV, LAYERS, model, profile
+
+MACHINES = [name for name in native.available() if name != native.NUMPY]
+
+
+@pytest.fixture(params=native.available())
+def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of them, torch too."""
+    monkeypatch.setenv(native.VARIABLE, str(request.param))
+    return str(request.param)
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each that has machine code."""
+    monkeypatch.setenv(native.VARIABLE, str(request.param))
+    return str(request.param)
+
+
+def dice(*shape: int, size: float = 1.0) -> torch.Tensor:
+    return size * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def weights_of(
+    layout: Layout, depths: list[int], tile: Tile
+) -> tuple[list[torch.Tensor], torch.Tensor, products.Weights]:
+    matrices = [dice(depth, layout.size) for depth in depths]
+    means = dice(len(depths), layout.size)
+    return matrices, means, products.Weights.of(matrices, means, tile)
+
+
+# ---- there -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize(
+    ("groups", "heads", "dim", "tokens"), [(1, 2, 24, 1), (2, 4, 20, 97), (1, 3, 64, 200), (2, 2, 1, 7)]
+)
+def test_numbers_are_those_of_torch(machine: str, dtype: str, groups: int, heads: int, dim: int, tokens: int) -> None:
+    """Heads of odd sizes, rows that fill no tile, sides that are views."""
+    layout = Layout(groups, heads // groups * dim)
+    by = products.forward_by(layout, DTYPES[dtype])
+    assert by is not None
+    matrices, means, weights = weights_of(layout, [layout.size] * SIDES * groups, by.tile)
+    whole = dice(SIDES, tokens, heads, dim, size=3.0).to(DTYPES[dtype])
+    sides = [whole[0].transpose(0, 1), whole[1].transpose(0, 1).contiguous()]
+    out = np.full((1, tokens, layout.stride), 77, np.int16)
+    assert products.numbers_of(layout, by, [weights], products.Places.of(sides), out)
+    for side in range(SIDES):
+        for group in range(groups):
+            at = side * groups + group
+            rows = sides[side].transpose(0, 1).reshape(tokens, groups, -1)[:, group].double()
+            wanted = (rows - means[at].double()) @ matrices[at].double()
+            start = layout.start(side, group)
+            made = torch.from_numpy(out[0, :, start : start + layout.size]).double()
+            assert (made - wanted).abs().max() <= 0.5 + 1e-3
+            assert not out[0, :, start + layout.size : start + layout.padded].any()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_ties_go_to_the_even_number_and_the_largest_ends(machine: str, dtype: str) -> None:
+    layout = Layout(1, 40)
+    by = products.forward_by(layout, DTYPES[dtype])
+    assert by is not None
+    weights = products.Weights.of([torch.eye(40)] * 2, torch.zeros(2, 40), by.tile)
+    ends = [0.5, 1.5, -0.5, -2.5, 40000.0, -40000.0]
+    side = torch.tensor([ends * 7])[:, None, :40].to(DTYPES[dtype])
+    out = np.zeros((1, 1, layout.stride), np.int16)
+    assert products.numbers_of(layout, by, [weights], products.Places.of([side, side]), out)
+    assert out[0, 0, :6].tolist() == [0, 2, 0, -2, 32766, -32767]
+    assert out[0, 0, 39] == -2
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 17, 23])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_number_that_is_not_finite_is_seen(back_end: str, dtype: str, place: int, odd: float) -> None:
+    keys, values = (side.clone() for side in model().kv(0, 30, dtype=DTYPES[dtype]))
+    values[1, 29, place] = odd
+    with pytest.raises(Exception, match="not finite"):
+        encode_nested(keys, values, 0, ["2"], profile())
+
+
+# ---- and back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize(("groups", "size", "tokens"), [(1, 48, 1), (2, 20, 97), (1, 192, 200), (3, 64, 5)])
+def test_sides_are_those_of_torch(machine: str, dtype: str, groups: int, size: int, tokens: int) -> None:
+    """Rounded once; columns that are not coded, and groups of which nothing is, add nothing."""
+    layout = Layout(groups, size)
+    by = products.backward_by(layout, DTYPES[dtype])
+    assert by is not None
+    widths = [layout.padded if at % 3 == 0 else 32 if at % 3 == 1 else 0 for at in range(SIDES * groups)]
+    matrices, means, weights = weights_of(layout, widths, by.tile)
+    random = np.random.default_rng(1)
+    numbers = random.integers(-9, 10, (1, tokens, layout.stride)).astype(np.int16)
+    numbers[0, 0, :4] = 300, -2049, 32766, -32767
+    out = torch.empty((1, SIDES, tokens, groups, size), dtype=DTYPES[dtype])
+    products.sides_of(layout, by, [weights], [widths], numbers, out)
+    for at, width in enumerate(widths):
+        side, group = divmod(at, groups)
+        taken = torch.from_numpy(numbers[0, :, at * layout.padded :][:, :width]).to(DTYPES[dtype]).double()
+        wanted = taken @ matrices[at].double() + means[at].double()
+        made = out[0, side, :, group].double()
+        finite = wanted.abs() < torch.finfo(DTYPES[dtype]).max
+        near = torch.finfo(DTYPES[dtype]).eps * wanted.abs() + 1e-5 * taken.abs().sum(1, keepdim=True).clamp_min(1)
+        assert ((made - wanted).abs() <= near)[finite].all()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_errors_are_those_of_doubles(back_end: str, dtype: str) -> None:
+    shapes = [(3, 17, 24), (3, 1, 24), (3, 130, 24)]
+    exact = [dice(*shape).to(DTYPES[dtype]) for shape in shapes]
+    made = [(side + dice(*side.shape).flip(0) / 50).to(DTYPES[dtype]) for side in exact]
+    made[2] = made[2].transpose(0, 1).contiguous().transpose(0, 1)
+    for error, left, right in zip(products.errors_of(made, exact), made, exact, strict=True):
+        wrong = (left.double() - right.double()).square().mean().sqrt() / right.double().square().mean().sqrt()
+        assert error == pytest.approx(float(wrong), rel=1e-6)
+    zeros = [torch.zeros(2, 3, 5, dtype=DTYPES[dtype])]
+    assert products.errors_of(zeros, zeros) == [0.0]
+    assert products.errors_of([], []) == []
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_every_number_nests(back_end: str) -> None:
+    numbers = np.arange(-32767, 32767, dtype=np.int16)
+    numbers = np.concatenate([numbers, numbers[: -len(numbers) % 32]]).reshape(1, -1, 32)
+    made = wider(numbers, np.empty_like(numbers))
+    assert np.array_equal(made, coarsened(numbers))
+    columns = [in_order(np.zeros(64, np.uint16), shipped())]
+    pairs = numbers.reshape(1, -1, 64), made.reshape(1, -1, 64)
+    ((symbols, contexts),) = finer_symbols(*pairs, columns)
+    wanted = refinement(pairs[0][0], pairs[1][0])
+    assert np.array_equal(symbols, wanted[0])
+    assert np.array_equal(contexts, wanted[1])
+
+
+def test_what_stands_outside_is_found(back_end: str) -> None:
+    numbers = np.zeros((3, 5, 128), np.int16)
+    numbers[1, 4, 127] = -1
+    numbers[2, 0, 31] = 4
+    here = np.array([64, 96], np.int32)
+    assert has_strays(numbers, [here, here, here]) == [False, True, False]
+    assert has_strays(numbers, [here[:0], here[:1], np.array([0], np.int32)]) == [False, False, True]
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def some_layers(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[KV]:
+    return [model().kv(layer, tokens, dtype=dtype) for layer in range(LAYERS)]
+
+
+def joined(records: list[Any]) -> list[bytes]:
+    return [b"".join(parts) for parts in records]
+
+
+@pytest.mark.parametrize("at_once", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_record_does_not_depend_on_its_batch(
+    back_end: str, groups: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer, some together, all together; beside longer chunks before it."""
+    of, kvs = profile(groups=groups), some_layers(53)
+    single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
+    monkeypatch.setattr(analysis, "AT_ONCE", at_once)
+    encode_layers(range(LAYERS), some_layers(70), NESTED, of)
+    together = encode_layers(range(LAYERS), kvs, NESTED, of)
+    for level in NESTED:
+        assert joined(together[level]) == [b"".join(one[level]) for one in single]
+
+
+@pytest.mark.skipif({"avx2", "avx512"} - {*MACHINES} != set(), reason="needs both instruction sets")
+def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for name in ("avx2", "avx512"):
+        monkeypatch.setenv(native.VARIABLE, name)
+        made.append(encode_layers(range(LAYERS), some_layers(40), ["1", "2"], profile()))
+    wanted, other = ([record[80:] for level in ("1", "2") for record in joined(one[level])] for one in made)
+    assert wanted == other
+
+
+def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's lock is given up for all layers at once, not layer by layer."""
+    calls: list[int] = []
+    run = products.Jobs.run
+
+    def counted(self: Any, kernel: Any) -> None:
+        calls.append(len(self.fields))
+        run(self, kernel)
+
+    monkeypatch.setattr(products.Jobs, "run", counted)
+    encode_layers(range(LAYERS), some_layers(40), ["2"], profile())
+    assert len(calls) <= 7
+
+
+def test_rows_without_tokens(back_end: str) -> None:
+    kvs = some_layers(0)
+    for records in encode_layers(range(LAYERS), kvs, ["1", "4"], profile()).values():
+        assert len(joined(records)) == LAYERS
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("level", NESTED)
+def test_what_is_decoded_here_and_by_torch(
+    machine: str, level: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same but for roundings: one of them states an error that holds for the other."""
+    of, layout = profile(), profile().layout
+    numbers = np.random.default_rng(0).integers(-20, 21, (31, layout.stride)).astype(np.int16)
+    out = []
+    for faster in (True, False):
+        monkeypatch.setattr(products, "torch_is_faster", lambda _, faster=faster: faster)
+        out.append(transform.sides_of(of, 1, level, torch.from_numpy(numbers), [], DTYPES[dtype]).float())
+    apart = (out[0] - out[1]).abs()
+    assert apart.max() <= 2 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max()
+    assert apart.mean() <= 0.01 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_panels_hold_every_weight_once(name: str) -> None:
+    tile = tile_of(ISAS[name])
+    matrix = np.arange(1, 1 + 5 * 50, dtype=np.float32).reshape(5, 50)
+    laid = panels(matrix, tile)
+    assert laid.__array_interface__["data"][0] % 64 == 0
+    side_by_side = np.concatenate(list(laid), 1)
+    assert np.array_equal(side_by_side[:, :50], matrix)
+    assert not side_by_side[:, 50:].any()
