@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.bench_decode import decode
 from kvtool.cli.bench_peers import peers
 from kvtool.cli.bench_stream import stream
 from kvtool.cli.commands import new_app
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvtool.lab.bench.ingest import IngestBench
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
+app.command()(decode)
 app.command()(peers)
 app.command()(stream)
 

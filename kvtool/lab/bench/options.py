@@ -91,6 +91,19 @@ class PeersBenchOptions(Options, settings=False):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecodeBenchOptions(Options, settings=False, group=MEASURED):
+    """What is decoded behind which prompt, and how."""
+
+    shape: str | None = option(None, "Random weights of this model's size.", metavar="NAME")
+    context: int = option(1024, "Tokens of the prompt.", lowest=1)
+    new_tokens: int = option(64, "Tokens decoded behind it.", lowest=1)
+    stepper: tuple[str, ...] = option(
+        ("native", "torch"), "Ways to decode.", choices=("native", "torch"), metavar="a,b", instead="both"
+    )
+    threads: int | None = option(None, "Of all arithmetic.", lowest=1, instead="torch's own")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamBenchOptions(Options, settings=False):
     """Which policies meet which objectives over which links."""
 
