@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
+PACKED = "packed.safetensors"  # in such a folder: its weights as the GGUF file has them
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"

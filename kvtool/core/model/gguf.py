@@ -19,7 +19,7 @@ from filelock import FileLock
 from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import SOURCE, reading
+from kvtool.core.model.files import PACKED, SOURCE, reading
 from kvtool.core.model.gguf_header import GgufHeader, read_header
 
 _VERSION = 1  # of the conversion: a change makes old folders unused
@@ -55,6 +55,7 @@ def converted(gguf: Path) -> Path:
     with reading(gguf):
         folder = cache_dir() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
     if (folder / SOURCE).is_file():
+        _add_packed(gguf, folder)
         return folder
     header = read_header(gguf)
     _check_header(gguf, header)
@@ -67,6 +68,17 @@ def converted(gguf: Path) -> Path:
     except OSError as error:
         raise _cannot_write(folder.parent, error) from error
     return folder
+
+
+def _add_packed(gguf: Path, folder: Path) -> None:
+    """Give packed weights to a folder of a release that knew none; one that cannot be written to does without them."""
+    if (folder / PACKED).is_file():
+        return
+    from kvtool.core.model.quantised.folder import pack_folder
+
+    with contextlib.suppress(OSError), FileLock(f"{folder}.lock"):
+        if not (folder / PACKED).is_file():
+            pack_folder(folder, gguf, read_header(gguf))
 
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
@@ -104,6 +116,7 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     from kvtool.core.model.load import quiet
+    from kvtool.core.model.quantised.folder import pack_folder
     from kvtool.core.model.support import check_supported
 
     with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader draws a progress bar of its own
@@ -129,6 +142,8 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
             del model.config.quantization_config
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        del model
+        pack_folder(target, gguf, header)
 
 
 def _check_header(gguf: Path, header: GgufHeader) -> None:

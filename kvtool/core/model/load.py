@@ -15,7 +15,7 @@ from typing import Any
 from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
-from kvtool.core.model.files import ModelFiles, read_config, tensor_table, weight_files
+from kvtool.core.model.files import PACKED, ModelFiles, read_config, tensor_table, weight_files
 from kvtool.core.model.fingerprint import model_fingerprint
 
 _DTYPES = {
@@ -166,7 +166,8 @@ def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", 
 
     Parameters
     ----------
-    packed : the model is only run forward, and often: see `pack_weights`.
+    packed : the model is only run forward, and often: weights of a GGUF file stay as they are in it, on a CPU; for
+        others see `pack_weights`.
 
     Raises
     ------
@@ -182,9 +183,11 @@ def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", 
     if place == "cpu":
         keep_freed_memory()
     with quiet(), _explained(files):
-        model = _weights(files, place, kind)
-        if packed:
-            pack_weights(model)
+        model = _packed_weights(files, place, kind) if packed else None
+        if model is None:
+            model = _weights(files, place, kind)
+            if packed:
+                pack_weights(model)
     return Loaded(
         model=model,
         tokenizer=load_tokenizer(files),
@@ -211,6 +214,19 @@ def supported_config(files: ModelFiles) -> Any:
         config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
         check_supported(config)
     return config
+
+
+def _packed_weights(files: ModelFiles, device: str, dtype: str) -> Any:
+    """The model with its weights as a GGUF file has them; None where there are none, or none that are read here."""
+    if device != "cpu" or dtype not in ("float32", "bfloat16") or not (files.folder / PACKED).is_file():
+        return None
+    from kvtool.core.model.quantised.loading import packed_model
+    from kvtool.core.model.support import check_model
+
+    model = packed_model(files.folder, supported_config(files), dtype)
+    if model is not None:
+        check_model(model)
+    return model
 
 
 def _weights(files: ModelFiles, device: str, dtype: str) -> Any:

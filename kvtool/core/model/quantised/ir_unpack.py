@@ -10,21 +10,22 @@ from kvtool.core.native.ir import Body, Isa, Loop, splat, vector
 def unpack(isa: Isa, kind: str, to: str) -> str:
     """The function `void unpack_KIND_TO(ptr data, ptr scales, ptr mins, ptr out, i64 first, i64 last, i64 columns)`.
 
-    It writes the numbers of the rows from `first` to before `last`, which is not less, one row behind the other, each
-    number rounded to the nearest bfloat16, as `to` says: "float32" or "bfloat16". The kind is none of plain numbers.
+    It writes the numbers of the rows from `first` to before `last`, which is not less, row r to `out` + r · columns.
+    Each is rounded to the nearest bfloat16, and written as `to` says: "float32" or "bfloat16". The kind is none of
+    plain numbers.
     """
     body = Body()
-    kernel = Unpacking(body, isa, LAYOUTS[kind], to)
+    kernel = _Unpacking(body, isa, LAYOUTS[kind], to)
     each = Loop(body, body("sub i64 %last, %first"), may_be_empty=True)
-    first = body(f"mul i64 {each.index}, %columns")
-    kernel.row(body(f"add i64 %first, {each.index}"), body.at(kernel.element, "%out", first))
+    row = body(f"add i64 %first, {each.index}")
+    kernel.row(row, body.at(kernel.element, "%out", body(f"mul i64 {row}, %columns")))
     each.close()
     body.do("ret void")
     arguments = "ptr %data, ptr %scales, ptr %mins, ptr %out, i64 %first, i64 %last, i64 %columns"
     return f"define void @unpack_{kind}_{to}({arguments}) {{\n{body.text()}\n}}\n"
 
 
-class Unpacking:
+class _Unpacking:
     """Unpacks rows of a matrix that a function has as %data, %scales, %mins and %columns."""
 
     def __init__(self, body: Body, isa: Isa, layout: Layout, to: str) -> None:

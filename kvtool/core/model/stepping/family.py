@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.model.quantised.matrix import Matrix, dense
+from kvtool.core.model.quantised.modules import PackedLinear
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -245,6 +246,8 @@ def matrix_of(module: Any) -> Matrix:
     ------
     Unfit : they are kept in a layout that only other code reads.
     """
+    if isinstance(module, PackedLinear):
+        return module.matrix
     if type(module) is not torch.nn.Linear:
         raise Unfit(f"{type(module).__name__} is no plain linear layer")
     if module.weight.device.type != "cpu":

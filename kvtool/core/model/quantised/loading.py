@@ -1,0 +1,83 @@
+"""A model made of the packed weights of a converted folder, without its unpacked ones being read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from kvtool.core.model.files import weight_files
+from kvtool.core.model.quantised.folder import read_packed
+from kvtool.core.model.quantised.matrix import Matrix
+from kvtool.core.model.quantised.modules import PackedEmbedding, PackedLinear
+from kvtool.core.model.quantised.native import best_isa
+
+
+def packed_model(folder: Path, config: Any, dtype: str) -> Any:
+    """Build a model whose weights stay packed where they can; None: it has to be loaded as others are.
+
+    Parameters
+    ----------
+    config : of `transformers`, its family supported.
+    dtype : what it computes in: "float32" or "bfloat16".
+
+    Raises
+    ------
+    ModelError : the packed weights are damaged.
+    """
+    matrices = read_packed(folder) if best_isa() is not None else {}
+    if not matrices:
+        return None
+    model = _empty(folder, config, getattr(torch, dtype))
+    for name, matrix in _with_tied(model, matrices).items():
+        _replace(model, name.removesuffix(".weight"), matrix)
+    return model.eval().requires_grad_(False) if _fill(model, folder) else None
+
+
+def _empty(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    """The model with weights that hold nothing: no page of them is touched before they are let go."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False, attn_implementation="sdpa"
+        )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return model
+
+
+def _with_tied(model: Any, matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
+    """The matrices, and once more those of layers that share another's weight."""
+    tied = model.all_tied_weights_keys or {}
+    shared = {name: matrices[source] for name, source in tied.items() if source in matrices}
+    return {**matrices, **shared}
+
+
+def _replace(model: Any, path: str, matrix: Matrix) -> None:
+    """Put a packed layer in a plain one's place; any other keeps what `_fill` reads for it."""
+    plain = model.get_submodule(path)
+    if (plain.weight.shape[0], plain.weight.shape[1]) != (matrix.rows, matrix.columns):
+        return
+    if type(plain) is torch.nn.Linear:
+        bias = None if plain.bias is None else plain.bias.detach()
+        model.set_submodule(path, PackedLinear(matrix, bias, plain.weight.dtype))
+    elif type(plain) is torch.nn.Embedding:
+        model.set_submodule(path, PackedEmbedding(matrix, plain.padding_idx, plain.weight.dtype))
+
+
+def _fill(model: Any, folder: Path) -> bool:
+    """Read what is not packed into the model; whether the folder has all of it."""
+    left = {name: value for name, value in model.state_dict(keep_vars=True).items() if not value.is_meta}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in left.keys() & set(file.keys()):
+                value, kept = left.pop(name), file.get_tensor(name)
+                if value.shape != kept.shape:
+                    return False
+                value.data = kept.to(value.dtype)
+    return not left
