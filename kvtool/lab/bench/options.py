@@ -57,6 +57,14 @@ class FusionBenchOptions(Options, settings=False):
     )
     question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
     level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
+    skip_full_above: int | None = option(
+        None,
+        "Longer prompts are not prefilled in full.",
+        group=MEASURED,
+        metavar="TOKENS",
+        lowest=0,
+        instead="all are",
+    )
     repeat: int = _repeat(5)
     plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
 
