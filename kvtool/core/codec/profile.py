@@ -126,9 +126,11 @@ class Profile:
         """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError where there is none."""
         forward = self._forward.get(layer)
         if forward is None:
-            forward, singular = torch.linalg.inv_ex(self.basis[layer].float())
-            if singular.any():
+            # In float64, so that all machines round the same numbers; one by one, as oneMKL's threads fail at several.
+            inverses = [torch.linalg.inv_ex(matrix) for matrix in self.basis[layer].double().flatten(0, 1)]
+            if any(singular.any() for _, singular in inverses):
                 raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
+            forward = torch.stack([inverse for inverse, _ in inverses]).float().view(self.basis.shape[1:])
             self._forward[layer] = forward
         return forward
 

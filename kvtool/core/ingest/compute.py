@@ -16,6 +16,7 @@ from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.making import LeadIns, PrefilledChunk, encode, prefill
+from kvtool.core.records.threads import working
 from kvtool.core.records.wanted import WantedChunk
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -72,6 +73,7 @@ class ChunkStorer:
         self._waiting: dict[bytes, list[_Waiting]] = {}
         self._taken = 0
         self._pool = None if maker.decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
+        self._encoders = working()
         self._pending: deque[Future[None]] = deque()
 
     def store_prefix(self, prefix: WantedChunk) -> None:
@@ -103,9 +105,10 @@ class ChunkStorer:
         self._settle(0)
 
     def close(self) -> None:
-        """Wait for the writing thread."""
+        """Wait for the threads that write and encode."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+        self._encoders.shutdown(wait=True)
 
     def _queue(self, chunk: WantedChunk, size: float) -> None:
         """Put a chunk into the batch, which holds at most so many tokens, or one longer chunk."""
@@ -139,9 +142,11 @@ class ChunkStorer:
         return made
 
     def _write(self, batch: Sequence[PrefilledChunk], level: str) -> None:
+        # Verbatim records are copies: one at a time is as fast, and takes less memory.
+        several = map if level_of(level).verbatim else self._encoders.map
+
         def work() -> None:
-            for made in batch:
-                records = encode(made, level, self.maker.profile)
+            for records in several(partial(encode, level=level, profile=self.maker.profile), batch):
                 self._account.report.kv_bytes += sum(map(len, records.layers))
                 self._writer.put_chunk(records.chunk_id, records.info, level, records.layers)
 
