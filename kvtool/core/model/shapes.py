@@ -91,6 +91,14 @@ SHAPES: dict[str, Shape] = {
     "qwen3-0.6b": Shape(
         "Qwen3Config", 1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e6, epsilon=1e-6, more=_NO_WINDOW | _NO_BIAS
     ),
+    # Qwen/Qwen3-14B.
+    "qwen3-14b": Shape(
+        "Qwen3Config",
+        *(5120, 40, 40, 8, 128, 17408, 151936, 40960, 1e6),
+        epsilon=1e-6,
+        tied=False,
+        more=_NO_WINDOW | _NO_BIAS,
+    ),
     # meta-llama/Llama-3.2-1B.
     "llama-3.2-1b": Shape("LlamaConfig", 2048, 16, 32, 8, 64, 8192, 128256, 131072, 5e5, _llama3(32.0), more=_NO_BIAS),
     # mistralai/Mistral-7B-v0.3: no sliding window.

@@ -64,6 +64,7 @@ def test_the_roofline_takes_the_slower_of_products_and_weights(tiny: Architectur
         ("llama-3.2-1b", 1_235_814_400),
         ("mistral-7b", 7_248_023_552),
         ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-14b", 14_768_307_200),
     ],
 )
 def test_shapes_have_the_published_sizes(name: str, published: int) -> None:

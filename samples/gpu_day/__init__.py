@@ -1,0 +1,1 @@
+"""What `samples/gpu.py` measures on the first hour with a GPU, a stage a file."""

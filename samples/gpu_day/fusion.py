@@ -1,0 +1,108 @@
+"""Time to the first token from the store on disk: page cache warm, cold, and chunks held on the device; by part."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache.store import Store
+from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.fusion.source import StoreSource
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.session.levels import ProfileShelf
+from kvtool.lab.bench.flops import Architecture
+from kvtool.lab.bench.limits import measure_machine, synchronize
+from kvtool.lab.bench.passes import PLAIN, Answerer, warm_up
+from kvtool.lab.bench.prompts import BenchPrompt
+from kvtool.lab.bench.rows import About, Measured, rows_of
+from samples.gpu_day import shapes
+from samples.gpu_day.day import Day
+from samples.gpu_day.machine import dropped
+
+MODES = ("reuse", "epic", "union", "infoflow", "blend")
+LEVELS = ("raw", "lossless", "1")
+
+
+def run(day: Day) -> None:
+    """Short prompts of all models first: they find most of what is wrong."""
+    for context in shapes.contexts(day):
+        for shape in shapes.shapes(day):
+            day.step(
+                f"{shape}, {context} tokens, raw", partial(_measured, day, shape, context, "raw"), least_s=_least(day)
+            )
+    for level in LEVELS[1:]:
+        shape, context = shapes.shapes(day)[0], shapes.contexts(day)[0]
+        day.step(
+            f"{shape}, {context} tokens, {level}", partial(_measured, day, shape, context, level), least_s=_least(day)
+        )
+
+
+def _least(day: Day) -> float:
+    return 2 if day.dry else 45
+
+
+def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
+    decoder = shapes.decoder(day, shape)
+    started = time.perf_counter()
+    with shapes.stored(day, decoder, context, level) as (store, prompt, path):
+        filled_s = time.perf_counter() - started
+        answerer = Answerer(decoder, store, QueryOptions())
+        modes = (PLAIN, REFERENCE, *MODES)
+        warm_up(answerer, prompt, modes)
+        machine = measure_machine(decoder)
+        repeat = 1 if day.dry else 5 if prompt.length <= 4096 else 3 if prompt.length <= 16384 else 2
+        facts = {mode: answerer.facts(prompt, mode) for mode in modes}
+        samples = {mode: [answerer.sample(prompt, mode) for _ in range(repeat)] for mode in modes}
+        measured, about = Measured(prompt, samples, facts), About(Architecture.of(decoder), machine, decoder)
+        rows = {row.fusion: asdict(row) for row in rows_of(measured, MODES, about)}
+        held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in MODES}
+        store.close()
+        cold = {mode: _cold(decoder, path, prompt, mode, repeat) for mode in MODES}
+    for mode, row in rows.items():
+        row.pop("rows_by_layer")
+        row |= {"cold_ms": cold[mode], "held_ms": held[mode]}
+    return {
+        "context": prompt.length,
+        "fill_s": filled_s,
+        "machine": machine.to_json(),
+        "reference": asdict(measured.reference),
+        "rows": rows,
+    }
+
+
+def _held(decoder: Decoder, store: Store, prompt: BenchPrompt, mode: str, repeat: int) -> float:
+    """With all chunks on the device already: what is left is rotation and compute."""
+    source = HotSource(StoreSource(store, decoder, ProfileShelf(store)), sys.maxsize)
+    _seconds(decoder, store, prompt, mode, source)
+    return statistics.median(_seconds(decoder, store, prompt, mode, source) for _ in range(repeat)) * 1e3
+
+
+def _cold(decoder: Decoder, path: Path, prompt: BenchPrompt, mode: str, repeat: int) -> float | None:
+    """With the store's pages put out of the cache: nobody has it mapped then, so it is opened anew each time."""
+    times = []
+    for _ in range(repeat):
+        if not all(dropped(file) for file in path.rglob("*") if file.is_file()):
+            return None
+        with Store.open(path) as store:
+            profiles = ProfileShelf(store)
+            times.append(_seconds(decoder, store, prompt, mode, StoreSource(store, decoder, profiles)))
+    return statistics.median(times) * 1e3
+
+
+def _seconds(decoder: Decoder, store: Store, prompt: BenchPrompt, mode: str, source: Any) -> float:
+    select: Callable[[], Any] = partial(selector_for, QueryOptions(), mode)
+    synchronize(decoder.device)
+    started = time.perf_counter()
+    fused = fuse(decoder, prompt.plan(store), select(), source)
+    int(fused.logits.argmax())
+    synchronize(decoder.device)
+    return time.perf_counter() - started
