@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MODES = ("full", "union", "epic", "reuse")
+QUIET = 0.9  # share of the cores below which a page says that others had them, too
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Machine:
     def mode(self, context: int, fusion: str) -> dict[str, Any]:
         (row,) = self.rows(context, "kvtool", fusion)
         return row
+
+    @property
+    def share(self) -> float:
+        """Of its cores that llama.cpp got while it prefilled: its threads never sleep then, so that it would be all."""
+        rows = [row for row in self.bench["rows"] if row["kind"] == "llama.cpp"]
+        return min(row["ttft_cpu_ms"] / row["ttft_ms"] for row in rows) / int(self.bench["threads"])
 
     def llama(self, context: int) -> Llama:
         return Llama(self.rows(context, "llama.cpp"))
@@ -157,6 +164,8 @@ def _origin(machine: Machine) -> Iterator[str]:
         (who["kind"], who["version"], who["build"]) for who in machine.bench["contenders"]
     ):
         yield f"- {kind} {version}: {_plainly(build)}"
+    if machine.share < QUIET:
+        yield f"- **not quiet**: others had the cores, too; llama.cpp's prefill got {machine.share:.0%} of them"
     flag = " --as avx2" if held else ""
     yield f"- date: {machine.date} · commit: {machine.commit} · {told}"
     yield f"- command: `python samples/machines.py measure {machine.name}{flag}`"
@@ -167,9 +176,8 @@ def _plainly(build: str) -> str:
     if " = 1" not in build:
         return build
     kind, _, features = build.partition(":")
-    return (
-        f"built for {kind.strip()} with {', '.join(each.split()[0] for each in features.split('|') if ' = 1' in each)}"
-    )
+    names = ", ".join(each.split()[0] for each in features.split("|") if " = 1" in each)
+    return f"built for {kind.strip()} with {names}"
 
 
 def figure(machines: Sequence[Machine]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.cli.bench_decode import decode
 from kvtool.cli.bench_peers import peers
 from kvtool.cli.bench_stream import stream
 from kvtool.cli.commands import new_app
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvtool.lab.bench.ingest import IngestBench
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
+app.command()(decode)
 app.command()(peers)
 app.command()(stream)
 
@@ -135,6 +137,7 @@ def fusion(run: Run) -> None:
         level=wanted.level,
         repeat=wanted.repeat,
         query=run.get(QueryOptions),
+        skip_full_above=wanted.skip_full_above,
     )
     with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))

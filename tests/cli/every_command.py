@@ -107,6 +107,10 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
                 "union",
                 "--json",
             ),
+            "bench decode": (
+                *("bench", "decode", "--shape", "tiny", "--context", "20", "--new-tokens", "3"),
+                *("--threads", "1", "--dtype", "float32", "--json"),
+            ),
             "bench peers": (*whole, "--threads", "1", "--new-tokens", "4", "--repeat", "2", "--json"),
             "bench stream": ("bench", "stream", "--shape", "llama-3.1-8b", "--slo-ms", "500", "--json"),
             "config": ("config", "show", "--json"),

@@ -83,6 +83,21 @@ def test_a_row_for_each_mode_and_context(home: Path, tmp_path: Path) -> None:
     assert not list((home / "cache").glob("kvtool-bench-*"))
 
 
+def test_long_prompts_need_no_full_prefill(tmp_path: Path) -> None:
+    plot = tmp_path / "chart.svg"
+    found = bench("--context", "120,200", "--fusion", "reuse,full", "--skip-full-above", 150, "--plot", plot)
+    short, long = found["references"]
+    assert short["transformers_ms"] > 0
+    assert (long["transformers_ms"], long["kvtool_ms"]) == (None, None)
+    assert [(row["fusion"], row["context"]) for row in found["rows"]] == [("reuse", 120), ("full", 120), ("reuse", 200)]
+    last = found["rows"][-1]
+    assert (last["full_ms"], last["speedup"], last["efficiency"], last["reference"]) == (None, None, None, "")
+    assert last["flops_ratio"] > 1
+    assert last["roofline_efficiency"] > 0
+    told = kvtool("bench", "fusion", "--shape", "tiny", "--context", 120, "--skip-full-above", 0, "--repeat", 1).fine()
+    assert "not measured" in told.out
+
+
 def test_flops_ratios_by_hand() -> None:
     found = bench(
         "--context", 120, "--fusion", "full,reuse,epic,prefix,infoflow", "--link-tokens", LINKS, "--ratio", 0.1

@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from kvtool.core.codec import fit
 from kvtool.core.codec.clusters import TABLES
+from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.codec.fit import WHOLE_LAYER, default_groups
+from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import BLOCK, Layout
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.profile import Profile
@@ -323,3 +326,27 @@ def test_a_transform_that_has_no_inverse() -> None:
     flat.forward(0)
     with pytest.raises(DamagedError):
         flat.forward(1)
+
+
+@pytest.mark.parametrize("reach", [3, 200, 32767])
+def test_numbers_are_counted_as_one_by_one(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All levels' counts follow from one of the finest numbers; few counters at once make several rounds."""
+    layout = Layout(2, 33)
+    draw = np.random.default_rng(reach)
+    finest = np.rint(draw.standard_normal((500, layout.stride)) * 3).astype(np.int16)
+    finest[7, 5], finest[8, 5], finest[9, 0] = reach - 1, -reach, reach - 1  # int16 from end to end
+    monkeypatch.setattr(fit, "_MOST_COUNTERS", 1000)
+    counts = fit._Counts(1, layout)
+    counts.add(0, finest)
+    for level in range(len(NESTED)):
+        numbers = coarsened(finest, level).astype(int)
+        coarse = coarsened(coarsened(finest, level)).astype(int)
+        for column in (0, 5, 40):
+            symbols = np.clip(numbers[:, column], -ZERO, ESCAPE - ZERO) + ZERO
+            assert counts._alone[level, 0, column].tolist() == np.bincount(symbols, minlength=256).tolist()
+            if level < len(NESTED) - 1:
+                cells = np.zeros((3, 3), int)
+                for fine, under in zip(numbers[:, column], coarse[:, column], strict=True):
+                    rest = fine - 3 * under
+                    cells[min(abs(under), 2), (-rest if under < 0 else rest) + 1] += 1
+                assert counts._fine[level, 0, column].tolist() == cells.tolist()

@@ -161,14 +161,14 @@ def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) ->
     """The fused prompt, and how many tokens the loader rotated at each layer."""
     plan = case_.plan(lead_in=BOS)
     seen = [0] * LAYERS
-    rotate = Rotary.rotate
+    rotate = Rotary.rotate_into
 
-    def spy(self: Rotary, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
+    def spy(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
         seen[layer] += keys.shape[2]
-        assert keys.shape[2] == table.cos.shape[1]
-        return rotate(self, keys, table, layer)
+        assert keys.shape[2] == table.cos.shape[1] == out.shape[2]
+        rotate(self, out, keys, table, layer)
 
-    monkeypatch.setattr(Rotary, "rotate", spy)
+    monkeypatch.setattr(Rotary, "rotate_into", spy)
     return case_.fuse(plan, selector), seen
 
 

@@ -37,12 +37,12 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
-    rotate = Rotary.rotate
+    rotate = Rotary.rotate_into
 
-    def backwards(self: Rotary, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
-        return rotate(self, keys, Table(table.cos, -table.sin), layer)
+    def backwards(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+        rotate(self, out, keys, Table(table.cos, -table.sin), layer)
 
-    patch.setattr(Rotary, "rotate", backwards)
+    patch.setattr(Rotary, "rotate_into", backwards)
 
 
 def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:

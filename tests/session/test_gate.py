@@ -29,7 +29,7 @@ def table_of_other_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_rotation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rotary, "rotate", lambda self, keys, table, layer: keys)
+    patch.setattr(Rotary, "rotate_into", lambda self, out, keys, table, layer: out.copy_(keys))
 
 
 def lossy_level(patch: pytest.MonkeyPatch) -> None:
@@ -105,12 +105,10 @@ def test_one_unlucky_prompt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotate = Rotary.rotate
+    def broken(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+        out.fill_(float("nan"))
 
-    def broken(self: Rotary, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
-        return rotate(self, keys, table, layer) * float("nan")
-
-    monkeypatch.setattr(Rotary, "rotate", broken)
+    monkeypatch.setattr(Rotary, "rotate_into", broken)
     verdict = check_laws(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert any(check.difference == float("inf") for check in verdict.checks)

@@ -27,6 +27,7 @@ FINEST_STEP = 1.1e-5
 WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
 _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
+_MOST_COUNTERS = 2**22  # at once: a column whose numbers are far apart has one for each of 65,536
 _LEAST_USED = 5e-4  # a column with fewer numbers other than 0 is not coded; they are escapes then
 
 LayerSides = Callable[[int], torch.Tensor]  # layer → float32 [2, tokens, C]
@@ -78,9 +79,9 @@ def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, ste
     for group in range(layout.groups):
         channels = slice(group * layout.size, (group + 1) * layout.size)
         root, inverse = _roots(sensitivity[channels, channels])
-        weighted = centred[:, channels] @ root
-        spread = weighted.T @ weighted / max(1, len(weighted))
-        directions = torch.linalg.eigh(spread.double())[1].flip(1).float()
+        own = centred[:, channels]
+        spread = root.double() @ (own.T @ own / max(1, len(own))).double() @ root.double()  # root is symmetric
+        directions = torch.linalg.eigh(spread)[1].flip(1).float()
         out[group] = step * (directions.T @ inverse)
     return out
 
@@ -96,6 +97,13 @@ def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return root.float(), inverse.float()
 
 
+def _histograms(numbers: npt.NDArray[np.int16], values: npt.NDArray[np.int16]) -> npt.NDArray[np.int64]:
+    """How often each column `[tokens, columns]` has each of these successive values: `[columns, values]`."""
+    width = numbers.shape[1]
+    first = np.arange(width, dtype=np.int64) * len(values) - int(values[0])
+    return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
+
+
 class _Counts:
     """How often each number occurs in each column, alone and given the coarser level's number."""
 
@@ -105,18 +113,28 @@ class _Counts:
         self._fine = np.zeros((len(NESTED) - 1, layers, layout.stride, 3, 3), np.int32)
 
     def add(self, layer: int, finest: npt.NDArray[np.int16]) -> None:
-        columns = np.arange(self._layout.stride)
-        for level in range(len(NESTED)):
-            numbers = coarsened(finest, level)
-            symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO
-            flat = (symbols + columns * ALPHABET).reshape(-1)
-            self._alone[level, layer] += np.bincount(flat, minlength=columns.size * ALPHABET).reshape(-1, ALPHABET)
-            if level < len(NESTED) - 1:
-                coarse = coarsened(numbers).astype(np.int32)
-                rest = numbers - 3 * coarse
-                cell = np.minimum(np.abs(coarse), 2) * 3 + np.where(coarse < 0, -rest, rest) + 1
-                flat = (cell + columns * 9).reshape(-1)
-                self._fine[level, layer] += np.bincount(flat, minlength=columns.size * 9).reshape(-1, 3, 3)
+        """Count a layer's numbers `[tokens, stride]`: once, at the finest level, of which all others follow."""
+        values = np.arange(int(finest.min()), int(finest.max()) + 1, dtype=np.int16)
+        at_once = max(1, _MOST_COUNTERS // len(values))
+        for first in range(0, finest.shape[1], at_once):
+            columns = slice(first, first + at_once)
+            found = _histograms(finest[:, columns], values)
+            for level in range(len(NESTED)):
+                self._count(level, layer, columns, found, coarsened(values, level))
+
+    def _count(
+        self, level: int, layer: int, columns: slice, found: npt.NDArray[np.int64], numbers: npt.NDArray[np.int16]
+    ) -> None:
+        """Add up, of `found[column, value]`, what has one symbol at a level where the values are these `numbers`."""
+        symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO  # ascending, as the values are
+        there, starts = np.unique(symbols, return_index=True)
+        self._alone[level, layer, columns, there] = np.add.reduceat(found, starts, axis=1).T
+        if level < len(NESTED) - 1:
+            coarse = coarsened(numbers).astype(np.int32)
+            rest = numbers - 3 * coarse
+            cells = np.minimum(np.abs(coarse), 2) * 3 + np.where(coarse < 0, -rest, rest) + 1
+            counts = np.stack([found[:, cells == cell].sum(1) for cell in range(9)], 1)
+            self._fine[level, layer, columns] = counts.reshape(-1, 3, 3)
 
     def active(self) -> npt.NDArray[np.uint8]:
         """Blocks of each group up to the last with a column worth coding; never fewer than coarser levels have."""

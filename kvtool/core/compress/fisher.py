@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
 
 from kvtool.core.common.types import Ids
+from kvtool.core.compress.gradients import Asked, gradients, without_weight_gradients
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.model.prompt import PromptParts, question_tokens
 
 CHUNKS_AT_ONCE = 4
+_TOGETHER = 4  # prompts of a pass: fewer, and reading the weights takes as long as the products
 SPAN, ANSWER = 32, 16  # tokens of a copied question, and of what follows it in the chunk
 _LEAST_TOKENS = 8
 # A few tokens have gradients a hundred times as large as all others and would decide alone; they count as the 98th
@@ -75,57 +76,28 @@ def fisher(
     size = decoder.kv_heads * decoder.head_dim
     total = torch.zeros((2, len(decoder.layers), size, size))
     draw = torch.Generator().manual_seed(0)
+    before = [] if prefix is None else [prefix]
+    lead = sum(part.keys.shape[2] for part in before)
     tokens = 0
-    with decoder.plain_attention():
-        for prompt in prompts:
-            before = [] if prefix is None else [prefix]
-            tokens += _add(decoder, before, [chunks[number] for number in prompt.chunks], prompt, draw, total)
-            advance(1)
+    with without_weight_gradients(decoder):
+        for first in range(0, len(prompts), _TOGETHER):
+            some = prompts[first : first + _TOGETHER]
+            asked = [_asked([*before, *(chunks[number] for number in prompt.chunks)], prompt) for prompt in some]
+            for one, found in zip(asked, gradients(decoder, asked, draw), strict=True):
+                total += _information(found[:, :, lead:] / (one.said + 1) ** 0.5).cpu()
+                tokens += one.cached - lead
+                advance(1)
     return total / max(1, tokens)
 
 
-def _add(
-    decoder: Decoder,
-    before: list[ChunkKV],
-    chunks: list[ChunkKV],
-    prompt: Probe,
-    draw: torch.Generator,
-    total: torch.Tensor,
-) -> int:
-    """Add one prompt's outer products. Returns the number of chunk tokens."""
-    lead = sum(part.keys.shape[2] for part in before)
-    keys = torch.cat([part.keys for part in (*before, *chunks)], 2).float().to(decoder.device)
-    values = torch.cat([part.values for part in (*before, *chunks)], 2).float().to(decoder.device)
-    length = keys.shape[2]
-    table = decoder.rotary.table(torch.arange(length, device=decoder.device))
-    ids = [*prompt.question, *prompt.answer]
-    with torch.enable_grad():
-        leaves = [side[layer][None].clone().requires_grad_() for layer in range(len(keys)) for side in (keys, values)]
-        cache = DynamicCache()
-        for layer in range(len(keys)):
-            own_keys, own_values = leaves[2 * layer : 2 * layer + 2]
-            rotated = decoder.rotary.rotate(own_keys, table, layer)
-            cache.update(rotated.to(decoder.dtype), own_values.to(decoder.dtype), layer)
-        positions = torch.arange(length, length + len(ids), device=decoder.device)
-        out = decoder.model(
-            torch.tensor([ids], device=decoder.device),
-            position_ids=positions[None],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=len(prompt.answer) + 1,
-        )
-        chances = torch.log_softmax(out.logits[0].float(), -1)
-        said = torch.multinomial(chances.detach().exp().cpu(), 1, generator=draw).to(decoder.device)
-        gradients = torch.autograd.grad(chances.gather(1, said).sum(), leaves)
-    for number, gradient in enumerate(gradients):
-        rows = gradient[0, :, lead:].transpose(0, 1).reshape(length - lead, -1)
-        total[number % 2, number // 2] += _outer(rows / len(chances) ** 0.5).cpu()
-    return length - lead
+def _asked(cached: Sequence[ChunkKV], prompt: Probe) -> Asked:
+    keys, values = (torch.cat([getattr(part, side) for part in cached], 2) for side in ("keys", "values"))
+    return Asked(keys, values, (*prompt.question, *prompt.answer), len(prompt.answer))
 
 
-def _outer(rows: torch.Tensor) -> torch.Tensor:
-    """Sum up g gᵀ over rows, the longest rows shortened."""
-    norms = rows.square().sum(1)
-    most = norms.kthvalue(max(1, int(len(norms) * _CLIP))).values.clamp_min(1e-30)
-    shortened = rows * (most / torch.maximum(norms, most)).sqrt()[:, None]
-    return shortened.T @ shortened
+def _information(rows: torch.Tensor) -> torch.Tensor:
+    """Sum up g gᵀ over tokens, the longest g shortened: of `[layers, 2, tokens, C]`, `[2, layers, C, C]`."""
+    norms = rows.square().sum(3)
+    most = norms.kthvalue(max(1, int(norms.shape[2] * _CLIP)), 2, keepdim=True).values.clamp_min(1e-30)
+    shortened = (rows * (most / torch.maximum(norms, most)).sqrt()[..., None]).transpose(0, 1)
+    return shortened.transpose(2, 3) @ shortened

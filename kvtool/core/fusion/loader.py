@@ -23,7 +23,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rotary import Table
 
-Rotate = Callable[[torch.Tensor, int, int], torch.Tensor]
+Rotate = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the others compute
@@ -154,8 +154,8 @@ class Loader:
             return
         started = time.perf_counter()
 
-        def rotate(keys: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            return self._decoder.rotary.rotate(keys, table[start:stop], layer)
+        def rotate(out: torch.Tensor, keys: torch.Tensor, start: int, stop: int) -> None:
+            self._decoder.rotary.rotate_into(out, keys, table[start:stop], layer)
 
         buffer = self._cache.buffers[layer]
         self._placed[layer] = worker.placing, worker.placing.place(self._segments, layers, buffer, rotate)
@@ -195,23 +195,32 @@ class Placing:
         return contextlib.nullcontext()
 
     def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
-        """Place one layer; `rotate(keys, start, stop)` gives the keys of prompt positions start … stop - 1.
+        """Place one layer; `rotate(out, keys, start, stop)` rotates keys to the prompt positions start … stop - 1.
 
         Returns
         -------
         A mark to give `wait`.
         """
-        started = time.perf_counter()
+        started, turning = time.perf_counter(), self.rotate_s
         with self.at_work():
             for segment, (keys, values) in zip(segments, self._brought(layers, buffer.keys.device), strict=True):
-                buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
+                self._put_keys(buffer.keys[:, :, segment.start : segment.stop], keys[None], segment, rotate)
                 buffer.values[0, :, segment.start : segment.stop].copy_(values)
-            uploaded = time.perf_counter()
-            _rotate_all(segments, buffer, rotate)
+            self._turn_keys(segments, buffer, rotate)
             mark = self._mark()
-        self.upload_s += uploaded - started
-        self.rotate_s += time.perf_counter() - uploaded
+        self.upload_s += time.perf_counter() - started - (self.rotate_s - turning)
         return mark
+
+    def _put_keys(self, out: torch.Tensor, keys: torch.Tensor, segment: Segment, rotate: Rotate) -> None:
+        """Rotated on their way: keys are read once and written once."""
+        started = time.perf_counter()
+        if keys.dtype != out.dtype:
+            keys = out.copy_(keys)
+        rotate(out, keys, segment.start, segment.stop)
+        self.rotate_s += time.perf_counter() - started
+
+    def _turn_keys(self, segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
+        """What is left to do to keys that are placed."""
 
     def wait(self, mark: int) -> None:
         """Let the calling thread's computations wait until what was placed is there."""
@@ -247,6 +256,23 @@ class CudaPlacing(Placing):
     def wait(self, mark: int) -> None:
         self._placed[mark].wait()
 
+    def _put_keys(self, out: torch.Tensor, keys: torch.Tensor, segment: Segment, rotate: Rotate) -> None:
+        out.copy_(keys)
+
+    def _turn_keys(self, segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
+        """Every key once, in place; neighbouring segments as one span, so that a layer rotates in few calls."""
+        started = time.perf_counter()
+        runs: list[tuple[int, int]] = []
+        for segment in segments:
+            if runs and runs[-1][1] == segment.start:
+                runs[-1] = (runs[-1][0], segment.stop)
+            else:
+                runs.append((segment.start, segment.stop))
+        for start, stop in runs:
+            span = buffer.keys[:, :, start:stop]
+            rotate(span, span, start, stop)
+        self.rotate_s += time.perf_counter() - started
+
     def _mark(self) -> int:
         done = torch.cuda.Event()
         done.record(self._stream)
@@ -275,16 +301,3 @@ class CudaPlacing(Placing):
         torch.cat([key for key, _ in layers], 1, out=self._pinned[0])
         torch.cat([value for _, value in layers], 1, out=self._pinned[1])
         return self._pinned
-
-
-def _rotate_all(segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
-    """Every key once, in place; neighbouring segments as one span, so that a layer rotates in few calls."""
-    runs: list[tuple[int, int]] = []
-    for segment in segments:
-        if runs and runs[-1][1] == segment.start:
-            runs[-1] = (runs[-1][0], segment.stop)
-        else:
-            runs.append((segment.start, segment.stop))
-    for start, stop in runs:
-        span = buffer.keys[:, :, start:stop]
-        span.copy_(rotate(span, start, stop))

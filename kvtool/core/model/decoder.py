@@ -12,6 +12,7 @@ from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.kernels import compile_ahead
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.model.support import context_limit
@@ -47,6 +48,8 @@ class Decoder:
         attentions: list[Any] = [layer.self_attn for layer in self.base.layers]
         self.dtype: torch.dtype = self.model.dtype
         self.device: str = loaded.device
+        if self.device == "cpu":
+            compile_ahead(self.dtype)
         self.rotary = Rotary(self.base, attentions, self.dtype)
         self.head_dim: int = attentions[0].head_dim
         self.kv_heads: int = self.config.num_key_value_heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
 from kvtool.core.model.flash.tiling import AVX512_BF16, Tiling
 from kvtool.core.model.products import attend_by_products
 from kvtool.core.native.compiling import runnable
-from kvtool.core.native.ir import AVX2, AVX512
+from kvtool.core.native.ir import AVX2, AVX512, Isa
 
 OWN, PRODUCTS, FUSED = KERNELS = ("own", "products", "fused")
 # Rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later key.
@@ -53,18 +54,24 @@ def kernel_here(dtype: torch.dtype) -> str:
 
 
 def tiling_here(dtype: torch.dtype) -> Tiling | None:
-    """What our own kernels are made for here; None: they are for x86 CPUs with AVX2.
+    """What our own attention kernels are made for here; None: they are for x86 CPUs with AVX2."""
+    stored, isa = _STORED.get(dtype), isa_here()
+    if stored is None or isa is None:
+        return None
+    if isa is AVX512 and stored == "bfloat16" and "avx512bf16" in cpu_features():
+        return Tiling(AVX512_BF16, stored, pairs=True)
+    return Tiling(isa, stored)
+
+
+def isa_here() -> Isa | None:
+    """The instruction set that the model's own machine code is made for here; None: there is none.
 
     What holds torch's kernels to less than the CPU has (`ATEN_CPU_CAPABILITY`) holds these too.
     """
-    stored, able = _STORED.get(dtype), torch.backends.cpu.get_cpu_capability()
-    if stored is None or not {"avx2", "avx512"} & set(runnable()) or not able.startswith("AVX"):
-        return None
-    features = cpu_features()
-    if able != "AVX512" or "avx512" not in runnable() or "avx512f" not in features:
-        return Tiling(AVX2, stored)
-    pairs = stored == "bfloat16" and "avx512bf16" in features
-    return Tiling(AVX512_BF16, stored, pairs=True) if pairs else Tiling(AVX512, stored)
+    able, there = torch.backends.cpu.get_cpu_capability(), runnable()
+    if able == "AVX512" and "avx512" in there:
+        return AVX512
+    return AVX2 if able.startswith("AVX") and "avx2" in there else None
 
 
 def own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Kernel | None:
@@ -87,10 +94,10 @@ def _compiled(tiling: Tiling) -> Kernel | None:
 
 
 def compile_ahead(dtype: torch.dtype) -> None:
-    """Compile what attends to numbers of this format here, before anybody waits for it."""
+    """Compile what attends to numbers of this format here, in a thread, before anybody waits for it."""
     tiling = tiling_here(dtype)
-    if tiling is not None and kernel_here(dtype) == OWN:
-        _compiled(tiling)
+    if tiling is not None and os.environ.get(CHOICE, "") in ("", OWN):
+        threading.Thread(target=_compiled, args=(tiling,), name="kvtool-attention").start()
 
 
 def attend_rows(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.rotation import fits, rotate_halves
 
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -44,11 +47,14 @@ class Rotary:
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
     """
 
-    def __init__(self, decoder: Any, attentions: list[torch.nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Any, attentions: list[Any], dtype: torch.dtype) -> None:
         self._emb = decoder.rotary_emb
         self._apply: Apply = _model_function(attentions[0])
         self._rotates = [bool(getattr(attention, "use_rope", True)) for attention in attentions]
         self._dtype = dtype
+        self._isa = isa_here()
+        self._device = str(next(attentions[0].parameters()).device)
+        self._head_dim = int(attentions[0].head_dim)
 
     def table(self, positions: torch.Tensor) -> Table:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
@@ -60,8 +66,48 @@ class Rotary:
         """Put positions on un-rotated keys; computed in float32, rounded once to the dtype of `keys`."""
         if not self._rotates[layer]:
             return keys
+        if keys.requires_grad:
+            return self._by_model(keys, table)
+        out = torch.empty_like(keys)
+        self.rotate_into(out, keys, table, layer)
+        return out
+
+    def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+        """Write rotated keys to `out`: on a CPU on their way there, without a number in between being kept."""
+        if not self._rotates[layer]:
+            out.copy_(keys)
+        elif self._in_machine_code(out, keys, table) and self._isa is not None:
+            rotate_halves(out[0], keys[0], table.cos[0], table.sin[0], self._isa)
+        else:
+            out.copy_(self._by_model(keys, table))
+
+    def _by_model(self, keys: torch.Tensor, table: Table) -> torch.Tensor:
         wide = keys.float()
         return self._apply(wide[:, :0], wide, table.cos, table.sin)[1].to(keys.dtype)
+
+    def _in_machine_code(self, out: torch.Tensor, keys: torch.Tensor, table: Table) -> bool:
+        return self._halves and len(keys) == len(table.cos) == 1 and fits(out[0], keys[0], table.cos[0])
+
+    @cached_property
+    def _halves(self) -> bool:
+        """Whether the model rotates by halves, bit for bit, as machine code here does: it is tried."""
+        if self._isa is None or self._device != "cpu":
+            return False
+        table = self.table(torch.tensor([0, 1, 77, 1999]))
+        draw = torch.Generator().manual_seed(0)
+        keys = torch.randn((1, 2, 4, self._head_dim), generator=draw)
+        if not fits(keys[0], keys[0], table.cos[0]) or not _both_halves_alike(table):
+            return False
+        out = torch.empty_like(keys)
+        try:
+            rotate_halves(out[0], keys[0], table.cos[0], table.sin[0], self._isa)
+        except RuntimeError:  # llvmlite has no code for this machine
+            return False
+        return torch.equal(out, self._by_model(keys, table))
+
+
+def _both_halves_alike(table: Table) -> bool:
+    return all(torch.equal(*side.chunk(2, -1)) for side in (table.cos, table.sin))
 
 
 def _model_function(attention: torch.nn.Module) -> Apply:

@@ -34,13 +34,26 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class FusionOptions:
-    """What to measure; `query` holds the modes' parameters."""
+    """What to measure; `query` holds the modes' parameters.
+
+    Attributes
+    ----------
+    skip_full_above : longer prompts are not prefilled in full: attention over all of 32,000 tokens takes minutes, and
+        the limits that a mode is measured against need none of it.
+    """
 
     modes: tuple[str, ...]
     sizes: Sizes
     level: str
     repeat: int
     query: QueryOptions
+    skip_full_above: int | None = None
+
+    def measured(self, length: int) -> tuple[str, ...]:
+        """The modes of one prompt, full prefill by both first unless that takes too long."""
+        if self.skip_full_above is not None and length > self.skip_full_above:
+            return tuple(mode for mode in self.modes if mode != REFERENCE)
+        return tuple(dict.fromkeys((PLAIN, REFERENCE, *self.modes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +90,7 @@ class FusionBench:
 
 def passes(options: FusionOptions) -> int:
     """How many passes there will be at most: the work of a progress bar."""
-    return len(options.sizes.contexts) * len(_measured(options.modes)) * (options.repeat + 1)
-
-
-def _measured(modes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((PLAIN, REFERENCE, *modes)))
+    return sum(len(options.measured(context)) for context in options.sizes.contexts) * (options.repeat + 1)
 
 
 def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: Events) -> FusionBench:
@@ -138,12 +147,11 @@ def _bench(
 ) -> FusionBench:
     different = list({prompt.length: prompt for prompt in reversed(prompts)}.values())[::-1]
     answerer = Answerer(decoder, store, options.query)
-    modes = _measured(options.modes)
     events.status("warm up")
-    warm_up(answerer, prompts[0], modes)
+    warm_up(answerer, prompts[0], options.measured(0))
     events.status("measure what the machine could do")
     machine = measure_machine(decoder)
-    measured = [Measured(prompt, *_measure(answerer, prompt, modes, options.repeat, events)) for prompt in different]
+    measured = [_measure(answerer, prompt, options, events) for prompt in different]
     events.status("measure what the machine could do, once more")
     machine = machine.best(measure_machine(decoder))
     about = About(Architecture.of(decoder), machine, decoder)
@@ -165,7 +173,7 @@ def _bench(
         host=Host.here(),
         machine=machine,
         references=tuple(one.reference for one in measured),
-        rows=tuple(row for one in measured for row in rows_of(one, options.modes, about)),
+        rows=tuple(row for one in measured for row in rows_of(one, about, options.modes)),
         notes=() if shape else tuple(_shortfalls(prompts, options.level)),
     )
 
@@ -180,13 +188,12 @@ def _shortfalls(prompts: Sequence[BenchPrompt], level: str) -> Iterator[str]:
             )
 
 
-def _measure(
-    answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str], repeat: int, events: Events
-) -> tuple[dict[str, list[Sample]], dict[str, Facts]]:
+def _measure(answerer: Answerer, prompt: BenchPrompt, options: FusionOptions, events: Events) -> Measured:
     """Every mode once a round, so that a slow moment of the machine meets all of them; the first round for memory."""
+    modes = options.measured(prompt.length)
     facts: dict[str, Facts] = {}
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
-    for number in range(repeat + 1):
+    for number in range(options.repeat + 1):
         for mode in modes:
             events.status(f"{prompt.length} tokens, {mode}")
             if number == 0:
@@ -194,4 +201,4 @@ def _measure(
             else:
                 samples[mode].append(answerer.sample(prompt, mode))
             events.advance(1)
-    return samples, facts
+    return Measured(prompt, samples, facts)

@@ -104,6 +104,11 @@ def _streamed(products: Sequence[torch.nn.Linear], device: str) -> float:
     return size / _fastest(lambda: [linear(row[linear.in_features]) for linear in products], device)
 
 
+def copied_bytes_per_s() -> float:
+    """Measure how many bytes a second torch copies in main memory."""
+    return _copied("cpu", "cpu")
+
+
 def _copied(source: str, target: str) -> float:
     source_bytes = torch.zeros(_COPIED, dtype=torch.uint8, device=source)
     if source != target:

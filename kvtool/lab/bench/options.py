@@ -57,6 +57,14 @@ class FusionBenchOptions(Options, settings=False):
     )
     question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
     level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
+    skip_full_above: int | None = option(
+        None,
+        "Longer prompts are not prefilled in full.",
+        group=MEASURED,
+        metavar="TOKENS",
+        lowest=0,
+        instead="all are",
+    )
     repeat: int = _repeat(5)
     plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
 
@@ -88,6 +96,19 @@ class PeersBenchOptions(Options, settings=False):
         None, "Keep results here and go on from them.", group=DRAWN, metavar="FILE.jsonl", unit="path"
     )
     plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBenchOptions(Options, settings=False, group=MEASURED):
+    """What is decoded behind which prompt, and how."""
+
+    shape: str | None = option(None, "Random weights of this model's size.", metavar="NAME")
+    context: int = option(1024, "Tokens of the prompt.", lowest=1)
+    new_tokens: int = option(64, "Tokens decoded behind it.", lowest=1)
+    stepper: tuple[str, ...] = option(
+        ("native", "torch"), "Ways to decode.", choices=("native", "torch"), metavar="a,b", instead="both"
+    )
+    threads: int | None = option(None, "Of all arithmetic.", lowest=1, instead="torch's own")
 
 
 @dataclass(frozen=True, kw_only=True)

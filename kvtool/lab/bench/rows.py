@@ -24,7 +24,8 @@ class FusionRow:
     Attributes
     ----------
     speedup : full_ms / ttft_ms.
-    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and which that was.
+    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and which that was; where
+        neither was measured, None and "", and so are `speedup` and `efficiency`.
     flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
     load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
         `select_ms` (the question's own pass included) being a part.
@@ -40,9 +41,9 @@ class FusionRow:
     fusion: str
     context: int
     ttft_ms: float
-    speedup: float
+    speedup: float | None
     flops_ratio: float
-    efficiency: float
+    efficiency: float | None
     read_ms: float
     decode_ms: float
     upload_ms: float
@@ -57,7 +58,7 @@ class FusionRow:
     rows_by_layer: tuple[int, ...]
     rows_total: int
     flops: int
-    full_ms: float
+    full_ms: float | None
     reference: str
     limit_ms: float
     compute_limit_ms: float
@@ -71,24 +72,26 @@ class FusionRow:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Full prefill of one context, by `transformers` and by kvtool; milliseconds, medians."""
+    """Full prefill of one context, by `transformers` and by kvtool; milliseconds, medians; None: not measured."""
 
     context: int
     context_wanted: int
     chunks: int
     question_tokens: int
-    transformers_ms: float
-    kvtool_ms: float
+    transformers_ms: float | None
+    kvtool_ms: float | None
 
     @property
-    def ms(self) -> float:
+    def ms(self) -> float | None:
         """The faster one's."""
-        return min(self.transformers_ms, self.kvtool_ms)
+        return min((ms for ms in (self.transformers_ms, self.kvtool_ms) if ms is not None), default=None)
 
     @property
     def name(self) -> str:
         """Which one that is."""
-        return PLAIN if self.transformers_ms <= self.kvtool_ms else "kvtool full"
+        if self.ms is None:
+            return ""
+        return PLAIN if self.transformers_ms == self.ms else "kvtool full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,13 @@ class Measured:
             context_wanted=self.prompt.wanted,
             chunks=len(self.prompt.chunks),
             question_tokens=len(self.prompt.question),
-            transformers_ms=statistics.median(sample.ttft_ms for sample in self.samples[PLAIN]),
-            kvtool_ms=statistics.median(sample.ttft_ms for sample in self.samples[REFERENCE]),
+            transformers_ms=self._median(PLAIN),
+            kvtool_ms=self._median(REFERENCE),
         )
+
+    def _median(self, mode: str) -> float | None:
+        samples = self.samples.get(mode)
+        return statistics.median(sample.ttft_ms for sample in samples) if samples else None
 
 
 class About:
@@ -120,10 +127,10 @@ class About:
         self.model_bytes = sum(weight.nbytes for weight in decoder.model.parameters())
 
 
-def rows_of(measured: Measured, modes: Sequence[str], about: About) -> Iterator[FusionRow]:
-    """A row for each of these modes."""
+def rows_of(measured: Measured, about: About, modes: Sequence[str]) -> Iterator[FusionRow]:
+    """A row for each of these modes that was measured."""
     reference = measured.reference
-    for mode in modes:
+    for mode in (mode for mode in modes if mode in measured.samples):
         yield _row(mode, measured.samples[mode], measured.facts[mode], reference, about)
 
 
@@ -135,13 +142,14 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
     bytes_each = about.decoder.dtype.itemsize
     kv_bytes = about.decoder.kv_bytes(reference.context)
     limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
+    speedup = None if reference.ms is None else reference.ms / ttft
     return FusionRow(
         fusion=mode,
         context=reference.context,
         ttft_ms=ttft,
-        speedup=reference.ms / ttft,
+        speedup=speedup,
         flops_ratio=full / work,
-        efficiency=reference.ms / ttft / (full / work),
+        efficiency=None if speedup is None else speedup / (full / work),
         **parts,
         overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
         bytes_read=facts.bytes_read,

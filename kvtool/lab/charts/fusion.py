@@ -43,6 +43,8 @@ def fusion_table(result: FusionBench) -> Iterator[tuple[Any, ...]]:
     for reference in result.references:
         both = (("full, transformers", reference.transformers_ms), ("full, kvtool", reference.kvtool_ms))
         for name, milliseconds in both:
+            if milliseconds is None or reference.ms is None:
+                continue
             speedup = f"{reference.ms / milliseconds:.2f}"
             yield (name, reference.context, f"{milliseconds:.1f}", speedup, "1.00", speedup, *[""] * 12)
         for row in result.rows:
@@ -55,9 +57,9 @@ def _cells(row: FusionRow) -> tuple[Any, ...]:
         row.fusion,
         row.context,
         f"{row.ttft_ms:.1f}",
-        f"{row.speedup:.2f}",
+        "-" if row.speedup is None else f"{row.speedup:.2f}",
         f"{row.flops_ratio:.2f}",
-        f"{row.efficiency:.2f}",
+        "-" if row.efficiency is None else f"{row.efficiency:.2f}",
         f"{row.read_ms:.1f}",
         f"{row.decode_ms:.1f}",
         f"{row.load_ms:.1f}",
@@ -83,9 +85,10 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
     )
     yield result.host.line()
     for reference in result.references:
+        full = "not measured" if reference.ms is None else f"{reference.name}, {reference.ms:.1f} ms"
         yield (
             f"{reference.context} tokens: {reference.chunks} chunks and a question of {reference.question_tokens}; "
-            f"full prefill is {reference.name}, {reference.ms:.1f} ms"
+            f"full prefill is {full}"
         )
     upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
     yield (
@@ -100,7 +103,8 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
 def fusion_chart(result: FusionBench) -> str:
     """Speedup and time to the first token by context, as an SVG document."""
     modes = list(dict.fromkeys(row.fusion for row in result.rows))
-    full = tuple((float(one.context), one.ms) for one in sorted(result.references, key=lambda one: one.context))
+    references = sorted(result.references, key=lambda one: one.context)
+    full = tuple((float(one.context), one.ms) for one in references if one.ms is not None)
     speedups = [Line("full prefill", tuple((context, 1.0) for context, _ in full))]
     times = [Line("full prefill", full)]
     for mode in modes:
@@ -117,6 +121,9 @@ def fusion_chart(result: FusionBench) -> str:
     return line_charts(f"kvtool bench fusion: {result.model}", panels, "context, tokens", note)
 
 
-def _points(result: FusionBench, mode: str, value: Callable[[FusionRow], float]) -> tuple[tuple[float, float], ...]:
+def _points(
+    result: FusionBench, mode: str, value: Callable[[FusionRow], float | None]
+) -> tuple[tuple[float, float], ...]:
     rows = sorted((row for row in result.rows if row.fusion == mode), key=lambda row: row.context)
-    return tuple((float(row.context), value(row)) for row in rows)
+    found = ((float(row.context), value(row)) for row in rows)
+    return tuple((context, number) for context, number in found if number is not None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kvtool.core.model.quantised.matrix import Matrix
 from kvtool.core.model.stepping.family import Family, Unfit, family_of
 from kvtool.core.model.stepping.ir_play import Code, module
 from kvtool.core.model.stepping.layout import Buffers, code_of, lay_out
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
     from kvtool.core.model.prompt_cache import PromptCache
 
 _CACHES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_BOUND = ("keys", "attend", "combine")  # the operations that know the cache
+# What a bench tells apart.
+PARTS = {
+    "products": ("product",),
+    "attention": ("queries", "keys", "attend", "combine"),
+    "rest": ("norm", "blend", "gate"),
+}
 _POSITIONS = 64  # whose cos and sin are computed together
 _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
 # How far the first step may be from the model's own: root mean square difference, by that of the logits. Measured over
@@ -57,12 +64,11 @@ class Engine:
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(codes["alone"])
         operations = lay_out(self._family, self._buffers)
         self._tape = encode(operations, codes)
-        self._uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in _BOUND}
+        kinds = sorted({one.kind for one in operations})
+        self._uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
         self._context = np.zeros(len(CONTEXT), np.int64)
         self._parts = torch.empty(0)
         self._tables: dict[int, torch.Tensor] = {}
-        self._set("operations", self._tape.ctypes.data)
-        self._set("count", len(self._tape))
 
     def step(self, decoder: Decoder, token: int, cache: PromptCache) -> torch.Tensor:
         """Append one token; its logits, float32 `[vocabulary]`."""
@@ -74,8 +80,23 @@ class Engine:
         hidden, logits = self._buffers.tensors[:2]
         hidden.copy_(embedded).mul_(self._family.embedding)
         self._set("length", length)
-        self._play()
+        self.play()
         return logits.clone()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the model's matrices, by their layouts."""
+        return tuple(sorted({matrix.kind for matrix in self._matrices}))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return sum(matrix.nbytes for matrix in self._matrices)
+
+    @property
+    def _matrices(self) -> list[Matrix]:
+        linears = [self._family.head, *(linear for layer in self._family.layers for linear in layer.linears)]
+        return list({id(linear.matrix): linear.matrix for linear in linears}.values())
 
     def _bind(self, cache: PromptCache) -> None:
         """Write where keys and values lie, and where attention has room for its sums."""
@@ -110,7 +131,13 @@ class Engine:
     def _set(self, field: str, value: int) -> None:
         self._context[list(CONTEXT).index(field)] = value
 
-    def _play(self) -> None:
+    def play(self, kinds: Collection[str] | None = None) -> None:
+        """Play the tape as it stands, or the operations of some kinds alone, whose sums then mean nothing."""
+        tape = self._tape
+        if kinds is not None:
+            tape = tape[sorted(place for kind in kinds for place in self._uses[kind])]
+        self._set("operations", tape.ctypes.data)
+        self._set("count", len(tape))
         threads = min(torch.get_num_threads(), self._most_threads)
         team = openmp() if threads > 1 else None
         if team is None:

@@ -60,7 +60,8 @@ class FusedRunner:
         assert self._fused is not None
         assert self._stepper is not None
         work = flops(Architecture.of(self._decoder), fused_work(self._fused, self._selector))
-        build = f"{built()}, decoding by {self._stepper.name}"
+        why = f" ({self._stepper.why})" if self._stepper.why else ""
+        build = f"{built()}, decoding: {self._stepper.name}{why}"
         return About(kvtool.__version__, build, bytes_read=self._fused.bytes_read, flops=work)
 
 

@@ -25,7 +25,7 @@ _FLASH = {
 _BATCH = 2048  # tokens given at once, llama.cpp's default
 _SEQUENCE = 0
 UBATCHES = (128, 512, 1024)  # tried
-_TRIALS = 3
+_TRIALS = 2
 
 
 # llama.cpp writes to stderr what it does; a reference to this must be kept.

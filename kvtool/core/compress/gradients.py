@@ -1,0 +1,157 @@
+"""Gradients of what a model says with respect to cached keys and values, several prompts in one pass.
+
+Prompts stand side by side in one packed row, as chunks do in a prefill; each sees its own cached keys and values and
+its own rows. So weights are read once for all of them, and products have rows enough to be fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.common.types import Ids
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.rotary import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt whose beginning is cached.
+
+    Attributes
+    ----------
+    keys, values : of that beginning, `[layers, kv_heads, tokens, head_dim]`, keys un-rotated.
+    ids : the rest.
+    said : how many of its last tokens the model's word is heard on, and on what follows them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    ids: Ids
+    said: int
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the cached beginning."""
+        return self.keys.shape[2]
+
+
+def gradients(decoder: Decoder, prompts: Sequence[Asked], draw: torch.Generator) -> list[torch.Tensor]:
+    """The gradients, one a prompt, of the log-chances of tokens drawn from the model's own distribution.
+
+    One token is drawn at each row that is heard: the mean of the outer products over draws is the Fisher information.
+
+    Returns
+    -------
+    For each prompt float32 `[layers, 2, tokens, kv_heads * head_dim]`: of un-rotated keys and of values.
+    """
+    tables = [decoder.rotary.table(torch.arange(prompt.cached, device=decoder.device)) for prompt in prompts]
+    leaves = [_leaves(decoder, prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
+    rows = _Rows.of(prompts, leaves)
+    with torch.enable_grad():
+        logits = _logits(decoder, prompts, rows)
+        wanted = [side for prompt in leaves for layer in prompt for side in layer]
+        found = torch.autograd.grad(logits, wanted, _pull(logits.detach(), draw))
+    layers = len(decoder.layers)
+    parts = [found[first : first + 2 * layers] for first in range(0, len(found), 2 * layers)]
+    return [_unrotated(decoder, part, table) for part, table in zip(parts, tables, strict=True)]
+
+
+@contextmanager
+def without_weight_gradients(decoder: Decoder) -> Iterator[None]:
+    """Let gradients reach keys and values only; afterwards weights ask for theirs as before."""
+    wanted = [(weight, weight.requires_grad) for weight in decoder.model.parameters()]
+    decoder.model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight, before in wanted:
+            weight.requires_grad_(before)
+
+
+def _leaves(decoder: Decoder, prompt: Asked, table: Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys, rotated, and values of each layer `[kv_heads, tokens, head_dim]`, in the model's dtype."""
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
+        placed = decoder.rotary.rotate(keys[None].to(decoder.device), table, layer)[0]
+        placed, values = (side.to(decoder.device, decoder.dtype).detach().clone() for side in (placed, values))
+        made.append((placed.requires_grad_(), values.requires_grad_()))
+    return made
+
+
+def _logits(decoder: Decoder, prompts: Sequence[Asked], rows: _Rows) -> torch.Tensor:
+    """float32 `[rows, vocabulary]`: at the rows before and on each of the said tokens."""
+    device = decoder.device
+    positions = [torch.arange(prompt.cached, prompt.cached + len(prompt.ids)) for prompt in prompts]
+    kept = [torch.arange(stop - prompt.said - 1, stop) for (_, stop), prompt in zip(rows.spans, prompts, strict=True)]
+    out = decoder.model(
+        torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
+        position_ids=torch.cat(positions)[None].to(device),
+        past_key_values=DynamicCache(),
+        use_cache=True,
+        logits_to_keep=torch.cat(kept).to(device),
+        rows=rows,
+    )
+    logits: torch.Tensor = out.logits[0].float()
+    return logits
+
+
+def _pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """The gradient, with respect to the logits, of the log-chances of tokens drawn from them."""
+    chances = torch.softmax(logits, -1)
+    lot = torch.rand((len(chances), 1), generator=draw).to(chances)
+    said = torch.searchsorted(chances.cumsum(-1), lot).clamp_max_(chances.shape[-1] - 1)
+    return (-chances).scatter_add_(1, said, torch.ones_like(lot))
+
+
+def _unrotated(decoder: Decoder, found: Sequence[torch.Tensor], table: Table) -> torch.Tensor:
+    """Gradients of keys as they are before rotation: what a rotation's transpose makes of them."""
+    back = Table(table.cos, -table.sin)
+    sides = []
+    for layer in range(len(decoder.layers)):
+        keys, values = (side.float() for side in found[2 * layer : 2 * layer + 2])
+        keys = decoder.rotary.rotate(keys[None], back, layer)[0]
+        sides.append(torch.stack([side.transpose(0, 1).flatten(1) for side in (keys, values)]))
+    return torch.stack(sides)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Attends for prompts side by side, each over its own cached keys and values; gradients pass."""
+
+    spans: tuple[tuple[int, int], ...]
+    cached: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Asked], cached: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> _Rows:
+        stops = list(accumulate(len(prompt.ids) for prompt in prompts))
+        return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), cached)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Fulfil `Attends`, by plain products."""
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        parts = []
+        for (start, stop), cached in zip(self.spans, self.cached, strict=True):
+            own = key[0, :, start:stop], value[0, :, start:stop]
+            keys, values = (torch.cat([old, new], 1) for old, new in zip(cached[layer], own, strict=True))
+            parts.append(_attended(query[0, :, start:stop] * scale, keys, values))
+        return torch.cat(parts, 1)[None]
+
+
+def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attend with the last rows of a causal attention, `[heads, rows, head_dim]`; keys and values of fewer heads."""
+    heads, rows, head_dim = query.shape
+    kv_heads, seen = keys.shape[:2]
+    scores = torch.bmm(query.reshape(kv_heads, -1, head_dim), keys.transpose(1, 2)).view(heads, rows, seen)
+    hidden = torch.ones((rows, rows), dtype=torch.bool, device=query.device).triu_(1)
+    mask = torch.zeros((rows, seen), dtype=scores.dtype, device=query.device)
+    mask[:, seen - rows :].masked_fill_(hidden, -torch.inf)
+    weights = torch.softmax(scores + mask, -1)
+    return torch.bmm(weights.view(kv_heads, -1, seen), values).view(heads, rows, -1)

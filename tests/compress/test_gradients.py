@@ -1,0 +1,100 @@
+"""Gradients of cached keys and values: those of a plain call of the model, whatever else is in the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.compress import gradients as module
+from kvtool.core.compress.gradients import Asked, gradients, without_weight_gradients
+from kvtool.core.model.decoder import Decoder
+from tests.families import FAMILIES, VOCAB, tiny_model
+
+SAID = 5
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices take no help."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def decoder_of(family: str) -> Decoder:
+    return Decoder(SimpleNamespace(model=tiny_model(family), device="cpu", tokenizer=None))  # type: ignore[arg-type]
+
+
+def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> Asked:
+    """A prompt of random ids over random keys and values."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = (len(decoder.layers), decoder.kv_heads, cached, decoder.head_dim)
+    ids = torch.randint(VOCAB, (rows,), generator=draw).tolist()
+    return Asked(torch.randn(shape, generator=draw), torch.randn(shape, generator=draw), tuple(ids), SAID)
+
+
+def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """The same for a row wherever it stands."""
+    return logits.cos()
+
+
+def plainly(decoder: Decoder, prompt: Asked) -> torch.Tensor:
+    """The same by `transformers`' own attention, rotation included in what is differentiated."""
+    layers = range(len(decoder.layers))
+    table = decoder.rotary.table(torch.arange(prompt.cached))
+    leaves = [[side[layer][None].clone().requires_grad_() for side in (prompt.keys, prompt.values)] for layer in layers]
+    with decoder.plain_attention(), torch.enable_grad():
+        cache = DynamicCache()
+        for layer, (keys, values) in zip(layers, leaves, strict=True):
+            cache.update(decoder.rotary.rotate(keys, table, layer), values, layer)
+        positions = torch.arange(prompt.cached, prompt.cached + len(prompt.ids))
+        out = decoder.model(
+            torch.tensor([prompt.ids]),
+            position_ids=positions[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=SAID + 1,
+        )
+        logits = out.logits[0]
+        wanted = [side for layer in leaves for side in layer]
+        found = torch.autograd.grad(logits, wanted, pull(logits.detach(), torch.Generator()))
+    rows = [gradient[0].transpose(0, 1).flatten(1) for gradient in found]
+    return torch.stack(rows).view(len(layers), 2, prompt.cached, -1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_a_plain_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_pull", pull)
+    decoder = decoder_of(family)
+    prompts = [asked(decoder, 21, 9, 0), asked(decoder, 34, 7, 1)]
+    with without_weight_gradients(decoder):
+        together = gradients(decoder, prompts, torch.Generator())
+    for prompt, found in zip(prompts, together, strict=True):
+        wanted = plainly(decoder, prompt)
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-4 * float(wanted.abs().max()))
+    assert float(together[0].abs().max()) > 0
+
+
+def test_no_weight_gets_a_gradient_and_all_ask_as_before() -> None:
+    decoder = decoder_of("llama")
+    weights = list(decoder.model.parameters())
+    weights[0].requires_grad_(True)
+    with without_weight_gradients(decoder):
+        gradients(decoder, [asked(decoder, 8, 7, 0)], torch.Generator().manual_seed(0))
+    assert all(weight.grad is None for weight in weights)
+    assert [weight.requires_grad for weight in weights] == [True] + [False] * (len(weights) - 1)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """The gradient of the logits is the drawn token's row less the chances."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).expand(20_000, 4)
+    chances = torch.softmax(logits[0], -1)
+    pulled = module._pull(logits, torch.Generator().manual_seed(0))
+    torch.testing.assert_close((pulled + chances).mean(0), chances, atol=0.02, rtol=0)
+    fisher = pulled.T @ pulled / len(pulled)
+    torch.testing.assert_close(fisher, torch.diag(chances) - torch.outer(chances, chances), atol=0.02, rtol=0)

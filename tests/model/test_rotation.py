@@ -1,0 +1,129 @@
+"""Keys rotated by machine code have the bits that the model's own function gives them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtool.core.model import kernels, rotary
+from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotation import rotate_halves
+from kvtool.core.native.compiling import ISAS, runnable
+from tests.fusion.making import NAMES, new_case
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 1999])
+pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def table_of(rows: int, rotary_dim: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = (random(rows, rotary_dim // 2, seed=seed + side).repeat(1, 2) for side in range(2))
+    return cos, sin
+
+
+def by_torch(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The formula of `transformers`, in float32, rounded once; what is not rotated stays."""
+    size = cos.shape[1]
+    wide = keys[..., :size].float()
+    low, high = wide.chunk(2, -1)
+    turned = wide * cos + torch.cat([-high, low], -1) * sin
+    return torch.cat([turned.to(keys.dtype), keys[..., size:]], -1)
+
+
+@pytest.mark.parametrize("isa", [name for name in runnable() if name != "scalar"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (64, 32), (80, 80), (128, 128), (256, 64)], ids=str)
+def test_the_bits_are_those_of_torch(isa: str, dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    keys, (cos, sin) = random(3, 37, dims[0], dtype=dtype), table_of(37, dims[1])
+    keys[0, 0, 0], keys[1, 2, 3], keys[2, 5, -1] = torch.inf, 6e-8, torch.nan
+    expected = by_torch(keys, cos, sin)
+    out = torch.zeros_like(keys)
+    rotate_halves(out, keys, cos, sin, ISAS[isa])
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(7), expected.nan_to_num(7))
+    rotate_halves(keys, keys, cos, sin, ISAS[isa])
+    assert torch.equal(keys.nan_to_num(7), out.nan_to_num(7))  # in place
+
+
+@pytest.mark.parametrize("isa", [name for name in runnable() if name != "scalar"])
+def test_from_a_record_into_a_buffer_with_room(isa: str) -> None:
+    """Strides as they are; nothing beside the place is touched."""
+    keys = random(20, 3, 32, dtype=torch.bfloat16).transpose(0, 1)
+    buffer = torch.full((3, 50, 32), 9.0, dtype=torch.bfloat16)
+    cos, sin = table_of(40, 32)
+    rotate_halves(buffer[:, 10:30], keys, cos[5:25], sin[5:25], ISAS[isa])
+    assert torch.equal(buffer[:, 10:30], by_torch(keys, cos[5:25], sin[5:25]))
+    assert (buffer[:, :10] == 9).all()
+    assert (buffer[:, 30:] == 9).all()
+
+
+def test_no_keys_are_rotated_to_none() -> None:
+    rotate_halves(*[torch.empty(2, 0, 16)] * 2, *table_of(0, 16), ISAS[runnable()[0]])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels.isa_here() is None:
+        pytest.skip("there is no machine code for this CPU")
+    decoder, calls = new_case(name, dtype).decoder, []
+
+    def counting(*arguments: object) -> None:
+        calls.append(1)
+        rotate_halves(*arguments)
+
+    keys = random(1, decoder.kv_heads, len(POSITIONS), decoder.head_dim, dtype=decoder.dtype)
+    table = decoder.rotary.table(POSITIONS)
+    decoder.rotary.rotate(keys, table, 0)  # whether it may be taken is tried once
+    monkeypatch.setattr(rotary, "rotate_halves", counting)
+    for one in (table, table.inverse()):
+        ours = decoder.rotary.rotate(keys, one, 0)
+        assert torch.equal(ours, decoder.rotary._by_model(keys, one))
+    assert len(calls) == 2
+
+
+def test_a_rotation_by_pairs_is_left_to_the_model() -> None:
+    """Neighbours instead of halves, as GLM and Cohere have it: tried, and found to be another one."""
+    decoder = new_case("llama").decoder
+
+    def by_pairs(query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> object:
+        other = torch.stack([-keys[..., 1::2], keys[..., ::2]], -1).flatten(-2)
+        return query, keys * cos + other * sin
+
+    decoder.rotary._apply = by_pairs
+    keys, table = random(1, decoder.kv_heads, 6, decoder.head_dim), decoder.rotary.table(POSITIONS)
+    assert torch.equal(decoder.rotary.rotate(keys, table, 0), by_pairs(keys, keys, table.cos, table.sin)[1])
+
+
+def test_gradients_pass() -> None:
+    decoder = new_case("llama").decoder
+    keys = random(1, decoder.kv_heads, 6, decoder.head_dim).requires_grad_()
+    decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0).sum().backward()
+    assert keys.grad is not None
+
+
+def test_machine_code_sees_no_wrong_sizes() -> None:
+    keys, (cos, sin) = random(2, 10, 32), table_of(10, 32)
+    isa = ISAS[runnable()[0]]
+    for wrong in (
+        (keys[:, :9], keys, cos, sin),
+        (keys, keys, cos[:9], sin[:9]),
+        (keys, keys, cos, sin[:9]),
+        (keys.half(), keys, cos, sin),
+        (keys, keys, cos.double(), sin.double()),
+        (keys, keys, *table_of(10, 48)),
+        (keys, keys, *table_of(10, 24)),
+        (keys.double(), keys.double(), cos, sin),
+        (keys.transpose(1, 2).contiguous().transpose(1, 2), keys, cos, sin),
+    ):
+        with pytest.raises(ValueError, match="no machine code"):
+            rotate_halves(*wrong, isa)
+
+
+def test_tables_are_sliced_by_token() -> None:
+    table = Table(*(side[None] for side in table_of(10, 16)))
+    assert torch.equal(table[2:5].cos, table.cos[:, 2:5])
