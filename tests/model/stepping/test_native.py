@@ -11,7 +11,8 @@ from kvtool.core.model import stepping
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import engine_of
-from kvtool.core.model.stepping.family import Unfit, family_of
+from kvtool.core.model.stepping.family import family_of
+from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine, NativeStepper
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.native.compiling import runnable

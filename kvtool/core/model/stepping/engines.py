@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvtool.core.errors import UsageError
-from kvtool.core.model.stepping.family import Unfit
+from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine
 from kvtool.core.model.stepping.threads import openmp
 from kvtool.core.native.compiling import runnable

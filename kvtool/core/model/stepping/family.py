@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.quantised.matrix import Matrix, dense
-from kvtool.core.model.quantised.modules import PackedLinear
+from kvtool.core.model.quantised.matrix import Matrix
+from kvtool.core.model.stepping.kept import KeptWeights, Unfit
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -26,10 +26,6 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_n
 _MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-class Unfit(Exception):
-    """The model has no tape; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +113,15 @@ def family_of(decoder: Decoder) -> Family:
         raise Unfit(f"{decoder.dtype} on {decoder.device}")
     _known(base, _BASE)
     rotaries = _rotaries(decoder)
-    layers = tuple(_layer(decoder, layer, rotary) for layer, rotary in zip(decoder.layers, rotaries, strict=True))
+    kept = KeptWeights(decoder)
+    layers = tuple(_layer(decoder, kept, layer, rotary) for layer, rotary in zip(decoder.layers, rotaries, strict=True))
     activations = {_activation(layer.mlp) for layer in decoder.layers}
     if len(activations) != 1:
         raise Unfit("different activations")
     return Family(
         layers=layers,
         norm=_norm(base.norm),
-        head=_linear(decoder.model.get_output_embeddings()),
+        head=_linear(kept, decoder.model.get_output_embeddings()),
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=decoder.kv_heads,
@@ -141,15 +138,15 @@ def hooked(decoder: Decoder) -> bool:
     return next(listened, None) is not None
 
 
-def _layer(decoder: Decoder, layer: Any, rotary: int) -> Layer:
+def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Layer:
     _known(layer, _LAYER | _DROPOUT)
     attention, mlp, width = layer.self_attn, layer.mlp, decoder.head_dim
     _known(attention, _ATTENTION)
     _known(mlp, _MLP)
     sizes = [count * width for count in (decoder.config.num_attention_heads, decoder.kv_heads, decoder.kv_heads)]
-    query, key, value = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes)
+    query, key, value = _parts(kept, attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes)
     inner = decoder.config.intermediate_size
-    gate, up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"), [inner, inner])
+    gate, up = _parts(kept, mlp, "gate_up_proj", ("gate_proj", "up_proj"), [inner, inner])
     before, after = _norms(layer)
     return Layer(
         before=before,
@@ -157,13 +154,13 @@ def _layer(decoder: Decoder, layer: Any, rotary: int) -> Layer:
         query=query,
         key=key,
         value=value,
-        out=_linear(attention.o_proj),
+        out=_linear(kept, attention.o_proj),
         head_norms=_head_norms(attention),
         rotary=rotary,
         scale=float(attention.scaling),
         gate=gate,
         up=up,
-        down=_linear(mlp.down_proj),
+        down=_linear(kept, mlp.down_proj),
         residual=float(getattr(layer, "residual_multiplier", 1.0)),
     )
 
@@ -219,42 +216,24 @@ def _activation(mlp: Any) -> str:
     raise Unfit(f"{type(mlp).__name__} has another activation")
 
 
-def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
+def _parts(kept: KeptWeights, module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) -> list[Linear]:
     """Several products of one input: matrices of their own, or rows of one matrix."""
     if hasattr(module, fused):
-        whole = _linear(getattr(module, fused))
+        whole = _linear(kept, getattr(module, fused))
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
         if sum(sizes) != whole.rows or whole.bias is not None:
             raise Unfit(f"{fused} is cut otherwise")
         return [Linear(whole.matrix, start, size, None) for start, size in zip(starts, sizes, strict=True)]
-    found = [_linear(getattr(module, name)) for name in names]
+    found = [_linear(kept, getattr(module, name)) for name in names]
     if [linear.rows for linear in found] != sizes:
         raise Unfit(f"{names[0]} and its like have other sizes")
     return found
 
 
-def _linear(module: Any) -> Linear:
-    matrix = matrix_of(module)
+def _linear(kept: KeptWeights, module: Any) -> Linear:
+    matrix = kept.matrix(module)
     bias = getattr(module, "bias", None)
     return Linear(matrix, 0, matrix.rows, None if bias is None else bias.detach().float().contiguous())
-
-
-def matrix_of(module: Any) -> Matrix:
-    """The weights of a linear layer as they are kept.
-
-    Raises
-    ------
-    Unfit : they are kept in a layout that only other code reads.
-    """
-    if isinstance(module, PackedLinear):
-        return module.matrix
-    if type(module) is not torch.nn.Linear:
-        raise Unfit(f"{type(module).__name__} is no plain linear layer")
-    if module.weight.device.type != "cpu":
-        raise Unfit("its weights lie in oneDNN's own layout")
-    if module.weight.dtype not in _CLOSE:
-        raise Unfit(f"its weights are {module.weight.dtype}")
-    return dense(module.weight)
 
 
 def _rotaries(decoder: Decoder) -> list[int]:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from kvtool.core.model.quantised.matrix import Matrix
-from kvtool.core.model.stepping.family import Family, Unfit, family_of
+from kvtool.core.model.stepping.family import Family, family_of
 from kvtool.core.model.stepping.ir_play import Code, module
+from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.layout import Buffers, code_of, lay_out
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.tape import BLOCK, CONTEXT, HEADROOM, encode, word

@@ -1,0 +1,102 @@
+"""Where the weights of a model lie in a layout that a step can read: packed, plain, or in the checkpoint itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.files import tensor_table, weight_files
+from kvtool.core.model.quantised.matrix import Matrix, dense
+from kvtool.core.model.quantised.modules import PackedLinear
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+_PROBED = 8  # rows of a weight that are compared with the file's
+
+
+class Unfit(Exception):
+    """The model has no tape; the text says why."""
+
+
+class KeptWeights:
+    """The matrices of a model's linear layers.
+
+    A model that computes in float32, or whose weights lie in oneDNN's own layout, is often a bfloat16 checkpoint: its
+    weights are then read from the file, mapped into memory. That is half the bytes, or the only plain ones there are,
+    and takes none of the process's own memory.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._mapped = _Mapped(decoder)
+
+    def matrix(self, module: Any) -> Matrix:
+        """The weight of a linear layer.
+
+        Raises
+        ------
+        Unfit : it is kept in a layout that only other code reads.
+        """
+        if isinstance(module, PackedLinear):
+            return module.matrix
+        if type(module) is not torch.nn.Linear:
+            raise Unfit(f"{type(module).__name__} is no plain linear layer")
+        weight = module.weight
+        plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+        if plain and weight.dtype == torch.bfloat16:
+            return dense(weight)
+        mapped = self._mapped.weight(module)
+        if mapped is not None and _is_same(weight, mapped):
+            return dense(mapped)
+        if plain:
+            return dense(weight)
+        raise Unfit("its weights lie in oneDNN's own layout, and the checkpoint has other ones")
+
+
+class _Mapped:
+    """The bfloat16 weights in a checkpoint's files, by the modules that they belong to."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._files = _bfloat16_files(decoder.loaded.files)
+        self._open: dict[Path, Any] = {}
+        self._names = {id(module): name for name, module in decoder.model.named_modules()} if self._files else {}
+        head, embedding = decoder.model.get_output_embeddings(), decoder.model.get_input_embeddings()
+        if head is not None and head.weight is embedding.weight:
+            self._names[id(head)] = self._names.get(id(embedding), "")
+
+    def weight(self, module: Any) -> torch.Tensor | None:
+        """A module's weight as the file has it, if it has it in bfloat16."""
+        name = f"{self._names.get(id(module), '')}.weight"
+        path = self._files.get(name)
+        if path is None:
+            return None
+        if path not in self._open:
+            from safetensors import safe_open
+
+            self._open[path] = safe_open(path, framework="pt", device="cpu")
+        found: torch.Tensor = self._open[path].get_tensor(name)
+        return found
+
+
+def _bfloat16_files(files: Any) -> dict[str, Path]:
+    """The file of each bfloat16 tensor of a model; none where it has no files."""
+    if files is None or not files.folder.name:
+        return {}
+    try:
+        tables = {path: tensor_table(path) for path in weight_files(files.folder)}
+    except (ModelError, OSError):
+        return {}
+    return {name: path for path, table in tables.items() for name, entry in table.items() if entry["dtype"] == "BF16"}
+
+
+def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
+    """Whether a file's weight is the model's: by its shape, and where the model's is at hand by some rows of it."""
+    if weight.shape != mapped.shape or not mapped.is_contiguous():
+        return False
+    if weight.device.type != "cpu":
+        return True  # the first step is compared in any case
+    rows = torch.linspace(0, len(weight) - 1, _PROBED).long()
+    return torch.equal(weight[rows].float(), mapped[rows].float())
