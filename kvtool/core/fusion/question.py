@@ -12,7 +12,7 @@ from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.weights import attention_weights
+from kvtool.core.model.weights import mean_weights
 
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
@@ -40,7 +40,7 @@ class _Watch:
         for first in range(0, count, _BLOCK):
             some = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, some]
-            weights = attention_weights(part, key[0], positions[some], scaling).mean(0)
+            weights = mean_weights(part, key[0], positions[some], scaling)
             squares += weights.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
