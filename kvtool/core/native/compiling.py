@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import platform
 import warnings
@@ -11,6 +12,7 @@ from typing import Any
 
 from kvtool.core.common.arithmetic import FEATURES, cpu_features
 from kvtool.core.native.ir import AVX2, AVX512, SCALAR, Isa
+from kvtool.core.native.objects import keep_code, kept_code, key_of
 
 ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
 
@@ -38,6 +40,8 @@ def runnable() -> tuple[str, ...]:
 def compiled(text: str, isa: Isa, *names: str) -> tuple[int, ...]:
     """Addresses of functions of an LLVM IR module, in machine code that lives as long as the process.
 
+    The code is kept on disk for the next process (`objects`).
+
     Raises
     ------
     RuntimeError : the text is not LLVM IR, or there is no code for this machine.
@@ -48,10 +52,22 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[int, ...]:
     least = "x86-64" if platform.machine() in _X86 else ""
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
+    key = key_of(*_compiler(llvm), target.triple, isa.cpu or least, isa.extra, text)
+    code = kept_code(key)
+    if code is None:
+        code = machine.emit_object(llvm.parse_assembly(text))
+        keep_code(key, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _engines.append(engine)
     return tuple(int(engine.get_function_address(name)) for name in names)
+
+
+def _compiler(llvm: Any) -> tuple[str, ...]:
+    """What makes other code of the same text."""
+    version = ".".join(map(str, llvm.llvm_version_info))
+    return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
 
 
 @cache

@@ -1,0 +1,152 @@
+"""Machine code is made once on a machine, and never taken from where somebody else could have put it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.common.places import cache_dir
+from kvtool.core.native import compiling, objects
+from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.objects import keep_code, kept_code, key_of
+
+needs_llvm = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders are kept by other means")
+KEY = key_of("a", "b")
+
+
+def source(number: int) -> str:
+    return f"define i64 @run() {{\n  ret i64 {number}\n}}\n"
+
+
+def answer(number: int) -> int:
+    (address,) = compiled(source(number), ISAS[runnable()[0]], "run")
+    found: int = ctypes.CFUNCTYPE(ctypes.c_int64)(address)()
+    return found
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of code that was made, not read."""
+    keys: list[str] = []
+
+    def noted(key: str, code: bytes) -> None:
+        keys.append(key)
+        keep_code(key, code)
+
+    monkeypatch.setattr(compiling, "keep_code", noted)
+    return keys
+
+
+def files() -> list[Path]:
+    return sorted((cache_dir() / "native").iterdir())
+
+
+@needs_llvm
+def test_code_is_made_once(made: list[str]) -> None:
+    assert [answer(41), answer(41), answer(42)] == [41, 41, 42]
+    assert len(made) == 2
+    assert [path.name for path in files()] == sorted(made)
+
+
+@needs_llvm
+def test_another_instruction_set_has_code_of_its_own(made: list[str]) -> None:
+    for name in runnable():
+        compiled(source(7), ISAS[name], "run")
+    assert len(set(made)) == len(runnable())
+
+
+@needs_llvm
+@pytest.mark.parametrize("where", [0, 31, 32, -1])
+def test_damaged_code_is_made_anew(where: int, made: list[str]) -> None:
+    assert answer(5) == 5
+    (path,) = files()
+    whole = bytearray(path.read_bytes())
+    whole[where] ^= 1
+    path.write_bytes(whole)
+    assert answer(5) == 5
+    assert len(made) == 2
+    path.write_bytes(b"")
+    assert answer(5) == 5
+    assert len(made) == 3
+
+
+def test_code_of_another_name_is_not_taken() -> None:
+    keep_code(KEY, b"code")
+    (path,) = files()
+    other = key_of("ab")
+    path.rename(path.with_name(other))
+    assert kept_code(other) is None
+
+
+def test_names_tell_their_parts_apart() -> None:
+    assert len({key_of("a", "b"), key_of("ab"), key_of("", "ab"), key_of("a", "b", "")}) == 4
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_can_write_to_is_left_alone(mode: int) -> None:
+    keep_code(KEY, b"code")
+    assert kept_code(KEY) == b"code"
+    folder = cache_dir() / "native"
+    folder.chmod(mode)
+    assert kept_code(KEY) is None
+    keep_code(key_of("c"), b"more")
+    assert len(files()) == 1
+
+
+@posix
+def test_what_belongs_to_somebody_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_code(KEY, b"code")
+    monkeypatch.setattr(objects.os, "geteuid", lambda: os.getuid() + 1)
+    assert kept_code(KEY) is None
+
+
+@posix
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    keep_code(KEY, b"code")
+    (path,) = files()
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert kept_code(KEY) is None
+    folder = cache_dir() / "native"
+    path.unlink()
+    (tmp_path / "elsewhere").rename(path)
+    folder.rename(tmp_path / "folder")
+    folder.symlink_to(tmp_path / "folder")
+    assert kept_code(KEY) is None
+
+
+@posix
+def test_only_the_user_can_read_it() -> None:
+    keep_code(KEY, b"code")
+    assert (cache_dir() / "native").stat().st_mode & 0o777 == 0o700
+    assert files()[0].stat().st_mode & 0o777 == 0o600
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(objects.tempfile, "mkstemp", full)
+    keep_code(KEY, b"code")
+    assert kept_code(KEY) is None
+
+
+def test_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_MOST_BYTES", 40)
+    keep_code(KEY, bytes(9))
+    assert kept_code(KEY) is None
+
+
+def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_MOST_FILES", 4)
+    keys = [key_of(str(number)) for number in range(6)]
+    for age, key in enumerate(keys):
+        keep_code(key, b"code")
+        os.utime(cache_dir() / "native" / key, (age, age))
+    assert [key for key in keys if kept_code(key)] == keys[2:]
