@@ -108,7 +108,7 @@ class _Job:
                 f"what was learned is no better than the warm lead-in on held-out chunks ({learned:.4f}, {warm:.4f})",
                 "ingest more documents, or give more --rounds; the store is unchanged",
             )
-        keys, values = (side.detach().cpu() for side in training.rows())
+        keys, values = (side.detach().to("cpu", self.session.decoder.kv_dtype) for side in training.rows())
         return LearnedRows(self.identity.fingerprint, self.ids, keys, values)
 
     # ---- what it works on ----

@@ -31,11 +31,12 @@ class Decoder:
     Attributes
     ----------
     layers : the decoder layers.
+    dtype, kv_dtype : what it computes in; what keys and values are stored in, the same unless a CPU is slow in that.
     kv_heads, head_dim : shape of one token's keys and values.
     context : the longest prompt, in tokens, that the model takes.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         attention.register()
         self.loaded = loaded
         self.model: Any = loaded.model
@@ -47,6 +48,7 @@ class Decoder:
         self.layers: list[torch.nn.Module] = list(self.base.layers)
         attentions: list[Any] = [layer.self_attn for layer in self.base.layers]
         self.dtype: torch.dtype = self.model.dtype
+        self.kv_dtype: torch.dtype = kv_dtype or self.dtype
         self.device: str = loaded.device
         if self.device == "cpu":
             compile_ahead(self.dtype)
@@ -62,7 +64,7 @@ class Decoder:
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the raw keys and values of `tokens` tokens over all layers."""
-        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.dtype.itemsize * tokens
+        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize * tokens
 
     @torch.inference_mode()
     def compute(

@@ -42,7 +42,8 @@ class Loaded:
     ----------
     model : `PreTrainedModel`, in eval mode, no gradients.
     tokenizer : fast tokenizer of `transformers`.
-    dtype : resolved: "bfloat16", "float16" or "float32".
+    dtype : of the keys and values that it stands for, resolved: "bfloat16", "float16" or "float32". It computes in its
+        own `model.dtype`, which is another one where a CPU is slow in this.
     load_ms : time that loading took, tokenizer and fingerprint included.
     """
 
@@ -161,11 +162,14 @@ def _backend_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
-def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", packed: bool = False) -> Loaded:
+def load_model(
+    files: ModelFiles, *, device: str = "auto", dtype: str = "auto", arithmetic: str | None = None, packed: bool = False
+) -> Loaded:
     """Check a model's files, then load them.
 
     Parameters
     ----------
+    arithmetic : what it computes in; None: in its dtype.
     packed : the model is only run forward, and often: weights of a GGUF file stay as they are in it, on a CPU; for
         others see `pack_weights`.
 
@@ -183,9 +187,9 @@ def load_model(files: ModelFiles, *, device: str = "auto", dtype: str = "auto", 
     if place == "cpu":
         keep_freed_memory()
     with quiet(), _explained(files):
-        model = _packed_weights(files, place, kind) if packed else None
+        model = _packed_weights(files, place, arithmetic or kind) if packed else None
         if model is None:
-            model = _weights(files, place, kind)
+            model = _weights(files, place, arithmetic or kind)
             if packed:
                 pack_weights(model)
     return Loaded(

@@ -118,7 +118,7 @@ def prefill_chunks(
     undo = decoder.rotary.table(positions).inverse()
     wanted = len(decoder.layers) if layers is None else min(layers, len(decoder.layers))
     shape = (wanted, decoder.kv_heads, len(tokens), decoder.head_dim)
-    all_keys, all_values = torch.empty(shape, dtype=decoder.dtype), torch.empty(shape, dtype=decoder.dtype)
+    all_keys, all_values = (torch.empty(shape, dtype=decoder.kv_dtype) for _ in range(2))
 
     def collect(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not going():

@@ -92,7 +92,7 @@ def check_laws(
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
     bench = _Bench(decoder, prefix, chunks, question)
     everything = max(map(len, chunks))
-    logits, keys, turns = TOLERANCE[decoder.dtype], KEY_TOLERANCE[decoder.dtype], TURNS[decoder.dtype]
+    logits, keys, turns = TOLERANCE[decoder.kv_dtype], KEY_TOLERANCE[decoder.kv_dtype], TURNS[decoder.kv_dtype]
 
     def check(law: int, name: str, allowed: float, measure: Callable[[int], float]) -> GateCheck:
         return GateCheck(law, name, _least(measure, allowed, turns), allowed)

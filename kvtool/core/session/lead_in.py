@@ -74,9 +74,12 @@ def open_lead_in(store: Store, decoder: Decoder, wanted: LeadInIds) -> LeadIn:
     rows = learned_rows(store, wanted.rows)
     shape = (len(decoder.layers), decoder.kv_heads, len(wanted.ids), decoder.head_dim)
     fits = rows.fingerprint == decoder.loaded.fingerprint and rows.ids == wanted.ids
-    if not fits or rows.keys.shape != shape or rows.keys.dtype != decoder.dtype:
+    if not fits or rows.keys.shape != shape or rows.keys.dtype != decoder.kv_dtype:
         raise ModelError("the learned lead-in is another model's", _FIT)
-    layers = [(keys.to(decoder.device), values.to(decoder.device)) for keys, values in rows.layers()]
+    layers = [
+        (keys.to(decoder.device, decoder.dtype), values.to(decoder.device, decoder.dtype))
+        for keys, values in rows.layers()
+    ]
     return LeadIn(decoder, wanted.ids, layers)
 
 

@@ -121,7 +121,7 @@ def measure_memory(decoder: Decoder) -> LoadSpeed:
     there = decoder.device if decodes_there(decoder.device) else "cpu"
     shape = (len(decoder.layers), decoder.kv_heads, _HELD_TOKENS, decoder.head_dim)
     chunks = {
-        bytes([number]): ChunkKV(*(torch.ones(shape, dtype=decoder.dtype, device=there) for _ in range(2)))
+        bytes([number]): ChunkKV(*(torch.ones(shape, dtype=decoder.kv_dtype, device=there) for _ in range(2)))
         for number in range(WANTED)
     }
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.arithmetic import product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
 from kvtool.core.fusion.hot import HotChunks, HotSource
@@ -138,12 +139,22 @@ class Session:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The model, loaded at the first use. Raises ModelError."""
-        from kvtool.core.model.decoder import Decoder
-        from kvtool.core.model.load import load_model
+        """The model, loaded at the first use. Raises ModelError.
 
-        device, dtype = self._wanted.device, self.identity.dtype
-        return Decoder(load_model(self.files, device=device, dtype=dtype, packed=not self._gradients))
+        A store's numbers stay in the store's format. Where a CPU is slow in that, the model computes in float32, which
+        is more exact and many times as fast, and takes twice the memory. Who names the format gets it as it is.
+        """
+        import torch
+
+        from kvtool.core.model.decoder import Decoder
+        from kvtool.core.model.load import load_model, resolve_device
+
+        device, dtype = resolve_device(self._wanted.device), self.identity.dtype
+        arithmetic = product_dtype(dtype, device) if self._wanted.dtype == "auto" else dtype
+        if arithmetic != product_dtype(arithmetic, device):
+            self.warn(f"{why_float32(dtype)}, and float32 is many times as fast", "leave --dtype out")
+        loaded = load_model(self.files, device=device, dtype=dtype, arithmetic=arithmetic, packed=not self._gradients)
+        return Decoder(loaded, kv_dtype=getattr(torch, dtype))
 
     @cached_property
     def tokenizer(self) -> Any:
