@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,12 @@ def test_it_is_compressed_there(elsewhere: Path) -> None:
 
 def test_the_gate_passes_there(elsewhere: Path) -> None:
     assert kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json["passed"] is True
+
+
+def test_a_cpu_without_avx2_is_told_once_and_works(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "sse4_2 avx")
+    done = kvtool("query", QUESTION, "--store", elsewhere, *SHORT).fine()
+    assert done.err.count("this CPU has no AVX2") == (platform.machine() in ("x86_64", "AMD64"))
+    assert "AVX2" not in done.out
+    assert "AVX2" not in kvtool("query", QUESTION, "--store", elsewhere, "--quiet", *SHORT).fine().err
+    assert "AVX2" not in kvtool("store", "stats", "--store", elsewhere).fine().err
