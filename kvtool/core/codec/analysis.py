@@ -71,6 +71,7 @@ class _Slab:
     def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
         self._profile, self._layers, self._kvs = profile, layers, kvs
         self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
+        self._exact = products.Places.of([side for kv in kvs for side in kv])  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
 
     def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
@@ -107,8 +108,7 @@ class _Slab:
         by = products.forward_by(layout, self._dtype)
         if by is not None and out.size:
             weights = [self._profile.forward_weights(layer, by.tile) for layer in self._layers]
-            sides = products.Places.of([side for kv in self._kvs for side in kv])
-            finite = products.numbers_of(layout, by, weights, sides, out)
+            finite = products.numbers_of(layout, by, weights, self._exact, out)
         else:
             finite = self._finest_by_torch(out)
         if not finite:
@@ -162,11 +162,9 @@ class _Slab:
 
     def _errors(self, level: str, records: Sequence[Coded]) -> list[tuple[float, float]]:
         """The errors of K and of V that each record is to state, rounded up to float32."""
-        made = self._sides(level, records)
-        heads, _, dim = self._kvs[0][0].shape
-        by_heads = made.view(len(records), SIDES, self._tokens, heads, dim).transpose(2, 3)
-        exact = [side for kv in self._kvs for side in kv]  # K and V in turn
-        errors = np.array(products.errors_of(list(by_heads.flatten(0, 1)), exact), np.float32)
+        made = self._sides(level, records).flatten(3)
+        found = products.errors_at(products.Places.end_to_end(made, self._exact.heads), self._exact)
+        errors = np.array(found, np.float32)
         up: list[float] = np.nextafter(errors, np.float32(np.inf)).tolist()
         return list(zip(up[::2], up[1::2], strict=True))
 

@@ -124,7 +124,7 @@ def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
 
 
 def _check(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
-    wanted = (len(symbols), len(columns))
+    wanted = (len(symbols), columns.ids.shape[0])
     if symbols.shape != wanted or symbols.dtype != np.uint8 or not symbols.flags.c_contiguous:
         raise ValueError("symbols are uint8 [rows, columns]")
     if contexts is None:

@@ -143,9 +143,10 @@ def _check(numbers: I16, columns: Sequence[Columns]) -> None:
 
 def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
     """This thread's memory, cut into `[rows, columns]` for each layer."""
-    ends = list(accumulate(rows * len(of) for of in columns))
+    widths = [of.ids.shape[0] for of in columns]
+    ends = list(accumulate(rows * width for width in widths))
     whole = memory(name, ends[-1] if ends else 0, np.uint8)
-    return [whole[end - rows * len(of) : end].reshape(rows, len(of)) for end, of in zip(ends, columns, strict=True)]
+    return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
 
 
 def _jobs(names: dict[str, str], numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
@@ -157,7 +158,7 @@ def _jobs(names: dict[str, str], numbers: I16, columns: Sequence[Columns], some:
             "stride": numbers.strides[1],
             "places": [columns[number].held.places for number in some],
             "rows": numbers.shape[1],
-            "blocks": [len(columns[number]) // BLOCK for number in some],
+            "blocks": [columns[number].ids.shape[0] // BLOCK for number in some],
         }
     )
     return jobs

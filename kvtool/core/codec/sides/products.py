@@ -94,7 +94,7 @@ class Places:
     first : addresses of their first numbers, int64 `[sides]`.
     head, token : bytes from head to head and from token to token.
     rows : how many tokens each has.
-    held : what the memory belongs to.
+    held : the tensors.
     """
 
     heads: int
@@ -104,7 +104,7 @@ class Places:
     head: I64
     token: I64
     rows: I64
-    held: object
+    held: Sequence[torch.Tensor]
 
     @classmethod
     def of(cls, sides: Sequence[torch.Tensor]) -> Places:
@@ -115,6 +115,22 @@ class Places:
         heads, _, dim = kept[0].shape
         size = kept[0].element_size()
         return cls(heads, dim, kept[0].dtype, first, head * size, token * size, rows, kept)
+
+    @classmethod
+    def end_to_end(cls, sides: torch.Tensor, heads: int) -> Places:
+        """Those of sides in one piece, `[layers, 2, tokens, channels]`, K and V in turn."""
+        count, tokens, channels, size = SIDES * len(sides), sides.shape[2], sides.shape[3], sides.element_size()
+        every, row = np.arange(count) * tokens, channels * size
+        head, token, rows = (np.full(count, number) for number in (channels // heads * size, row, tokens))
+        held = (
+            [*sides.view(count, tokens, heads, channels // heads).transpose(1, 2)] if native.isa() is None else [sides]
+        )
+        return cls(heads, channels // heads, sides.dtype, sides.data_ptr() + every * row, head, token, rows, held)
+
+    @property
+    def counts(self) -> I64:
+        """How many numbers each side has."""
+        return self.heads * self.dim * self.rows
 
 
 # ---- there and back ----------------------------------------------------------------------------------------------
@@ -219,22 +235,25 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
     ----------
     made, exact : `[kv_heads, tokens, head_dim]`, all of one form, each pair of one shape.
     """
-    if not made:
-        return []
-    sums = _squares(Places.of(made), Places.of(exact))
-    if sums is None:
-        pairs = [(left.double() - right.double(), right.double()) for left, right in zip(made, exact, strict=True)]
-        sums = np.array([[float(part.square().sum()) for part in pair] for pair in pairs])
-    counts = np.array([max(1, side.numel()) for side in made])
-    wrong, size = np.sqrt(sums / counts[:, None]).T
-    return [float(error) for error in wrong / np.maximum(size, _LEAST)]
+    return errors_at(Places.of(made), Places.of(exact)) if made else []
 
 
-def _squares(made: Places, exact: Places) -> npt.NDArray[np.float64] | None:
-    """Sums of the squares of made less exact, and of exact: float64 `[sides, 2]`; None: there is no machine code."""
+def errors_at(made: Places, exact: Places) -> list[float]:
+    """What `errors_of` gives."""
+    sums = _squares(made, exact)
+    wrong, size = np.sqrt(sums / np.maximum(made.counts, 1)[:, None]).T
+    errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
+    return errors
+
+
+def _squares(made: Places, exact: Places) -> npt.NDArray[np.float64]:
+    """Sums of the squares of made less exact, and of exact: float64 `[sides, 2]`."""
     kernel = native.kernel(ir_errors.Errors(NAMES[made.dtype]))
     if kernel is None:
-        return None
+        pairs = [
+            (left.double() - right.double(), right.double()) for left, right in zip(made.held, exact.held, strict=True)
+        ]
+        return np.array([[float(part.square().sum()) for part in pair] for pair in pairs])
     sums = np.zeros((len(made.first), 2))
     if not made.heads * made.dim:
         return sums
