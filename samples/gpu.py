@@ -84,6 +84,9 @@ def all_stages(options: argparse.Namespace) -> int:
 
 def run_stage(stage: str, options: argparse.Namespace, end: float) -> None:
     """Run a stage's process, anew after a step that lost the device."""
+    if end - time.monotonic() <= 10:
+        print(f"{stage}: no time left", flush=True)
+        return
     status = BROKEN
     while status == BROKEN and end - time.monotonic() > 10:
         left = end - time.monotonic()

@@ -124,4 +124,4 @@ def milliseconds(work: Callable[[], object], device: str, repeat: int = 10, warm
             started = time.perf_counter()
             work()
             times.append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))

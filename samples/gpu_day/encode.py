@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvtool.core.codec.levels import LEVELS, level_of
@@ -17,21 +19,19 @@ from samples.gpu_day.day import Day
 
 def run(day: Day) -> None:
     shape = shapes.shapes(day)[0]
-    made: list[tuple[Decoder, list[ChunkKV], Profile]] = []
+    made: list[tuple[list[ChunkKV], Profile]] = []
 
-    def prepared() -> tuple[Decoder, list[ChunkKV], Profile]:
+    def prepared() -> tuple[list[ChunkKV], Profile]:
         """Made by the first step that needs it: a resumed call may need none."""
         if not made:
             decoder = shapes.decoder(day, shape)
             kvs = _prefilled(day, decoder)
-            made.append((decoder, kvs, fit_to(decoder, kvs)))
+            made.append((kvs, fit_to(decoder, kvs)))
         return made[0]
 
     day.step(f"{shape}, prefill and fit", lambda: _fitted(day, shape), least_s=2 if day.dry else 60)
     for level in LEVELS:
-        day.step(
-            f"{shape}, level {level}", lambda level=level: _encoded(*prepared(), level), least_s=2 if day.dry else 40
-        )
+        day.step(f"{shape}, level {level}", partial(_encoded, prepared, level), least_s=2 if day.dry else 40)
 
 
 def _prefilled(day: Day, decoder: Decoder) -> list[ChunkKV]:
@@ -54,7 +54,8 @@ def _fitted(day: Day, shape: str) -> dict[str, float]:
     }
 
 
-def _encoded(decoder: Decoder, kvs: list[ChunkKV], profile: Profile, level: str) -> dict[str, Any]:
+def _encoded(prepared: Callable[[], tuple[list[ChunkKV], Profile]], level: str) -> dict[str, Any]:
+    kvs, profile = prepared()
     given = profile if level_of(level).nested else None
     encode_layers(bytes(16), kvs[0], level, given)
     started = time.perf_counter()

@@ -29,11 +29,11 @@ _MUTATIONS = 400  # of each kind of record
 
 def run(day: Day) -> None:
     day.step("golden files", lambda: _golden(day))
-    for heads, dim in ((1, 16), (2, 24)) if day.dry else ((1, 16), (2, 24), (2, 64), (4, 80), (8, 128)):
+    for heads, dim in ((1, 16),) if day.dry else ((1, 16), (2, 24), (2, 64), (4, 80), (8, 128)):
         day.step(f"shapes {heads} x {dim}", partial(_shapes, day, heads, dim))
-    for level in NESTED:
+    for level in NESTED[:1] if day.dry else NESTED:
         day.step(f"mutated, level {level}", partial(_mutated, day, level))
-    for level in ("1", "2"):
+    for level in ("1",) if day.dry else ("1", "2"):
         for chunks in (2,) if day.dry else (1, 8, 64):
             day.step(
                 f"speed, level {level}, {chunks} chunks",
@@ -44,9 +44,10 @@ def run(day: Day) -> None:
 
 def _golden(day: Day) -> dict[str, int]:
     of, like = Profile.from_bytes(golden.stored("profile")), torch.empty((golden.HEADS, golden.TOKENS, golden.DIM))
-    for name in golden.TRANSFORMED:
+    names = golden.TRANSFORMED[:2] if day.dry else golden.TRANSFORMED
+    for name in names:
         _same(day, [golden.committed(name, like)], of, name)
-    return {"files": len(golden.TRANSFORMED)}
+    return {"files": len(names)}
 
 
 def _shapes(day: Day, heads: int, dim: int) -> dict[str, int]:
@@ -54,7 +55,7 @@ def _shapes(day: Day, heads: int, dim: int) -> dict[str, int]:
     source = Model(heads, dim)
     of = fitted(source, tokens=2 * heads * dim + 200)
     count = 0
-    for tokens in ((1, 5), (3, 64, 130)):
+    for tokens in ((1, 5),) if day.dry else ((1, 5), (3, 64, 130)):
         kvs = [source.kv(0, number, seed=number, dtype=torch.bfloat16) for number in tokens]
         kvs[0][0][0, 0] += 400.0
         chains = [encoded(keys, values, NESTED, of) for keys, values in kvs]
@@ -72,7 +73,8 @@ def _numbers(items: Sequence[Encoded], of: Profile, device: str | None) -> torch
     if device is not None:
         numbers = DeviceNumbers.of(shape, torch.device(device))
     transform.fill(of, 0, [(Coded.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
-    return numbers.tensor.cpu()
+    made: torch.Tensor = numbers.tensor.cpu()
+    return made
 
 
 def _same(day: Day, items: Sequence[Encoded], of: Profile, what: str) -> None:
@@ -97,7 +99,7 @@ def _mutated(day: Day, level: str) -> dict[str, int]:
     item = encoded(*model().kv(0, 9, dtype=torch.bfloat16), [level], of)[level]
     refused = same = 0
     ends = time.monotonic() + min(60, max(5, day.left() / 4))
-    for _ in range(20 if day.dry else _MUTATIONS):
+    for _ in range(4 if day.dry else _MUTATIONS):
         if time.monotonic() > ends:
             break
         changed = replace(item, payload=_mutation(bytearray(item.payload), draw))
@@ -133,7 +135,7 @@ def _outcome(item: Encoded, of: Profile, device: str | None) -> torch.Tensor | N
 
 def _speed(day: Day, level: str, chunks: int) -> dict[str, float]:
     """A layer of a 7B model, 512 tokens a chunk: GB/s of raw 16-bit numbers."""
-    heads, dim, tokens = (2, 24, 32) if day.dry else (8, 128, 512)
+    heads, dim, tokens = (1, 16, 8) if day.dry else (8, 128, 512)
     source = Model(heads, dim)
     of = fitted(source, groups=1 if day.dry else 8, tokens=600)
     item = encoded(*source.kv(0, tokens, dtype=torch.bfloat16), [level], of)[level]

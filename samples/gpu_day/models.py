@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ MODES = ("full", "reuse", "epic", "union", "infoflow", "blend")
 
 
 def run(day: Day) -> None:
-    models = {"tiny, random": partial(_tiny, day)}
+    models: dict[str, Callable[[], Path]] = {"tiny, random": partial(_tiny, day)}
     if not day.dry:
         models["qwen3-0.6b, random"] = partial(_sized, day)
     if day.model is not None:
-        models[day.model.name] = lambda: day.model
+        given = day.model
+        models[given.name] = lambda: given
     else:
         day.step("a real model", lambda: {"missing": "give one by --model FILE.gguf or FOLDER"})
     for name, made in models.items():

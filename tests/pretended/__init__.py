@@ -54,6 +54,10 @@ class OnDevice(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return CUDA
 
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

@@ -45,7 +45,8 @@ class Stream:
             while self.done < upto:
                 work, self.queue[self.done] = self.queue[self.done], _nothing
                 self.done += 1
-                work()
+                with torch.inference_mode():  # as whoever asked for it
+                    work()
 
     def wait_stream(self, other: Stream) -> None:
         Event().record(other).wait(self)

@@ -138,6 +138,8 @@ def fuse_into(
         logits = decoder.compute([ids[position] for position in rows.order], rows, cache)[-1]
         narrowing.end()
     cache.before_update = None
+    if logits.is_cuda:  # who asked waits for them now in any case; the times are of what was done, not of asking for it
+        torch.cuda.current_stream(logits.device).synchronize()
     total = time.perf_counter() - started
     recomputed = torch.zeros(plan.length, dtype=torch.bool)
     recomputed[narrowing.rows.order] = True

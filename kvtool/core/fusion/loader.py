@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TypeAlias
 
 import torch
 
@@ -94,12 +95,12 @@ class Loader:
     @property
     def upload_s(self) -> float:
         """Seconds of copying into the buffers."""
-        return sum(worker.placing.upload_s for worker in self._workers)
+        return sum(worker.placing.seconds()[0] for worker in self._workers)
 
     @property
     def rotate_s(self) -> float:
         """Seconds of rotating keys."""
-        return sum(worker.placing.rotate_s for worker in self._workers)
+        return sum(worker.placing.seconds()[1] for worker in self._workers)
 
     def wait(self, layer: int) -> None:
         """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
@@ -174,6 +175,15 @@ def _placing_for(device: str) -> Placing:
     return CudaPlacing(torch.cuda.current_stream(device)) if device.startswith("cuda") else Placing()
 
 
+_Span: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event]"
+
+
+def _elapsed_s(span: _Span) -> float:
+    begun, ended = span
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3
+
+
 # ---- placing -------------------------------------------------------------------------------------------------------
 
 
@@ -184,11 +194,15 @@ class Placing:
 
     Attributes
     ----------
-    upload_s, rotate_s : seconds that both have taken.
+    upload_s, rotate_s : seconds that the thread has spent with both.
     """
 
     def __init__(self) -> None:
         self.upload_s = self.rotate_s = 0.0
+
+    def seconds(self) -> tuple[float, float]:
+        """What copying and rotating have taken."""
+        return self.upload_s, self.rotate_s
 
     def at_work(self) -> AbstractContextManager[object]:
         """Within it, what the calling thread computes on a GPU is put where the placing itself works."""
@@ -248,7 +262,13 @@ class CudaPlacing(Placing):
         self._stream.wait_stream(compute)
         self._pinned = torch.empty(0)
         self._copied = torch.cuda.Event()
+        self._uploads: list[_Span] = []
+        self._turns: list[_Span] = []
         self._placed: list[torch.cuda.Event] = []
+
+    def seconds(self) -> tuple[float, float]:
+        """Of the device, between events; that of the thread, which only asks for it, is its staging."""
+        return self.upload_s + sum(map(_elapsed_s, self._uploads)), sum(map(_elapsed_s, self._turns))
 
     def at_work(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -261,7 +281,7 @@ class CudaPlacing(Placing):
 
     def _turn_keys(self, segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
         """Every key once, in place; neighbouring segments as one span, so that a layer rotates in few calls."""
-        started = time.perf_counter()
+        begun = self._timed()
         runs: list[tuple[int, int]] = []
         for segment in segments:
             if runs and runs[-1][1] == segment.start:
@@ -271,7 +291,13 @@ class CudaPlacing(Placing):
         for start, stop in runs:
             span = buffer.keys[:, :, start:stop]
             rotate(span, span, start, stop)
-        self.rotate_s += time.perf_counter() - started
+        self._turns.append((begun, self._timed()))
+
+    def _timed(self) -> torch.cuda.Event:
+        """A moment of the stream."""
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record(self._stream)
+        return moment
 
     def _mark(self) -> int:
         done = torch.cuda.Event()
@@ -285,7 +311,10 @@ class CudaPlacing(Placing):
         if not here:
             return list(layers)
         self._copied.synchronize()  # the pinned buffer still held the layer before
-        staged = self._stage(here).to(device, non_blocking=True)
+        staged = self._stage(here)
+        begun = self._timed()
+        staged = staged.to(device, non_blocking=True)
+        self._uploads.append((begun, self._timed()))
         self._copied.record(self._stream)
         sizes = [keys.shape[1] for keys, _ in here]
         crossed = iter(zip(*(side.split(sizes, 1) for side in staged), strict=True))

@@ -117,14 +117,16 @@ def prefill_chunks(
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
     wanted = len(decoder.layers) if layers is None else min(layers, len(decoder.layers))
-    shape = (wanted, decoder.kv_heads, len(tokens), decoder.head_dim)
-    all_keys, all_values = (torch.empty(shape, dtype=decoder.kv_dtype) for _ in range(2))
+    shape = (2, wanted, decoder.kv_heads, len(tokens), decoder.head_dim)
+    on_gpu = decoder.device.startswith("cuda")
+    # Pinned: a layer's copy then runs while the next ones compute, and nothing waits for it before the end.
+    all_keys, all_values = torch.empty(shape, dtype=decoder.kv_dtype, pin_memory=on_gpu)
 
     def collect(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not going():
             raise PrefillStopped
-        all_keys[layer] = decoder.rotary.rotate(keys, undo, layer)[0]
-        all_values[layer] = values[0]
+        all_keys[layer].copy_(decoder.rotary.rotate(keys, undo, layer)[0], non_blocking=True)
+        all_values[layer].copy_(values[0], non_blocking=True)
 
     with out_of_memory_hint(len(tokens)), suppress(_Done):
         decoder.base(
@@ -134,5 +136,7 @@ def prefill_chunks(
             use_cache=True,
             rows=rows,
         )
+    if on_gpu:
+        torch.cuda.current_stream(decoder.device).synchronize()
     spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
     return [ChunkKV(all_keys[:, :, span], all_values[:, :, span]) for span in spans]
