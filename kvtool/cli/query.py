@@ -20,6 +20,7 @@ from kvtool.cli.parsing import ManyValues
 from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import open_any_store, open_session
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.collecting import paused_collection
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
@@ -169,7 +170,8 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
     from kvtool.core.common.timeline import add_span
 
     started = time.perf_counter()
-    importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
+    with paused_collection():
+        importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
     add_span(timeline, "import", started)
     started = time.perf_counter()
     session = open_session(run, store)

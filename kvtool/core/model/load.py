@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.common.arithmetic import product_dtype
+from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model.files import PACKED, ModelFiles, read_config, tensor_table, weight_files
@@ -162,6 +163,7 @@ def _backend_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
+@paused_collection()
 def load_model(
     files: ModelFiles, *, device: str = "auto", dtype: str = "auto", arithmetic: str | None = None, packed: bool = False
 ) -> Loaded:

@@ -1,0 +1,28 @@
+"""Garbage collection is paused, and goes on afterwards as it was."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from kvtool.core.common.collecting import paused_collection
+
+
+def test_it_goes_on_as_it_was() -> None:
+    with paused_collection():
+        assert not gc.isenabled()
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError), paused_collection():
+        raise ValueError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
