@@ -56,6 +56,15 @@ class Loaded:
     fingerprint: str
     load_ms: float
 
+    @property
+    def weights(self) -> str:
+        """How its weights are kept in memory: the kinds of packed ones, most bytes first ("q4_1, q8_0"), or a dtype."""
+        kinds: dict[str, int] = {}
+        for module in self.model.modules():
+            if (matrix := getattr(module, "matrix", None)) is not None:
+                kinds[matrix.kind] = kinds.get(matrix.kind, 0) + matrix.nbytes
+        return ", ".join(sorted(kinds, key=lambda kind: -kinds[kind])) or str(self.model.dtype).removeprefix("torch.")
+
 
 def resolve_device(device: str) -> str:
     """ "auto" → the device to use. Imports torch only where there may be an accelerator.

@@ -221,6 +221,7 @@ def _reply(
             "dtype": session.identity.dtype,
             "model": session.identity.model,
             "stepper": said.stepper,
+            "weights": session.decoder.loaded.weights,
         },
     )
 

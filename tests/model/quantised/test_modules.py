@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.files import PACKED
+from kvtool.core.model.files import PACKED, ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.load import load_model
+from kvtool.core.model.load import load_model, supported_config
 from kvtool.core.model.quantised import modules
+from kvtool.core.model.quantised.loading import packed_model
 from kvtool.core.model.quantised.matrix import LAYOUTS, numbers
 from kvtool.core.model.quantised.modules import PackedEmbedding, PackedLinear
 from kvtool.core.model.quantised.native import best_isa, multiply, unpack_rows
 from kvtool.core.model.resolve import resolve
+from tests.families import save_tiny
 from tests.model.gguf_files import write_gguf
 from tests.model.quantised.matrices import random_matrix
 
@@ -129,3 +133,22 @@ def test_a_folder_that_cannot_be_written_to_does_without(quantised: Path, monkey
     files = resolve(str(quantised))
     model = load_model(files, device="cpu", dtype="float32", packed=True).model
     assert not any(hasattr(layer, "matrix") for layer in model.modules())
+
+
+def test_it_is_said_how_weights_are_kept(quantised: Path) -> None:
+    files = resolve(str(quantised))
+    assert load_model(files, device="cpu", dtype="float32").weights == "float32"
+    assert load_model(files, device="cpu", dtype="float32", packed=True).weights == "q4_1, q8_0, q5_1"
+
+
+def test_a_family_that_is_saved_under_other_names_is_loaded_whole(tmp_path: Path) -> None:
+    """Experts are saved one by one and built together."""
+    folder = save_tiny("mixtral", tmp_path / "model", dtype="bfloat16")
+    matrix = random_matrix("q4_1", 64, 64)
+    parts = {part: getattr(matrix, part) for part in ("data", "scales", "mins")}
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.nobody.weight")
+    tensors = {f"{name}.{part}": value.clone() for name in names for part, value in parts.items()}
+    save_file(tensors, folder / PACKED, {"kinds": json.dumps(dict.fromkeys(names, "q4_1"))})
+    files = ModelFiles(str(folder), folder, "folder")
+    assert packed_model(folder, supported_config(files), "float32") is None
+    assert not any(hasattr(layer, "matrix") for layer in load_model(files, device="cpu", packed=True).model.modules())

@@ -32,8 +32,10 @@ def packed_model(folder: Path, config: Any, dtype: str) -> Any:
     if not matrices:
         return None
     model = _empty(folder, config, getattr(torch, dtype))
+    plain = dict(model.named_modules())
     for name, matrix in _with_tied(model, matrices).items():
-        _replace(model, name.removesuffix(".weight"), matrix)
+        path = name.removesuffix(".weight")
+        _replace(model, path, plain.get(path), matrix)
     return model.eval().requires_grad_(False) if _fill(model, folder) else None
 
 
@@ -58,10 +60,12 @@ def _with_tied(model: Any, matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
     return {**matrices, **shared}
 
 
-def _replace(model: Any, path: str, matrix: Matrix) -> None:
-    """Put a packed layer in a plain one's place; any other keeps what `_fill` reads for it."""
-    plain = model.get_submodule(path)
-    if (plain.weight.shape[0], plain.weight.shape[1]) != (matrix.rows, matrix.columns):
+def _replace(model: Any, path: str, plain: Any, matrix: Matrix) -> None:
+    """Put a packed layer in a plain one's place; any other keeps what `_fill` reads for it.
+
+    There may be none: some families are saved under other names than they are built with.
+    """
+    if plain is None or tuple(plain.weight.shape) != (matrix.rows, matrix.columns):
         return
     if type(plain) is torch.nn.Linear:
         bias = None if plain.bias is None else plain.bias.detach()
