@@ -28,6 +28,7 @@ TOPICS = {
     "tiers": "Stores that several machines share.",
     "consistency": "What a question sees while others write.",
     "threat-model": "What is trusted, what is checked, and what is not.",
+    "gpu": "What is ready for a GPU, and how the first hour on one is spent.",
     "design": "The rooms of the code, and the laws that hold.",
     "trips": "Which files a question, a record and a document pass.",
     "store-format": "What lies on disk, byte by byte.",
