@@ -42,7 +42,7 @@ class PackedLinear(torch.nn.Linear):
         """Compute `[..., out_features]` of `[..., in_features]`."""
         if input.numel() == self.in_features:
             return self._one(input)
-        return self._many(input)
+        return self.unpacked_product(input)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
         y = multiply(self.matrix, x.reshape(-1).float())
@@ -50,7 +50,8 @@ class PackedLinear(torch.nn.Linear):
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
-    def _many(self, rows: torch.Tensor) -> torch.Tensor:
+    def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows with the weights unpacked, however few they are."""
         step = max(1, _TILE_BYTES // (self.in_features * rows.itemsize))
         if step >= self.out_features:
             return F.linear(rows, self._unpacked(0, self.out_features, rows.dtype), self.bias)

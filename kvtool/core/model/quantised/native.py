@@ -28,8 +28,12 @@ def best_isa() -> str | None:
     return next((name for name in runnable() if name in allowed), None)
 
 
-def multiply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
+def multiply(matrix: Matrix, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
     """W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
+
+    Parameters
+    ----------
+    isa : one of `runnable()`; None: `best_isa()`.
 
     Raises
     ------
@@ -38,16 +42,17 @@ def multiply(matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
     y = torch.empty(matrix.rows)
-    _run(_functions(matrix.kind)["product"], matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
+    _run(_functions(matrix.kind, isa)["product"], matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
     return y
 
 
-def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor) -> torch.Tensor:
+def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: str | None = None) -> torch.Tensor:
     """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
 
     Parameters
     ----------
     out : contiguous, float32 or bfloat16.
+    isa : one of `runnable()`; None: `best_isa()`.
 
     Raises
     ------
@@ -58,7 +63,7 @@ def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor) -> tor
         raise ValueError(f"rows {first} to {last} of {matrix.rows}, into {out.numel()} numbers")
     to = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[out.dtype]
     start = out.data_ptr() - first * matrix.columns * out.itemsize
-    _run(_functions(matrix.kind)[to], matrix, 0, start, first, last)
+    _run(_functions(matrix.kind, isa)[to], matrix, 0, start, first, last)
     return out.view(-1)[:size].view(last - first, matrix.columns)
 
 
@@ -70,19 +75,18 @@ def _run(function: int, matrix: Matrix, x: int, out: int, first: int, last: int)
     run_in_team(function, ctypes.addressof(job), threads)
 
 
-def _functions(kind: str) -> dict[str, int]:
+def _functions(kind: str, isa: str | None) -> dict[str, int]:
+    name = isa or best_isa()
+    if name is None:
+        raise RuntimeError("there is no machine code here")
     with _compiling:
-        return _compiled(kind)
+        return _compiled(kind, name)
 
 
 @cache
-def _compiled(kind: str) -> dict[str, int]:
+def _compiled(kind: str, name: str) -> dict[str, int]:
     """Addresses of a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
-    name = best_isa()
-    if name is None:
-        raise RuntimeError("there is no machine code here")
-    isa = ISAS[name]
-    names = {"product": f"product_{kind}"}
+    isa, names = ISAS[name], {"product": f"product_{kind}"}
     text = ir_codes.declarations() + ir_share.declarations() + product(isa, kind)
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         names[to] = f"unpack_{kind}_{to}"
