@@ -66,22 +66,28 @@ def _show_ingest(run: Run, result: IngestBench) -> None:
 
 
 @app.command()
-@takes(CodecBenchOptions, StoreOptions, examples=("bench codec", "bench codec --threads 4 --coder scalar"))
+@takes(
+    CodecBenchOptions,
+    ModelOptions.some("dtype"),
+    StoreOptions,
+    examples=("bench codec", "bench codec --threads 4 --coder scalar", "bench codec --dtype float32"),
+)
 def codec(run: Run) -> None:
     """Encode and decode the store's own exact chunks.
 
+    Decoded is to the store's own number format, as a query does it, or to that of --dtype.
     Beside it stand memcpy, zstandard and the products of the transform.
     """
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.codec import bench_codec
 
-    options = run.get(CodecBenchOptions)
+    options, dtype = run.get(CodecBenchOptions), run.get(ModelOptions).dtype
     with (
         Store.open(run.folder) as store,
         run.out.progress("measure", total=options.repeat + 1, unit="rounds", aloud=True) as bar,
     ):
         events = Events(status=bar.describe, advance=bar.advance)
-        result = bench_codec(store, options.tokens, options.repeat, options.threads, options.coder, events)
+        result = bench_codec(store, options.tokens, options.repeat, options.threads, options.coder, events, dtype)
     run.out.result(result.to_json(), human=lambda: _show_codec(run, result))
 
 
@@ -104,8 +110,8 @@ def _show_codec(run: Run, result: CodecBench) -> None:
     run.out.table(head, rows)
     about = "the store's profile" if result.profile else "no profile: the mean predictor"
     run.out.print(
-        f"{result.model}: {result.chunks} chunks, {result.tokens} tokens, {about}; entropy coder {result.backend}; "
-        f"medians of {result.repeat} rounds"
+        f"{result.model}: {result.chunks} chunks, {result.tokens} tokens, {about}; "
+        f"decoded to {result.decoded_to}; entropy coder {result.backend}; medians of {result.repeat} rounds"
     )
     run.out.print(result.host.line())
     run.out.print(f"first decode in a new process: {result.first_call_ms:.0f} ms ({INCLUDES})")

@@ -99,6 +99,15 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> None:
+    found = bench_codec(store, "--tokens", "1", "--threads", "1", "--dtype", dtype)
+    assert found["decoded_to"] == ("float32" if dtype == "auto" else dtype)
+    assert {row["note"] for row in found["rows"] if row["what"] == "decode" and row["level"] in ("1", "4")} == {
+        f"to {found['decoded_to']}"
+    }
+
+
 def test_bench_codec_takes_the_stores_profile_and_shows_the_limit_of_its_transform(store: Path) -> None:
     kvtool("compress", "--store", store, "--fit", "--questions", "0", "--level", "2").fine()
     threads = torch.get_num_threads()

@@ -16,6 +16,7 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
+from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
 from kvtool.core.session.identity import store_identity
@@ -38,7 +39,7 @@ class CodecRow:
     gb_per_s : raw 16-bit bytes of K and V, 10^9 a second, wall time: the median of the rounds. None: not measured.
     bits_per_element : all bytes of the records, their headers and digests included.
     raw_bytes, bytes : of the numbers, at 16 bit, and of what they are encoded to.
-    flops_per_byte, gflop_per_s : of the transform alone: of a raw byte, and a second in plain bfloat16 products.
+    flops_per_byte, gflop_per_s : of the transform alone: of a raw byte, and a second in plain products.
     """
 
     what: str
@@ -68,6 +69,7 @@ class CodecBench:
     repeat: int
     model: str
     profile: str | None  # digest; None: the mean predictor served
+    decoded_to: str
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,8 +102,13 @@ def bench_codec(
     threads: int | None = None,
     coder: str | None = None,
     events: Events | None = None,
+    dtype: str = "auto",
 ) -> CodecBench:
     """Measure with one thread and with `threads` (None: one a core), after one round that is not counted.
+
+    Parameters
+    ----------
+    dtype : what lossy records are decoded to; `auto`: the store's own, as a query takes it.
 
     Raises
     ------
@@ -115,7 +122,7 @@ def bench_codec(
     most = threads or cores()
     with entropy_coder(coder) as backend, _one_torch_thread():
         events.status("read the store's chunks")
-        sample = Sample.of(store, tokens, leave_out=identity.prefix_id)
+        sample = Sample.of(store, tokens, leave_out=identity.prefix_id, decoded=dtype)
         events.status("encode them for every measurement")
         with ThreadPoolExecutor(most) as pool:
             tasks = all_tasks(sample, profile, pool)
@@ -133,6 +140,7 @@ def bench_codec(
         repeat=repeat,
         model=identity.model,
         profile=profile.digest.hex() if profile is not None else None,
+        decoded_to=NAMES[sample.decoded],
     )
 
 

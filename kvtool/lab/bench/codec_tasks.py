@@ -34,8 +34,9 @@ from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.plain import padded
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.raw import DTYPES, NAMES
 from kvtool.core.codec.transform import finest_numbers
+from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.lab.bench.sample import AT_ONCE, Sample
 
@@ -78,7 +79,7 @@ def all_tasks(sample: Sample, profile: Profile | None, pool: ThreadPoolExecutor)
     if profile is not None:
         tasks.append(_forward_limit(sample, profile))
     for level in NESTED:
-        records = _encoded(_lossy_encoders(sample, level, profile), sample, pool)
+        records = _encoded(_lossy_encoders(sample, level, profile), sample, pool, sample.decoded)
         if level == NESTED[0]:
             tasks.append(_constriction(sample, profile, records))
         tasks += _lossy_tasks(sample, level, profile, records)
@@ -162,7 +163,7 @@ def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
     for level in (level for level in exact() if not LEVELS[level].verbatim):
         codec = CODECS[level]
         jobs: list[Job] = [partial(codec.encode_layers, _layers(kv)) for kv in sample.chunks]
-        records = _encoded(jobs, sample, pool)
+        records = _encoded(jobs, sample, pool, sample.dtype)
         size = _size(records)
         yield Task("encode", level, jobs, sample.raw_bytes, size, CHUNK)
         jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
@@ -193,7 +194,7 @@ def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: S
     yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note=note)
     profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
     jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
-    yield Task("decode", level, jobs, raw_bytes, size, MANY)
+    yield Task("decode", level, jobs, raw_bytes, size, MANY, note=f"to {NAMES[sample.decoded]}")
     if profile is not None:
         coders = _entropy_encoders(sample, level, profile)
         yield Task(
@@ -277,20 +278,22 @@ def _forward_limit(sample: Sample, profile: Profile) -> Task:
 
 
 def _backward_limit(sample: Sample, level: str, profile: Profile) -> Task:
-    """The products that decoding ends with, in bfloat16, and nothing else."""
+    """The products that decoding ends with, in the format that is fast here, and nothing else."""
+    kind = product_dtype(NAMES[sample.decoded])
+    dtype = DTYPES[kind]
     layout = profile.layout
-    ones = torch.ones((sample.tokens, layout.padded), dtype=torch.bfloat16)
+    ones = torch.ones((sample.tokens, layout.padded), dtype=dtype)
     jobs: list[Job] = []
     flops = 0
     for layer in range(sample.layers):
         widths = profile.coded(level, layer).widths
-        bases = profile.backward(layer, level, torch.bfloat16)[0].flatten(0, 1)
+        bases = profile.backward(layer, level, dtype)[0].flatten(0, 1)
         for batch in sample.batches():
             tokens = sum(sample.shape(chunk)[1] for chunk in batch)
             pairs = [(ones[:tokens, :width], basis[:width]) for width, basis in zip(widths, bases, strict=True)]
             jobs.append(partial(_products, pairs))
             flops += 2 * tokens * sum(widths) * layout.size
-    note = "plain bfloat16 products of the transform's shapes"
+    note = f"plain {kind} products of the transform's shapes"
     return Task("transform limit, decode", level, jobs, sample.raw_bytes, None, MANY, flops=flops, note=note)
 
 
@@ -302,12 +305,12 @@ def _products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 # ---- records -----------------------------------------------------------------------------------------------------
 
 
-def _encoded(jobs: Sequence[Job], sample: Sample, pool: ThreadPoolExecutor) -> list[Encoded]:
-    """Records of every layer of every chunk, layer by layer; a job makes those of one chunk."""
+def _encoded(jobs: Sequence[Job], sample: Sample, pool: ThreadPoolExecutor, dtype: torch.dtype) -> list[Encoded]:
+    """Records of every layer of every chunk, layer by layer, to be decoded to `dtype`; a job makes those of one."""
     chunks = list(pool.map(lambda job: [b"".join(parts) for parts in job()], jobs))
     shapes = [sample.shape(chunk) for chunk in range(len(sample.chunks))]
     return [
-        Encoded(payload, shape, NAMES[sample.dtype])
+        Encoded(payload, shape, NAMES[dtype])
         for payloads in zip(*chunks, strict=True)
         for payload, shape in zip(payloads, shapes, strict=True)
     ]

@@ -8,6 +8,7 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.base import Shape
+from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.reading import exact_level, read_chunk
@@ -17,13 +18,23 @@ AT_ONCE = 16  # chunks that are decoded together
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Chunks whose numbers have 16 bit; those of a float32 store are rounded to bfloat16."""
+    """Chunks whose numbers have 16 bit; those of a float32 store are rounded to bfloat16.
+
+    Attributes
+    ----------
+    decoded : the dtype that lossy records are decoded to: the store's own, as a query takes it, or another's.
+    """
 
     chunks: tuple[ChunkKV, ...]
+    decoded: torch.dtype
 
     @classmethod
-    def of(cls, store: Store, tokens: int, leave_out: bytes | None = None) -> Sample:
+    def of(cls, store: Store, tokens: int, leave_out: bytes | None = None, decoded: str = "auto") -> Sample:
         """The first exact chunks, of about `tokens` tokens, one chunk at least.
+
+        Parameters
+        ----------
+        decoded : name of the dtype that lossy records are decoded to; `auto`: the store's own.
 
         Raises
         ------
@@ -39,13 +50,14 @@ class Sample:
             if found and read + len(info.token_ids) > tokens:
                 break
             kv = read_chunk(store, chunk, level, info.layers)
+            own = kv.keys.dtype
             found.append(ChunkKV(_of_16_bit(kv.keys), _of_16_bit(kv.values)))
             read += len(info.token_ids)
         if not found:
             raise KvtoolError(
                 "the store holds no exact chunk to measure on", "run `kvtool ingest PATH` with --level raw"
             )
-        return cls(tuple(found))
+        return cls(tuple(found), own if decoded == "auto" else DTYPES[decoded])
 
     @property
     def layers(self) -> int:
