@@ -36,8 +36,8 @@ PARTS = {
 _POSITIONS = 64  # whose cos and sin are computed together
 _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
 # How far the first step may be from the model's own: root mean square difference, by that of the logits. Measured over
-# all families and SmolLM2: 2e-6 and .03 at most; 1 and more where something is computed otherwise.
-_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+# all families and SmolLM2: 5e-6 and .08 at most; 1 and more where something is computed otherwise.
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
 class Engine:
