@@ -19,8 +19,9 @@ from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.profile import Profile, inverted
 from kvtool.core.codec.transform import finest_numbers
+from kvtool.core.errors import KvtoolError
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 1.1e-5
@@ -66,7 +67,9 @@ def fit_profile(
         for side in range(SIDES):
             centred = sides[side] - means[layer, side]
             basis[layer, side] = _basis(centred, sensitivity[side, layer], layout, step)
-        forward = torch.linalg.inv(basis[layer].float())
+        forward = inverted(basis[layer])
+        if forward is None:
+            raise KvtoolError(f"the keys and values of layer {layer} cannot be told apart", "fit to other chunks")
         counts.add(layer, finest_numbers(layout, means[layer], forward, sides))
         advance(1)
     ids, fine_ids, tables = counts.tables()

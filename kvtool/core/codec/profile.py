@@ -126,11 +126,9 @@ class Profile:
         """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError where there is none."""
         forward = self._forward.get(layer)
         if forward is None:
-            # In float64, so that all machines round the same numbers; one by one, as oneMKL's threads fail at several.
-            inverses = [torch.linalg.inv_ex(matrix) for matrix in self.basis[layer].double().flatten(0, 1)]
-            if any(singular.any() for _, singular in inverses):
+            forward = inverted(self.basis[layer])
+            if forward is None:
                 raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
-            forward = torch.stack([inverse for inverse, _ in inverses]).float().view(self.basis.shape[1:])
             self._forward[layer] = forward
         return forward
 
@@ -274,3 +272,14 @@ def _check_types(parts: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} is {parts[name].dtype}")
     if parts["basis"].ndim != 5:
         raise ValueError("the basis has another number of dimensions")
+
+
+def inverted(matrices: torch.Tensor) -> torch.Tensor | None:
+    """Invert `[..., size, size]`; float32, and None where one of them has no inverse.
+
+    In float64, so that all machines round the same numbers; one by one, as oneMKL's threads fail at several.
+    """
+    inverses = [torch.linalg.inv_ex(matrix) for matrix in matrices.double().flatten(0, -3)]
+    if any(singular.any() for _, singular in inverses):
+        return None
+    return torch.stack([inverse for inverse, _ in inverses]).float().view(matrices.shape)
