@@ -23,7 +23,7 @@ from kvtool.core.codec.payload import Coded, Escapes
 from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.sides import products
 from kvtool.core.codec.transform import BOTH, I16, add_outside, finest_numbers, sides_by_torch
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import DamagedError, KvtoolError
 
 AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
@@ -46,7 +46,15 @@ def encode(
     -------
     For each level the parts of each layer's record. One refines the next coarser level where that is among `levels` or
     `bases`.
+
+    Raises
+    ------
+    DamagedError : a profile of another model.
+    ValueError : sides of different shapes or formats.
+    KvtoolError : numbers that are not finite.
     """
+    _check(profile, layers, kvs)
+    kvs = [(keys.cpu(), values.cpu()) for keys, values in kvs]
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
     made: dict[str, list[list[Payload]]] = {level: [] for level in order}
     for start, end in pairwise(_cuts(kvs)):
@@ -56,6 +64,18 @@ def encode(
             below[level] = slab.records(level, below.get(coarser(level) or ""))
             made[level] += below[level]
     return made
+
+
+def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
+    """Everything that a kernel relies upon to stay inside of keys and values."""
+    keys = kvs[0][0]
+    if any(side.shape != keys.shape or side.dtype != keys.dtype for kv in kvs for side in kv):
+        raise ValueError("keys and values of all layers have one shape and format")
+    heads, _, head_dim = keys.shape
+    if heads * head_dim != profile.layout.channels or heads % profile.layout.groups:
+        raise DamagedError("a codec profile of another model")
+    if not all(0 <= layer < profile.layers for layer in layers):
+        raise DamagedError("a codec profile of another model")
 
 
 def _cuts(kvs: Sequence[LayerKV]) -> list[int]:

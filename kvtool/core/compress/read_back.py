@@ -102,9 +102,15 @@ class ReadBack:
                     )
 
 
+def _alike(made: LayerKV, exact: LayerKV) -> bool:
+    return all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in zip(made, exact, strict=True))
+
+
 def _within(made: Sequence[LayerKV], exact: Sequence[LayerKV], stated: Sequence[tuple[float, float]]) -> list[bool]:
     """Whether each chunk is as it was, or no further from it than its records state."""
     left, right = ([side for kv in kvs for side in kv] for kvs in (made, exact))
+    if [(side.shape, side.dtype) for side in left] != [(side.shape, side.dtype) for side in right]:
+        return [_alike(*pair) for pair in zip(made, exact, strict=True)]
     bounds = [bound for pair in stated for bound in pair]
     sound = [
         torch.equal(one, other) if bound == 0.0 else error <= bound * _SLACK

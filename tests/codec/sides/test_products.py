@@ -19,6 +19,7 @@ from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.codec.sides import products
+from kvtool.core.errors import DamagedError
 from kvtool.core.native.compiling import ISAS
 from kvtool.core.native.ir_product import Tile, panels, tile_of
 from tests.codec.synthetic import KV, LAYERS, model, profile
@@ -143,6 +144,9 @@ def test_errors_are_those_of_doubles(back_end: str, dtype: str) -> None:
     zeros = [torch.zeros(2, 3, 5, dtype=DTYPES[dtype])]
     assert products.errors_of(zeros, zeros) == [0.0]
     assert products.errors_of([], []) == []
+    for other in (exact[0][:, :9], exact[0][:, :, :9], exact[0].double()):
+        with pytest.raises(ValueError):
+            products.errors_of([other], [exact[0]])
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
@@ -224,6 +228,19 @@ def test_rows_without_tokens(back_end: str) -> None:
     kvs = some_layers(0)
     for records in encode_layers(range(LAYERS), kvs, ["1", "4"], profile()).values():
         assert len(joined(records)) == LAYERS
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read(back_end: str) -> None:
+    keys, values = model().kv(0, 5)
+    for wrong in ((keys[:, :, :20], values[:, :, :20]), (keys[:1], values[:1]), (keys.reshape(3, 5, 16),) * 2):
+        with pytest.raises(DamagedError):
+            encode_nested(*wrong, 0, ["2"], profile(groups=2))
+    for layer in (-1, LAYERS):
+        with pytest.raises(DamagedError):
+            encode_nested(keys, values, layer, ["2"], profile())
+    for wrong in ((keys, values[:, :4]), (keys, values.bfloat16())):
+        with pytest.raises(ValueError):
+            encode_nested(*wrong, 0, ["2"], profile())
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

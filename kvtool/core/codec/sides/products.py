@@ -233,8 +233,15 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
 
     Parameters
     ----------
-    made, exact : `[kv_heads, tokens, head_dim]`, all of one form, each pair of one shape.
+    made, exact : `[kv_heads, tokens, head_dim]`, all of one form; only tokens may differ from pair to pair.
+
+    Raises
+    ------
+    ValueError : shapes or forms that do not fit.
     """
+    like = {(side.shape[0], side.shape[2], side.dtype) for side in (*made, *exact)}
+    if len(like) > 1 or [side.shape[1] for side in made] != [side.shape[1] for side in exact]:
+        raise ValueError("sides of different shapes or formats cannot be compared")
     return errors_at(Places.of(made), Places.of(exact)) if made else []
 
 
