@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import stepping
-from kvtool.core.model.generate import Generated, Sampling, begin, first_token, generate, stop_ids
+from kvtool.core.model.generate import Generated, Sampling, TextStream, begin, first_token, generate, stop_ids
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer
@@ -112,6 +113,19 @@ def test_a_character_that_is_never_finished_is_left_out(scripted: Any) -> None:
     found, pieces = scripted(ids)
     assert found.text == "".join(pieces) == "ok "
     assert found.ids == tuple(ids)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_answers_text_is_that_of_all_its_tokens(seed: int) -> None:
+    """Random tokens: half characters and bytes of none stand anywhere."""
+    chance = random.Random(seed)
+    ids = [chance.randrange(5, 512) for _ in range(300)] + encode(tokenizer(), "강가의 첫 방앗간은 river ") * 8
+    pieces: list[str] = []
+    stream = TextStream(tokenizer(), set(), pieces.append)
+    for token in ids:
+        stream.add(token)
+    stream.end()
+    assert stream.text == "".join(pieces) == tokenizer().decode(ids, skip_special_tokens=True).rstrip("\ufffd")
 
 
 def test_an_end_token_ends_it(scripted: Any) -> None:
