@@ -249,16 +249,16 @@ REASONS = {
         "chunk by chunk, because any chunk may stand anywhere. A saved state serves one list of documents in one order."
     ),
     "decoding": (
-        "A token reads every weight and every key once; what kvtool adds to llama.cpp's reading is Python between the "
-        "layers and what its number format is wider than the file's."
+        "Both read the file's packed weights once a token. kvtool multiplies them with float32 numbers, which keeps the "
+        "model's answers; llama.cpp rounds the row to 8-bit integers first and needs fewer instructions a weight."
     ),
     "ready: libraries and model": (
         "Importing torch and transformers takes most of it; llama.cpp is one library, and maps the file. A session, a "
         "batch or the Python API pays it once."
     ),
     "memory at the peak": (
-        "torch and transformers are resident, weights are unpacked for prefill, and the prompt's records are mapped "
-        "beside the prompt's own keys and values."
+        "torch and transformers are resident before any weight is; the prompt's records stay mapped beside its own keys "
+        "and values, and a prefill unpacks a layer at a time."
     ),
     "stored, exact": "A number is kept as the model computes it: in float32, twice llama.cpp's float16 before coding.",
 }

@@ -13,7 +13,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceErr
 
 _PROGRAM = "from kvtool.lab.bench.peers.child import main; main()"
 _KINDS = {kind.exit_code: kind for kind in (UsageError, ModelError, NoSpaceError, DamagedError)}
-_SAID = 1000  # characters of what a dead process said last
+_SAID = 500  # characters of what a dead process said last
 # How many threads the libraries in the processes make, where nobody tells them otherwise.
 _POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -32,10 +32,9 @@ def answer_of(job: str, told: Mapping[str, Any], threads: int) -> dict[str, Any]
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
-        said = done.stderr.strip()[-_SAID:] or "it said nothing"
-        raise KvtoolError(
-            f"a process to {job} ended with {done.returncode}: {said}", "is there memory enough?"
-        ) from error
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:_SAID]
+        hint = "the system ended it: free some memory" if done.returncode < 0 else "what was measured stays in --resume"
+        raise KvtoolError(f"the process to {job} ended with {done.returncode}: {said}", hint) from error
     if refusal := found.get("error"):
         kind = _KINDS.get(refusal["exit_code"], KvtoolError)
         raise kind(refusal["message"], refusal["hint"])
