@@ -249,16 +249,16 @@ REASONS = {
         "chunk by chunk, because any chunk may stand anywhere. A saved state serves one list of documents in one order."
     ),
     "decoding": (
-        "Both read the file's packed weights once a token. kvtool multiplies them with float32 numbers, which keeps the "
-        "model's answers; llama.cpp rounds the row to 8-bit integers first and needs fewer instructions a weight."
+        "Both read the file's packed weights once a token. kvtool multiplies them with float32 numbers, which keeps "
+        "the model's answers; llama.cpp rounds the row to 8-bit integers first and needs fewer instructions a weight."
     ),
     "ready: libraries and model": (
         "Importing torch and transformers takes most of it; llama.cpp is one library, and maps the file. A session, a "
         "batch or the Python API pays it once."
     ),
     "memory at the peak": (
-        "torch and transformers are resident before any weight is; the prompt's records stay mapped beside its own keys "
-        "and values, and a prefill unpacks a layer at a time."
+        "torch and transformers are resident before any weight is; the prompt's records stay mapped beside its own "
+        "keys and values, and a prefill unpacks a layer at a time."
     ),
     "stored, exact": "A number is kept as the model computes it: in float32, twice llama.cpp's float16 before coding.",
 }
