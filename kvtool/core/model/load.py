@@ -181,8 +181,8 @@ def load_model(
     Parameters
     ----------
     arithmetic : what it computes in; None: in its dtype.
-    packed : the model is only run forward, and often: weights of a GGUF file stay as they are in it, on a CPU; for
-        others see `pack_weights`.
+    packed : the model is only run forward, and often: on a CPU weights of a GGUF file stay as they are in it, and
+        bfloat16 ones so under float32 arithmetic; for others see `pack_weights`.
 
     Raises
     ------
@@ -232,8 +232,8 @@ def supported_config(files: ModelFiles) -> Any:
 
 
 def _packed_weights(files: ModelFiles, device: str, dtype: str) -> Any:
-    """The model with its weights as a GGUF file has them; None where there are none, or none that are read here."""
-    if device != "cpu" or dtype not in ("float32", "bfloat16") or not (files.folder / PACKED).is_file():
+    """The model with its weights as they are on disk (`packed_model`); None where it has to be loaded as others are."""
+    if device != "cpu" or not (dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file())):
         return None
     from kvtool.core.model.quantised.loading import packed_model
     from kvtool.core.model.support import check_model

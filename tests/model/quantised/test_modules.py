@@ -20,7 +20,7 @@ from kvtool.core.model.quantised.matrix import LAYOUTS, numbers
 from kvtool.core.model.quantised.modules import PackedEmbedding, PackedLinear
 from kvtool.core.model.quantised.native import best_isa, multiply, unpack_rows
 from kvtool.core.model.resolve import resolve
-from tests.families import save_tiny
+from tests.families import FAMILIES, save_tiny
 from tests.model.gguf_files import write_gguf
 from tests.model.quantised.matrices import random_matrix
 
@@ -97,7 +97,7 @@ def test_a_gguf_model_keeps_its_weights_packed(quantised: Path, dtype: str) -> N
     assert kinds["model.embed_tokens"] == "q8_0"
     assert kinds["model.layers.1.mlp.down_proj"] == "q5_1"
     assert kinds["model.layers.3.self_attn.q_proj"] == kinds["lm_head"] == "q4_1"
-    assert "model.layers.3.self_attn.v_proj" not in kinds
+    assert kinds.get("model.layers.3.self_attn.v_proj") == ("bfloat16" if dtype == "float32" else None)
     assert plain.fingerprint == packed.fingerprint == model_fingerprint(files, dtype)
     ours, theirs = Decoder(packed), Decoder(plain)
     (_, cache), (_, wanted) = ours.prefill(IDS, 8), theirs.prefill(IDS, 8)
@@ -132,13 +132,13 @@ def test_a_folder_that_cannot_be_written_to_does_without(quantised: Path, monkey
     monkeypatch.setattr("kvtool.core.model.quantised.folder.pack_folder", refuse)
     files = resolve(str(quantised))
     model = load_model(files, device="cpu", dtype="float32", packed=True).model
-    assert not any(hasattr(layer, "matrix") for layer in model.modules())
+    assert {layer.matrix.kind for layer in model.modules() if hasattr(layer, "matrix")} == {"bfloat16"}
 
 
 def test_it_is_said_how_weights_are_kept(quantised: Path) -> None:
     files = resolve(str(quantised))
     assert load_model(files, device="cpu", dtype="float32").weights == "float32"
-    assert load_model(files, device="cpu", dtype="float32", packed=True).weights == "q4_1, q8_0, q5_1"
+    assert load_model(files, device="cpu", dtype="float32", packed=True).weights == "q4_1, q8_0, q5_1, bfloat16"
 
 
 def test_a_family_that_is_saved_under_other_names_is_loaded_whole(tmp_path: Path) -> None:
@@ -152,3 +152,15 @@ def test_a_family_that_is_saved_under_other_names_is_loaded_whole(tmp_path: Path
     files = ModelFiles(str(folder), folder, "folder")
     assert packed_model(folder, supported_config(files), "float32") is None
     assert not any(hasattr(layer, "matrix") for layer in load_model(files, device="cpu", packed=True).model.modules())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_bfloat16_checkpoint_stays_so_under_float32_arithmetic(name: str, tmp_path: Path) -> None:
+    files = resolve(str(save_tiny(name, tmp_path / "model", dtype="bfloat16")))
+    plain, kept = (load_model(files, device="cpu", dtype="float32", packed=packed) for packed in (False, True))
+    assert (plain.weights, plain.fingerprint) == ("float32", kept.fingerprint)
+    assert kept.weights == ("float32" if name in ("mixtral", "qwen3-moe") else "bfloat16")
+    ids = torch.tensor([IDS])
+    with torch.inference_mode():
+        assert torch.equal(kept.model(ids).logits, plain.model(ids).logits)
+        assert torch.allclose(kept.model(ids[:, :1]).logits, plain.model(ids[:, :1]).logits, atol=1e-4)

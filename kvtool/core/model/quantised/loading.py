@@ -1,4 +1,4 @@
-"""A model made of the packed weights of a converted folder, without its unpacked ones being read."""
+"""A model made of weights as they are on disk: packed as in a GGUF file, or bfloat16 where it computes in float32."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from kvtool.core.model.files import weight_files
+from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.quantised.folder import read_packed
-from kvtool.core.model.quantised.matrix import Matrix
+from kvtool.core.model.quantised.matrix import Matrix, dense
 from kvtool.core.model.quantised.modules import PackedEmbedding, PackedLinear
 from kvtool.core.model.quantised.native import best_isa
 
 
 def packed_model(folder: Path, config: Any, dtype: str) -> Any:
-    """Build a model whose weights stay packed where they can; None: it has to be loaded as others are.
+    """Build a model whose weights stay as they are on disk; None: it has to be loaded as others are.
+
+    They are mapped into memory, not copied into it. Of a checkpoint in bfloat16 a model that computes in float32 keeps
+    half the bytes so.
 
     Parameters
     ----------
@@ -29,6 +32,8 @@ def packed_model(folder: Path, config: Any, dtype: str) -> Any:
     ModelError : the packed weights are damaged.
     """
     matrices = read_packed(folder) if best_isa() is not None else {}
+    if best_isa() is not None and dtype == "float32":
+        matrices = _bfloat16(folder) | matrices
     if not matrices:
         return None
     model = _empty(folder, config, getattr(torch, dtype))
@@ -37,6 +42,18 @@ def packed_model(folder: Path, config: Any, dtype: str) -> Any:
         path = name.removesuffix(".weight")
         _replace(model, path, plain.get(path), matrix)
     return model.eval().requires_grad_(False) if _fill(model, folder) else None
+
+
+def _bfloat16(folder: Path) -> dict[str, Matrix]:
+    """The bfloat16 matrices of a checkpoint, mapped from its files."""
+    found = {}
+    for path in weight_files(folder):
+        table = tensor_table(path)
+        with safe_open(path, "pt") as file:
+            for name, entry in table.items():
+                if entry["dtype"] == "BF16" and len(entry["shape"]) == 2:
+                    found[name] = dense(file.get_tensor(name))
+    return found
 
 
 def _empty(folder: Path, config: Any, dtype: torch.dtype) -> Any:

@@ -49,6 +49,8 @@ def multiply(matrix: Matrix, x: torch.Tensor, isa: str | None = None) -> torch.T
 def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: str | None = None) -> torch.Tensor:
     """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
 
+    Plain numbers are not rounded further.
+
     Parameters
     ----------
     out : contiguous, float32 or bfloat16.
@@ -61,10 +63,13 @@ def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: s
     size = (last - first) * matrix.columns
     if not 0 <= first <= last <= matrix.rows or not out.is_contiguous() or out.numel() < size:
         raise ValueError(f"rows {first} to {last} of {matrix.rows}, into {out.numel()} numbers")
+    rows = out.view(-1)[:size].view(last - first, matrix.columns)
+    if matrix.layout.dense:
+        return rows.copy_(matrix.data[first:last])
     to = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[out.dtype]
     start = out.data_ptr() - first * matrix.columns * out.itemsize
     _run(_functions(matrix.kind, isa)[to], matrix, 0, start, first, last)
-    return out.view(-1)[:size].view(last - first, matrix.columns)
+    return rows
 
 
 def _run(function: int, matrix: Matrix, x: int, out: int, first: int, last: int) -> None:
