@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import xml.etree.ElementTree as Xml
 from pathlib import Path
@@ -13,7 +15,7 @@ from kvtool.core.model.files import ModelFiles
 from kvtool.lab.bench.peers.job import Found, Run
 from kvtool.lab.bench.peers.rows import gathered
 from tests.lab.bench.peers.fabricated import HOST, STORED, TRIED, contenders, measured, options
-from tests.samples.test_scripts import run
+from tests.samples.test_scripts import SAMPLES, run
 
 CONTEXTS = (1000, 4000)
 
@@ -62,8 +64,6 @@ def test_whatever_is_lost_is_named_with_its_reason(pages: Path) -> None:
 def test_every_quantity_has_a_reason_in_store(pages: Path) -> None:
     import runpy
 
-    from tests.samples.test_scripts import SAMPLES
-
     module = runpy.run_path(str(SAMPLES / "machine_pages.py"))
     machine = module["Machine"].read(pages / "machines" / "mine.json")
     assert {one.what for one in module["compared"](machine, 1000)} - set(module["REASONS"]) == {"stored, level 2"}
@@ -73,3 +73,28 @@ def test_the_figure_has_a_panel_for_each_machine(pages: Path) -> None:
     titles = [each.text for each in Xml.parse(pages / "machines.svg").iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 2 * 5 * len(CONTEXTS)
     assert "llama.cpp: 1.128" in titles
+
+
+def test_rounds_go_on_while_there_is_time_and_short_prompts_get_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SAMPLES))
+    script = importlib.import_module("machines")
+    asked: list[tuple[str, str]] = []
+    clock = [0.0]
+
+    def bench(args: list[str], held: str | None) -> dict[str, Any]:
+        context, rounds = (args[args.index(flag) + 1] for flag in ("--context", "--repeat"))
+        Path(args[args.index("--resume") + 1]).touch()
+        asked.append((context, rounds))
+        clock[0] += {"1000": 60.0, "8000": 400.0}.get(context, 0.0)
+        return {"rows": []}
+
+    monkeypatch.setattr(script, "bench", bench)
+    monkeypatch.setattr(script.time, "monotonic", lambda: clock[0])
+    given = argparse.Namespace(name="mine", context="1000,8000", minutes=12.0, held=None)
+    target = script.measure(tmp_path, given, [])
+    first, more = [("1000", "1"), ("8000", "1")], [("1000", "2"), ("1000", "3"), ("1000", "4"), ("1000", "5")]
+    assert asked == [*first, *more, ("1000,8000", "1")]
+    assert json.loads(target.read_text())["bench"] == {"rows": []}
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.json"]
