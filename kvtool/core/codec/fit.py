@@ -24,7 +24,7 @@ from kvtool.core.codec.transform import finest_numbers
 from kvtool.core.errors import KvtoolError
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
-FINEST_STEP = 1.1e-5
+FINEST_STEP = 2.2e-5
 WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
 _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free

@@ -24,9 +24,6 @@ CHUNKS_AT_ONCE = 4
 _TOGETHER = 4  # prompts of a pass: fewer, and reading the weights takes as long as the products
 SPAN, ANSWER = 32, 16  # tokens of a copied question, and of what follows it in the chunk
 _LEAST_TOKENS = 8
-# A few tokens have gradients a hundred times as large as all others and would decide alone; they count as the 98th
-# percentile of their context. Measured: a quarter fewer bits at the same loss.
-_CLIP = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +93,11 @@ def _asked(cached: Sequence[ChunkKV], prompt: Probe) -> Asked:
 
 
 def _information(rows: torch.Tensor) -> torch.Tensor:
-    """Sum up g gᵀ over tokens, the longest g shortened: of `[layers, 2, tokens, C]`, `[2, layers, C, C]`."""
-    norms = rows.square().sum(3)
-    most = norms.kthvalue(max(1, int(norms.shape[2] * _CLIP)), 2, keepdim=True).values.clamp_min(1e-30)
-    shortened = (rows * (most / torch.maximum(norms, most)).sqrt()[..., None]).transpose(0, 1)
-    return shortened.transpose(2, 3) @ shortened
+    """Sum up g gᵀ over tokens: of `[layers, 2, tokens, C]`, `[2, layers, C, C]`.
+
+    A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
+    shortened to the 98th percentile of their context, SmolLM2 lost twice as much at the same size (24 questions), and
+    Qwen2.5-0.5B as much or more.
+    """
+    sides = rows.transpose(0, 1)
+    return sides.transpose(2, 3) @ sides

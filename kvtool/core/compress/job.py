@@ -49,7 +49,7 @@ def compress(
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         loaded = None if options.fit else decoder
-        session = Session(store, options, gradients=True, decoder=loaded)
+        session = Session(store, options, gradients=options.fit, decoder=loaded)
         report = _Job(session, writer, options, events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
     return report

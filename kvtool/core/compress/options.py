@@ -12,7 +12,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import option
 
 AUTO = "auto"
-FIT_PROMPTS = 96  # with 24 level 2 loses a quarter more (samples/results/codec.md)
+FIT_PROMPTS = 32
 LEVEL, PROFILE = "Level", "Profile of the codec"  # headings in the command's help
 
 
@@ -44,7 +44,7 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
     )
     fit: bool = option(False, "Learn the codec's profile from this store first.", group=PROFILE)
     fit_prompts: int = option(
-        FIT_PROMPTS, "How many prompts --fit measures on; a quarter is sooner and loses more.", group=PROFILE, lowest=1
+        FIT_PROMPTS, "How many prompts --fit measures on; fewer are sooner and lose more.", group=PROFILE, lowest=1
     )
     profile: Path | None = option(None, "Take another store's profile.", group=PROFILE, metavar="STORE", unit="path")
     predictor: str = option(
