@@ -10,11 +10,13 @@ Results: OUT/results.json (every stage, written after every step) and OUT/table.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -47,7 +49,7 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="an earlier results.json; else that in OUT goes on")
     parser.add_argument("--model", type=Path, help="a GGUF file or folder for the stage `models`")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk that is measured; default: OUT")
-    parser.add_argument("--device", default="", help="default: cuda, with --dry cpu")
+    parser.add_argument("--device", default="", help="default: cuda, with --dry cpu; or pretended")
     parser.add_argument("--dry", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # this process is one stage's
     parser.add_argument("--run", default=str(os.getpid()), help=argparse.SUPPRESS)
@@ -110,10 +112,23 @@ def run_stage(stage: str, options: argparse.Namespace, end: float) -> None:
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """What a stage's process gets: its own home, no network, and triton's interpreter where there is no GPU."""
     given = {"KVTOOL_HOME": str(options.out / "home"), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-    given |= {"TRITON_INTERPRET": "1"} if options.device == "cpu" else {}
+    given |= {"TRITON_INTERPRET": "1"} if options.device != "cuda" else {}
     known = dict(os.environ) | given
     known["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return known
+
+
+@contextlib.contextmanager
+def device_of(day: Day) -> Iterator[None]:
+    """Nothing for a device that is there; for `pretended`, a GPU that is not (tests/pretended)."""
+    if day.device != "pretended":
+        yield
+        return
+    from tests.pretended import pretended
+
+    day.device = "cuda"
+    with pretended():
+        yield
 
 
 def one_stage(options: argparse.Namespace) -> int:
@@ -131,7 +146,8 @@ def one_stage(options: argparse.Namespace) -> int:
     )
     module = importlib.import_module(f"samples.gpu_day.{options.only}")
     try:
-        module.run(day)
+        with device_of(day):
+            module.run(day)
     except OutOfTime as late:
         print(f"{options.only}: out of time before {late}", flush=True)
         return 0

@@ -9,8 +9,10 @@ Integers are computed at once as well, since shapes hang on them: a race shows i
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,7 +93,8 @@ def _dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     to_device = kind == "cuda" or (bool(there) and kind is None) or (ours and kind == "meta")
     if not there and not to_device:
         return _on_cpu(operation, args, kwargs)
-    _refuse_mixing(operation, args, kwargs)
+    if there or not operation.name().endswith("_like"):  # which takes a shape only
+        _refuse_mixing(operation, args, kwargs)
     if wanted is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if operation in _WAITS or _has_mask(operation, args):
@@ -274,6 +277,7 @@ def _modes() -> Iterator[None]:
         yield
 
 
+_PROPERTIES = SimpleNamespace(name="a pretended GPU", multi_processor_count=4, total_memory=10**9)
 _CUDA: dict[str, Any] = {
     "_lazy_init": lambda: None,
     "Stream": streams.new,
@@ -287,10 +291,23 @@ _CUDA: dict[str, Any] = {
     "is_available": lambda: True,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "a pretended GPU",
+    "get_device_properties": lambda device=None: _PROPERTIES,
+    "empty_cache": lambda: None,
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
 }
+
+
+def _pinned(tensor: torch.Tensor, *ignored: Any) -> torch.Tensor:
+    copy = tensor.clone()
+    _PINNED.add(_storage(copy))
+    return copy
+
+
+def _without_triton(find: Any) -> Any:
+    """Its kernels would ask for addresses: what they compute is tested in their own interpreter."""
+    return lambda name, *rest: None if name == "triton" else find(name, *rest)
 
 
 @contextlib.contextmanager
@@ -305,7 +322,8 @@ def pretended() -> Iterator[Log]:
 
     changes: list[Any] = [mock.patch.object(torch.cuda, name, value) for name, value in _CUDA.items()]
     changes.append(mock.patch.object(threading.Thread, "run", with_modes))
-    changes.append(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *rest: tensor))
+    changes.append(mock.patch.object(torch.Tensor, "pin_memory", _pinned))
+    changes.append(mock.patch.object(importlib.util, "find_spec", _without_triton(importlib.util.find_spec)))
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(change)
