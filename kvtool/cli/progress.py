@@ -38,6 +38,8 @@ class Lines:
         self._say, self._label, self._total, self._unit, self._every = say, label, total, unit, every
         self._done = 0.0
         self._start = self._last = time.monotonic()
+        if every == ALOUD_EVERY_S:
+            self._last -= every  # what is done first is said at once: it names what the figures will be of
         self._told = label
 
     def advance(self, amount: float = 1) -> None:
