@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ class Host:
     fast_bfloat16 : whether products in it are faster than in float32.
     threads : of torch.
     held_to : variables by which the machine was told to do less, and what they said.
+    accelerator : the first CUDA device's name, what torch was built for, and triton's version; "" where there is none.
     """
 
     cpu: str
@@ -46,6 +48,7 @@ class Host:
     threads: int
     cores: int
     held_to: Mapping[str, str]
+    accelerator: str = ""
 
     @classmethod
     def here(cls, threads: int | None = None) -> Host:
@@ -60,6 +63,7 @@ class Host:
             threads=threads or torch.get_num_threads(),
             cores=cores(),
             held_to={name: os.environ[name] for name in _HOLDING if os.environ.get(name)},
+            accelerator=_gpu() if torch.cuda.is_available() else "",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,4 +76,13 @@ class Host:
         return (
             f"{self.cpu}, {self.threads} of {self.cores} cores, fast in {formats}; torch {self.torch} with its "
             f"{self.torch_kernels} kernels{f'; held back by {held}' if held else ''} ({' '.join(self.cpu_features)})"
+            f"{f'; {self.accelerator}' if self.accelerator else ''}"
         )
+
+
+def _gpu() -> str:
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, triton {triton}"
