@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,11 +35,21 @@ def counting() -> int:
     return compiled(text, ISAS[runnable()[-1]], "run")[0]
 
 
-@pytest.mark.parametrize("openmp", [True, False])
+@pytest.mark.parametrize("found", [True, False])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_each_share_is_done_once(threads: int, openmp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not openmp:
-        monkeypatch.setattr(team, "_openmp", lambda: None)
+def test_each_share_is_done_once(threads: int, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not found:
+        monkeypatch.setattr(team, "openmp", lambda: None)
     job = (ctypes.c_int64 * (TASKS + 2))(0, TASKS)
     team.run_in_team(counting(), ctypes.addressof(job), threads)
     assert list(job[2:]) == [1] * TASKS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP there")
+def test_openmp_is_found_without_a_copy_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = team.openmp()
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))
+    found = team.openmp.__wrapped__()
+    assert usual is not None
+    assert found is not None
+    assert (found.barrier, found.number, found.threads) == (usual.barrier, usual.number, usual.threads)

@@ -20,7 +20,7 @@ from kvtool.core.codec.layout import BLOCK, SIDES, Layout
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.sides.products import Weights
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.ir_product import Tile
+from kvtool.core.native.ir_matmul import Tile
 
 FORMAT = 1
 DIGEST_BYTES = 16

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.kernels import FUSED, attend_one, attend_rows, kernel_here, own_kernel
+from kvtool.core.model.kernels import FUSED, attend_rows, kernel_here, own_kernel
 
 IMPLEMENTATION = "kvtool_rows"
 
@@ -90,7 +90,7 @@ def rows_attention(
     ----------
     query : `[batch, heads, rows, head_dim]`.
     key, value : `[batch, kv_heads, keys, head_dim]`.
-    rows : the query rows. None: one decoding row that sees everything, or a plain causal prefill.
+    rows : the query rows. None: a plain causal prefill.
 
     Returns
     -------
@@ -107,20 +107,15 @@ def rows_attention(
 
 
 def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention where no rows are named: of one decoding row, or of a whole prefill."""
-    if query.shape[2] == 1:
-        groups = query.shape[0] == 1 and key.device.type == "cpu"
-        return attend_one(query, key, value, scale) if groups else _causal(query, key, value, scale, causal=False)
+    """Attention where no rows are named: of a whole prefill."""
     if key.shape[2] != query.shape[2]:
-        raise ModelError("several rows over a longer cache need their positions", "this is a bug in kvtool")
+        raise ModelError("rows over a longer cache need their positions", "this is a bug in kvtool")
     return _causal(query, key, value, scale)
 
 
-def _causal(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool = True
-) -> torch.Tensor:
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=causal, enable_gqa=groups > 1)
+    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=True, enable_gqa=groups > 1)
 
 
 def register() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.model.quantised.ir_codes import declarations
-from kvtool.core.model.quantised.ir_product import product
+from kvtool.core.model.quantised.ir_matvec import product
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix, dense, numbers
 from kvtool.core.native.compiling import ISAS, compiled, runnable
 from tests.model.quantised.matrices import random_matrix

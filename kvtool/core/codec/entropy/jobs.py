@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtool.core.codec.entropy.columns import address
 from kvtool.core.codec.entropy.native import Kernel
-from kvtool.core.native.ir_product import aligned
+from kvtool.core.native.ir_matmul import aligned
 
 _own = threading.local()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtool.core.codec.sides import ir_forms
 from kvtool.core.native.ir import Body, Isa, Loop, fields, module, splat, vector
-from kvtool.core.native.ir_product import Tile, product, tile_of
+from kvtool.core.native.ir_matmul import Tile, product, tile_of
 from kvtool.core.native.ir_repeat import along
 
 MOST_ROWS = 96  # at once: a multiple of every tile's rows
@@ -21,7 +21,7 @@ FORWARD = {
     "heads": "i64",  # of the group, at least 1
     "dim": "i64",  # numbers of a head, at least 1, side by side
     "means": "ptr",  # float [depth]
-    "weights": "ptr",  # see ir_product.panels
+    "weights": "ptr",  # see ir_matmul.panels
     "panels": "i64",
     "depth": "i64",  # heads * dim
     "out": "ptr",  # i16 [rows, depth]

@@ -20,7 +20,7 @@ from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.codec.sides import ir_errors, ir_transform
 from kvtool.core.common.arithmetic import is_fast
-from kvtool.core.native.ir_product import Tile, panels, tile_of
+from kvtool.core.native.ir_matmul import Tile, panels, tile_of
 
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from kvtool.core.model.quantised import ir_codes, ir_share
-from kvtool.core.model.quantised.ir_product import product
+from kvtool.core.model.quantised.ir_matvec import product
 from kvtool.core.model.quantised.ir_share import FIELDS, share
 from kvtool.core.model.quantised.ir_unpack import unpack
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix

@@ -13,8 +13,8 @@ import torch
 from kvtool.core.errors import UsageError
 from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine
-from kvtool.core.model.stepping.threads import openmp
 from kvtool.core.native.compiling import runnable
+from kvtool.core.native.team import openmp
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

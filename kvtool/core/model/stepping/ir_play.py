@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.core.model.quantised import ir_codes
-from kvtool.core.model.quantised.ir_product import product
+from kvtool.core.model.quantised.ir_matvec import product
 from kvtool.core.model.stepping import ir_attention, ir_common, ir_heads, ir_rows
 from kvtool.core.model.stepping.ir_common import context, function
 from kvtool.core.model.stepping.ir_heads import Heads

@@ -19,8 +19,8 @@ from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.layout import Buffers, code_of, lay_out
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.tape import BLOCK, CONTEXT, HEADROOM, encode, word
-from kvtool.core.model.stepping.threads import openmp
 from kvtool.core.native.compiling import ISAS, compiled
+from kvtool.core.native.team import openmp
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
