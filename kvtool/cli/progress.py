@@ -49,8 +49,8 @@ class Lines:
             self._last, self._told = now, self._label
             speed = self._done / max(now - self._start, 1e-9)
             of = f"/{self._total:g}" if self._total else ""
-            facts = {"done": self._done, "total": self._total, "unit": self._unit, "per_second": speed}
-            self._say(f"{self._label}: {self._done:g}{of} {self._unit}, {speed:.1f} {self._unit}/s", facts)
+            facts = {"done": round(self._done, 2), "total": self._total, "unit": self._unit, "per_second": speed}
+            self._say(f"{self._label}: {round(self._done, 2):g}{of} {self._unit}, {speed:.1f} {self._unit}/s", facts)
 
     def describe(self, label: str) -> None:
         self._label = one_line(label)
@@ -73,6 +73,13 @@ class Bar:
         self._bars.update(self._task, description=one_line(label))
 
 
+def speed_text(speed: float | None, unit: str) -> str:
+    """A speed in `unit` a second, with a digit or two behind the point where it is slow; a dash before there is one."""
+    if not speed:
+        return f"- {unit}/s"
+    return f"{speed:,.{0 if speed >= 10 else 1 if speed >= 0.1 else 2}f} {unit}/s"
+
+
 def rich_bars(stream: SafeStream, unit: str) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -81,7 +88,7 @@ def rich_bars(stream: SafeStream, unit: str) -> RichProgress:
 
     class SpeedColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{task.speed or 0:,.0f} {unit}/s")
+            return Text(speed_text(task.speed, unit))
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), SpeedColumn())
     console = Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False)

@@ -13,6 +13,7 @@ from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.common.progress import Events
 from kvtool.lab.bench import codec, codec_tasks, first_call
 from tests.cli.working import LAYERS, damages, kvtool, listing
 
@@ -63,6 +64,15 @@ def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
                 assert record is not None
                 size += len(record[1]) + OVERHEAD_BYTES
     return read, size
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_bar_of_bench_codec_moves_within_a_round(store: Path) -> None:
+    done: list[float] = []
+    with Store.open(store) as opened:
+        found = codec.bench_codec(opened, tokens=1, repeat=1, threads=1, events=Events(advance=done.append))
+    assert len(done) == 2 * len(found.rows)
+    assert sum(done) == pytest.approx(2)
 
 
 @pytest.mark.usefixtures("quick")

@@ -286,6 +286,21 @@ def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.Monk
     assert out._bars is None
 
 
+@pytest.mark.parametrize(
+    ("speed", "shown"),
+    [
+        (None, "- tokens/s"),
+        (0.0, "- tokens/s"),
+        (0.034, "0.03 tokens/s"),
+        (0.4, "0.4 tokens/s"),
+        (12.3, "12 tokens/s"),
+        (1234.5, "1,234 tokens/s"),
+    ],
+)
+def test_a_slow_bar_does_not_seem_to_stand(speed: float | None, shown: str) -> None:
+    assert module.speed_text(speed, "tokens") == shown
+
+
 @pytest.mark.parametrize(("mode", "verbosity", "tty"), [("human", 0, False), ("human", -1, True), ("json", 0, False)])
 def test_no_bar_where_nobody_watches(mode: str, verbosity: int, tty: bool, make: Make) -> None:
     out, stdout, stderr = make(mode, verbosity, tty=tty)

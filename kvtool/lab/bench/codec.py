@@ -168,7 +168,7 @@ def _rows(tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], even
                 events.status(" ".join(filter(None, (task.what, task.level, f"{count} threads" if count > 1 else ""))))
                 seconds[number].append(_seconds(pools[count], count, task, often[number]))
                 often[number] = max(1, math.ceil(_LEAST_SECONDS / seconds[number][0])) if task.jobs else 1
-            events.advance(1)
+                events.advance(1 / len(runs))
     finally:
         for pool in pools.values():
             pool.shutdown()
