@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ import typer.core
 from kvtool.cli.commands import OUTPUT
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.arithmetic import lacks_avx2
+from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -57,9 +58,18 @@ _ANYWHERE: tuple[type[Options], ...] = (StoreOptions, LockOptions, ModelOptions)
 
 
 _DEVICE = "device"  # the option of commands that may run the model
-_OLD_CPU = (
-    "this CPU has no AVX2: the model and kvtool's own kernels run at about a quarter of the speed of one that has"
-)
+_OLD_CPU = "no AVX2: the model and kvtool's own kernels run at about a quarter of the speed of a CPU that has it"
+
+
+def _warn_of_old_cpu(out: Out) -> None:
+    if os.environ.get(FEATURES):
+        out.warning(
+            f"{FEATURES} names {_OLD_CPU}", f"answers are the same; unset {FEATURES} for all that the CPU can do"
+        )
+    else:
+        out.warning(
+            f"this CPU has {_OLD_CPU}", "answers are the same; a CPU from after 2013 or `--device cuda` is faster"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ def takes(
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
             run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
             if _DEVICE in chosen and lacks_avx2():
-                out.warning(_OLD_CPU, "answers are the same; a CPU from after 2013 or `--device cuda` is faster")
+                _warn_of_old_cpu(out)
             return function(run=run, **values)
 
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]
