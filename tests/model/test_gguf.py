@@ -7,6 +7,7 @@ import random
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model import gguf as conversion
+from kvtool.core.model.files import PACKED
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.gguf import converted
 from kvtool.core.model.gguf_header import read_header
@@ -100,6 +102,44 @@ def test_cache_that_cannot_be_written(tiny: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KvtoolError, match="cannot write") as caught:
         converted(tiny)
     assert "KVTOOL_CACHE" in caught.value.hint
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the system refuse what makes a file longer: a disk that is full says so in the same way."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_disk_refuses_the_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    with largest_file(100_000), pytest.raises(KvtoolError, match="cannot write the converted model"):
+        converted(tiny)
+    assert not list((tmp_path / "gguf").glob("*/*"))
+
+
+def test_folder_of_an_older_release_works_without_room_for_packed_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    gguf = write_gguf(tmp_path / "packed.gguf", kinds={"": "Q8_0"})
+    folder = converted(gguf)
+    (folder / PACKED).unlink()
+    with largest_file(10_000):
+        assert converted(gguf) == folder
+    assert not (folder / PACKED).exists()
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(resolve(str(gguf)), device="cpu", packed=True)
+    (folder / "model.safetensors").write_bytes(whole)
+    converted(gguf)
+    assert (folder / PACKED).is_file()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import importlib.util
 import io
 import json
 import math
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -71,12 +73,17 @@ def converted(gguf: Path) -> Path:
 
 
 def _add_packed(gguf: Path, folder: Path) -> None:
-    """Give packed weights to a folder of a release that knew none; one that cannot be written to does without them."""
+    """Give packed weights to a folder of a release that knew none; one that cannot be written to does without them.
+
+    So does one whose own weights are damaged, which loading them tells.
+    """
     if (folder / PACKED).is_file():
         return
+    from safetensors import SafetensorError
+
     from kvtool.core.model.quantised.folder import pack_folder
 
-    with contextlib.suppress(OSError), FileLock(f"{folder}.lock"):
+    with contextlib.suppress(OSError, SafetensorError), FileLock(f"{folder}.lock"):
         if not (folder / PACKED).is_file():
             pack_folder(folder, gguf, read_header(gguf))
 
@@ -266,6 +273,8 @@ def _guarded(gguf: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in safetensors' words
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         raise ModelError(f"{gguf} could not be converted: {what}", _OTHER_MODEL) from error
 
