@@ -77,8 +77,8 @@ class BufferLayer(CacheLayerMixin):
 class PromptCache(Cache):
     """The fused cache of one prompt.
 
-    During a fused pass `rows` names the prompt positions the model computes, and `update` scatters them; afterwards
-    (`rows` is None) rows are appended, so `generate` and teacher forcing continue from it.
+    During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
+    cache is extended. Without (`rows` is None) rows are appended, which attention takes for a prefill.
 
     Parameters
     ----------
