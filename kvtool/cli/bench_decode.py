@@ -89,7 +89,7 @@ def _notes(result: DecodeBench) -> list[str]:
     ]
     if result.make_ms is not None and result.weights_bytes is not None:
         lines.append(
-            f"machine code for {result.isa}, made in {result.make_ms:.0f} ms; weights {', '.join(result.weights)}, "
+            f"machine code for {result.isa}, made in {result.make_ms:.0f} ms; weights {', '.join(result.matrices)}, "
             f"{result.weights_bytes / 1e6:.0f} MB"
         )
     if result.kl_max is not None:

@@ -16,7 +16,7 @@ def test_both_steppers_and_the_parts_of_a_token() -> None:
     found = kvtool(*TINY, "--threads", "1", "--json").fine().json
     assert [row["stepper"] for row in found["rows"]] == ["native", "torch"]
     assert [part["part"] for part in found["parts"]] == ["products", "attention", "rest"]
-    assert found["weights"] == ["float32"]
+    assert found["matrices"] == ["float32"]
     assert found["weights_bytes"] == 4 * (4 * 36864 + 64 * 512)  # of the tiny shape, see tests/lab/bench/test_flops.py
     assert found["kl_max"] < 1e-9
     assert found["apart_max"] < 1e-3

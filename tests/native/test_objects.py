@@ -150,3 +150,23 @@ def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
         keep_code(key, b"code")
         os.utime(cache_dir() / "native" / key, (age, age))
     assert [key for key in keys if kept_code(key)] == keys[2:]
+
+
+def test_a_folder_in_the_cache_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_MOST_FILES", 2)
+    keep_code(KEY, b"code")
+    inside = cache_dir() / "native" / "folder"
+    inside.mkdir()
+    os.utime(inside, (1, 1))
+    for number in range(4):
+        keep_code(key_of(str(number)), b"code")
+    assert kept_code(key_of("3"))
+
+
+@posix
+def test_a_pipe_is_not_waited_for() -> None:
+    keep_code(KEY, b"code")
+    (path,) = files()
+    path.unlink()
+    os.mkfifo(path)
+    assert kept_code(KEY) is None

@@ -19,6 +19,9 @@ from kvtool.core.errors import KvtoolError
 _MOST_BYTES = 2**22  # of one piece of code
 _MOST_FILES = 256
 _DIGEST = 32
+_FOR_READING = os.O_RDONLY  # no link is followed, and nobody waits for the other end of a pipe
+for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
+    _FOR_READING |= getattr(os, _flag, 0)
 
 
 def key_of(*parts: str) -> str:
@@ -35,9 +38,10 @@ def kept_code(key: str) -> bytes | None:
     if folder is None:
         return None
     try:
-        descriptor = os.open(folder / key, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(folder / key, _FOR_READING)
         with os.fdopen(descriptor, "rb") as file:
-            found = file.read(_MOST_BYTES + 1) if _is_ours(os.fstat(descriptor)) else b""
+            about = os.fstat(descriptor)
+            found = file.read(_MOST_BYTES + 1) if stat.S_ISREG(about.st_mode) and _is_ours(about) else b""
     except OSError:
         return None
     code = found[_DIGEST:]
@@ -86,7 +90,7 @@ def _digest(key: str, code: bytes) -> bytes:
 
 def _make_room(folder: Path) -> None:
     """Let go of the oldest: code of versions that are no longer there."""
-    files = [Path(entry.path) for entry in os.scandir(folder)]
+    files = [Path(entry.path) for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)]
     if len(files) >= _MOST_FILES:
         for path in sorted(files, key=lambda one: one.stat().st_mtime)[: _MOST_FILES // 2]:
             path.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ class DecodeBench:
     Attributes
     ----------
     make_ms : until the machine code of a new model was there. `isa`: the instruction set that it is made for.
-    weights : kinds of its matrices, as their layouts are named.
+    matrices : kinds of its matrices, as their layouts are named.
     kl_max, apart_max : of the logits of all steps, native against the model's own forward: nats, and the largest
         difference.
     """
@@ -84,7 +84,7 @@ class DecodeBench:
     host: Host
     isa: str | None
     make_ms: float | None
-    weights: tuple[str, ...]
+    matrices: tuple[str, ...]
     weights_bytes: int | None
     kv_bytes: int
     memcpy_bytes_per_s: float
@@ -133,7 +133,7 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
         host=Host.here(),
         isa=None if found is None else found.isa,
         make_ms=None if found is None else make_ms,
-        weights=() if found is None else found.kinds,
+        matrices=() if found is None else found.kinds,
         weights_bytes=None if found is None else found.weights_bytes,
         kv_bytes=kv_bytes,
         memcpy_bytes_per_s=memcpy,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 
 from kvtool.lab.bench.peers import resident
@@ -9,10 +11,10 @@ from kvtool.lab.bench.peers import resident
 
 @pytest.mark.skipif(resident.resident() is None, reason="no /proc here")
 def test_a_peak_begins_anew() -> None:
-    held = bytearray(b"x" * 2**26)
-    size = len(held)
-    before = resident.peak_resident()
-    del held
+    size = 2**26
+    with mmap.mmap(-1, size) as held:  # an allocator may keep what is freed
+        held.write(b"x" * size)
+        before = resident.peak_resident()
     resident.reset_peak()
     after, now = resident.peak_resident(), resident.resident()
     assert before is not None
