@@ -96,8 +96,8 @@ def _information(rows: torch.Tensor) -> torch.Tensor:
     """Sum up g gᵀ over tokens: of `[layers, 2, tokens, C]`, `[2, layers, C, C]`.
 
     A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
-    shortened to the 98th percentile of their context, SmolLM2 lost twice as much at the same size (24 questions), and
-    Qwen2.5-0.5B as much or more.
+    shortened to the 98th percentile of their context, SmolLM2 lost more at the same size; on Qwen2.5-0.5B no
+    difference was shown (samples/results/codec.md).
     """
     sides = rows.transpose(0, 1)
     return sides.transpose(2, 3) @ sides
