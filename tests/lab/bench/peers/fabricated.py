@@ -30,6 +30,7 @@ HOST = {
     "threads": 1,
     "cores": 2,
     "held_to": {},
+    "accelerator": "",
 }
 MODES = ("full", "union", "epic", "reuse")
 _TTFT = {"full": 400.0, "union": 200.0, "epic": 100.0, "reuse": 50.0}  # milliseconds of 1,000 tokens
