@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from attention import least
 
 from kvtool.core.model.packed import can_pack, pack_weights
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix, dense, none, numbers
@@ -43,18 +44,6 @@ def random_matrix(kind: str, rows: int, columns: int) -> Matrix:
         return Matrix(kind, rows, columns, data, scales, none())
     scales, mins = (torch.randn(2, rows, layout.scales_of_row(columns)) * 0.01).half()
     return Matrix(kind, rows, columns, data, scales, mins if layout.mins else none())
-
-
-def least(calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Seconds of each, the least of several rounds; all once in each round, after one that does not count."""
-    best = dict.fromkeys(calls, float("inf"))
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            started = clock()
-            call()
-            if number:
-                best[name] = min(best[name], clock() - started)
-    return best
 
 
 def multiplied(matrices: list[Matrix], isa: str) -> None:
