@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
@@ -18,7 +19,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import kernels, products
-from kvtool.core.model.rotary import Rotary, Table
+from kvtool.core.model.rotary import Copy, Rotary, Turn
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
 CONTEXT = sum(map(len, CHUNKS))
@@ -161,14 +162,14 @@ def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) ->
     """The fused prompt, and how many tokens the loader rotated at each layer."""
     plan = case_.plan(lead_in=BOS)
     seen = [0] * LAYERS
-    rotate = Rotary.rotate_into
+    place = Rotary.place
 
-    def spy(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
-        seen[layer] += keys.shape[2]
-        assert keys.shape[2] == table.cos.shape[1] == out.shape[2]
-        rotate(self, out, keys, table, layer)
+    def spy(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
+        seen[layer] += sum(keys.shape[2] for _, keys, _ in turns)
+        assert all(keys.shape[2] == table.cos.shape[1] == out.shape[2] for out, keys, table in turns)
+        place(self, turns, copies, layer)
 
-    monkeypatch.setattr(Rotary, "rotate_into", spy)
+    monkeypatch.setattr(Rotary, "place", spy)
     return case_.fuse(plan, selector), seen
 
 

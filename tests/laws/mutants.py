@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from kvtool.core.fusion import loader
 from kvtool.core.model import attention, kernels, side_by_side
-from kvtool.core.model.rotary import Rotary, Table
+from kvtool.core.model.rotary import Copy, Rotary, Table, Turn
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
@@ -37,12 +38,12 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
-    rotate = Rotary.rotate_into
+    place = Rotary.place
 
-    def backwards(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
-        rotate(self, out, keys, Table(table.cos, -table.sin), layer)
+    def backwards(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
+        place(self, [(out, keys, Table(table.cos, -table.sin)) for out, keys, table in turns], copies, layer)
 
-    patch.setattr(Rotary, "rotate_into", backwards)
+    patch.setattr(Rotary, "place", backwards)
 
 
 def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:

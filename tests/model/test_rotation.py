@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvtool.core.model import kernels, rotary
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.packed import pack_weights
 from kvtool.core.model.rotary import Table
-from kvtool.core.model.rotation import rotate_halves
+from kvtool.core.model.rotation import Move, move_all, rotate_halves
 from kvtool.core.native.compiling import ISAS, runnable
-from tests.fusion.making import NAMES, new_case
+from kvtool.core.native.ir import Isa
+from tests.families import tiny_model
+from tests.fusion.making import NAMES, case, new_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 1999])
@@ -72,18 +78,67 @@ def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, m
         pytest.skip("there is no machine code for this CPU")
     decoder, calls = new_case(name, dtype).decoder, []
 
-    def counting(*arguments: object) -> None:
-        calls.append(1)
-        rotate_halves(*arguments)
+    def counting(moves: list[Move], isa: Isa) -> bool:
+        calls.extend(moves)
+        return move_all(moves, isa)
 
     keys = random(1, decoder.kv_heads, len(POSITIONS), decoder.head_dim, dtype=decoder.dtype)
     table = decoder.rotary.table(POSITIONS)
     decoder.rotary.rotate(keys, table, 0)  # whether it may be taken is tried once
-    monkeypatch.setattr(rotary, "rotate_halves", counting)
+    monkeypatch.setattr(rotary, "move_all", counting)
     for one in (table, table.inverse()):
         ours = decoder.rotary.rotate(keys, one, 0)
         assert torch.equal(ours, decoder.rotary._by_model(keys, one))
     assert len(calls) == 2
+
+
+def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parameters are on the device "meta", its keys are not."""
+    loaded = case("llama", "bfloat16").decoder.loaded
+    model = tiny_model("llama", "bfloat16")
+    if not pack_weights(model):
+        pytest.skip("no bfloat16 layout here")
+    decoder, calls = Decoder(replace(loaded, model=model)), []
+    keys = random(1, decoder.kv_heads, len(POSITIONS), decoder.head_dim, dtype=decoder.dtype)
+    assert decoder.rotary._halves == (kernels.isa_here() is not None)
+    monkeypatch.setattr(rotary.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
+    decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0)
+    assert bool(calls) == (kernels.isa_here() is None)
+
+
+def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several spans, keys rotated and values as they are, also from a format of 16 bits to float32; or by torch."""
+    decoder = case("llama").decoder
+    table, out = decoder.rotary.table(torch.arange(20)), torch.zeros(2, 1, decoder.kv_heads, 20, decoder.head_dim)
+    spans = [slice(3, 9), slice(9, 20)]
+    for dtype in (torch.float32, torch.bfloat16):
+        sides = random(2, 1, decoder.kv_heads, 20, decoder.head_dim, dtype=dtype)
+        turns = [(out[0][:, :, span], sides[0][:, :, span], table[span]) for span in spans]
+        decoder.rotary.place(turns, [(out[1][:, :, span], sides[1][:, :, span]) for span in spans], 0)
+        expected = decoder.rotary._by_model(sides[0].float(), table)
+        assert torch.equal(out[0][:, :, 3:], expected[:, :, 3:])
+        assert torch.equal(out[1][:, :, 3:], sides[1][:, :, 3:].float())
+        monkeypatch.setattr(rotary, "move_all", lambda moves, isa: False)
+        by_torch_ = torch.zeros_like(out)
+        turns = [(by_torch_[0][:, :, span], sides[0][:, :, span], table[span]) for span in spans]
+        decoder.rotary.place(turns, [(by_torch_[1][:, :, span], sides[1][:, :, span]) for span in spans], 0)
+        monkeypatch.undo()
+        assert torch.equal(out, by_torch_)
+
+
+def test_moves_that_machine_code_does_not_know_move_nothing() -> None:
+    isa, out, numbers = ISAS[runnable()[0]], torch.zeros(2, 4, 16), random(2, 4, 16)
+    good = Move(out, numbers)
+    for wrong in (
+        Move(out[:, :3], numbers),
+        Move(out[..., :12], numbers[..., :12]),
+        Move(out.bfloat16(), numbers),
+        Move(out.transpose(1, 2), numbers.transpose(1, 2)),
+        Move(out, numbers.bfloat16()),  # fits, but beside another format it does not
+    ):
+        assert not move_all([good, wrong], isa)
+    assert not out.any()
+    assert move_all([], isa)
 
 
 def test_a_rotation_by_pairs_is_left_to_the_model() -> None:

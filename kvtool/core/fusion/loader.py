@@ -22,9 +22,10 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
-from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotary import Copy, Table
 
-Rotate = Callable[[torch.Tensor, torch.Tensor, int, int], None]
+# Keys to their places, each beginning at a prompt position, rotated to it; and what goes beside them as it is.
+Rotate = Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None]
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the others compute
@@ -155,8 +156,9 @@ class Loader:
             return
         started = time.perf_counter()
 
-        def rotate(out: torch.Tensor, keys: torch.Tensor, start: int, stop: int) -> None:
-            self._decoder.rotary.rotate_into(out, keys, table[start:stop], layer)
+        def rotate(turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy]) -> None:
+            placed = [(out, keys, table[start : start + out.shape[2]]) for (out, keys), start in turns]
+            self._decoder.rotary.place(placed, beside, layer)
 
         buffer = self._cache.buffers[layer]
         self._placed[layer] = worker.placing, worker.placing.place(self._segments, layers, buffer, rotate)
@@ -209,7 +211,7 @@ class Placing:
         return contextlib.nullcontext()
 
     def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
-        """Place one layer; `rotate(out, keys, start, stop)` rotates keys to the prompt positions start … stop - 1.
+        """Place one layer.
 
         Returns
         -------
@@ -217,24 +219,21 @@ class Placing:
         """
         started, turning = time.perf_counter(), self.rotate_s
         with self.at_work():
-            for segment, (keys, values) in zip(segments, self._brought(layers, buffer.keys.device), strict=True):
-                self._put_keys(buffer.keys[:, :, segment.start : segment.stop], keys[None], segment, rotate)
-                buffer.values[0, :, segment.start : segment.stop].copy_(values)
-            self._turn_keys(segments, buffer, rotate)
+            self._put(segments, self._brought(layers, buffer.keys.device), buffer, rotate)
             mark = self._mark()
         self.upload_s += time.perf_counter() - started - (self.rotate_s - turning)
         return mark
 
-    def _put_keys(self, out: torch.Tensor, keys: torch.Tensor, segment: Segment, rotate: Rotate) -> None:
-        """Rotated on their way: keys are read once and written once."""
+    def _put(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> None:
+        """Rotated on their way, values beside them: all is read once and written once."""
+        spans = [slice(segment.start, segment.stop) for segment in segments]
+        turns = [
+            ((buffer.keys[:, :, span], keys[None]), span.start) for span, (keys, _) in zip(spans, layers, strict=True)
+        ]
+        beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
         started = time.perf_counter()
-        if keys.dtype != out.dtype:
-            keys = out.copy_(keys)
-        rotate(out, keys, segment.start, segment.stop)
+        rotate(turns, beside)
         self.rotate_s += time.perf_counter() - started
-
-    def _turn_keys(self, segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
-        """What is left to do to keys that are placed."""
 
     def wait(self, mark: int) -> None:
         """Let the calling thread's computations wait until what was placed is there."""
@@ -276,21 +275,19 @@ class CudaPlacing(Placing):
     def wait(self, mark: int) -> None:
         self._placed[mark].wait()
 
-    def _put_keys(self, out: torch.Tensor, keys: torch.Tensor, segment: Segment, rotate: Rotate) -> None:
-        out.copy_(keys)
-
-    def _turn_keys(self, segments: Sequence[Segment], buffer: BufferLayer, rotate: Rotate) -> None:
-        """Every key once, in place; neighbouring segments as one span, so that a layer rotates in few calls."""
-        begun = self._timed()
+    def _put(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> None:
+        """Keys are turned in their place, neighbouring segments as one span, so that a layer rotates in few calls."""
         runs: list[tuple[int, int]] = []
-        for segment in segments:
+        for segment, (keys, values) in zip(segments, layers, strict=True):
+            buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
+            buffer.values[0, :, segment.start : segment.stop].copy_(values)
             if runs and runs[-1][1] == segment.start:
                 runs[-1] = (runs[-1][0], segment.stop)
             else:
                 runs.append((segment.start, segment.stop))
-        for start, stop in runs:
-            span = buffer.keys[:, :, start:stop]
-            rotate(span, span, start, stop)
+        begun = self._timed()
+        spans = [(buffer.keys[:, :, start:stop], start) for start, stop in runs]
+        rotate([((span, span), start) for span, start in spans], [])
         self._turns.append((begun, self._timed()))
 
     def _timed(self) -> torch.cuda.Event:

@@ -52,7 +52,7 @@ class Decoder:
         self.device: str = loaded.device
         if self.device == "cpu":
             compile_ahead(self.dtype)
-        self.rotary = Rotary(self.base, attentions, self.dtype)
+        self.rotary = Rotary(self.base, attentions, self.dtype, self.device)
         self.head_dim: int = attentions[0].head_dim
         self.kv_heads: int = self.config.num_key_value_heads
         self.context = context_limit(self.config)

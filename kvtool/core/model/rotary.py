@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.kernels import isa_here
-from kvtool.core.model.rotation import fits, rotate_halves
+from kvtool.core.model.rotation import Move, move_all, rotate_halves
 
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -36,6 +36,10 @@ class Table:
         return Table(self.cos / norm, -self.sin / norm)
 
 
+Copy: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # where to, and what
+Turn: TypeAlias = "tuple[torch.Tensor, torch.Tensor, Table]"  # where to, keys, and the table of their positions
+
+
 class Rotary:
     """Rotates keys `[batch, kv_heads, tokens, head_dim]` with the model's own function, so that interleaved and
     partial rotations come out as the model does them.
@@ -45,15 +49,16 @@ class Rotary:
     decoder : the base model that holds `rotary_emb`.
     attentions : its attention modules, in layer order. One with `use_rope` false (SmolLM3) keeps its keys unrotated.
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
+    device : where keys are; packed weights do not tell.
     """
 
-    def __init__(self, decoder: Any, attentions: list[Any], dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Any, attentions: list[Any], dtype: torch.dtype, device: str) -> None:
         self._emb = decoder.rotary_emb
         self._apply: Apply = _model_function(attentions[0])
         self._rotates = [bool(getattr(attention, "use_rope", True)) for attention in attentions]
         self._dtype = dtype
         self._isa = isa_here()
-        self._device = str(next(attentions[0].parameters()).device)
+        self._device = device
         self._head_dim = int(attentions[0].head_dim)
 
     def table(self, positions: torch.Tensor) -> Table:
@@ -74,19 +79,40 @@ class Rotary:
 
     def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
         """Write rotated keys to `out`: on a CPU on their way there, without a number in between being kept."""
+        self.place([(out, keys, table)], [], layer)
+
+    def place(self, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
+        """Rotate keys to their places, and copy what goes beside them as it is: on a CPU in one call of machine code.
+
+        torch's own copies would wake its other threads, which a pass computes with meanwhile.
+
+        Parameters
+        ----------
+        turns : where to, keys, and the table of their positions; `copies`: where to, and what.
+        """
+        if self._halves and self._isa is not None and all(len(out) == 1 for out, *_ in turns):
+            moves = [self._turned(turn, layer) for turn in turns]
+            if move_all([*moves, *(Move(out[0], numbers[0]) for out, numbers in copies)], self._isa):
+                return
+        for out, keys, table in turns:
+            self._place_one(out, keys, table, layer)
+        for out, numbers in copies:
+            out.copy_(numbers)
+
+    def _turned(self, turn: Turn, layer: int) -> Move:
+        out, keys, table = turn
         if not self._rotates[layer]:
-            out.copy_(keys)
-        elif self._in_machine_code(out, keys, table) and self._isa is not None:
-            rotate_halves(out[0], keys[0], table.cos[0], table.sin[0], self._isa)
-        else:
-            out.copy_(self._by_model(keys, table))
+            return Move(out[0], keys[0])
+        return Move(out[0], keys[0], table.cos[0], table.sin[0])
+
+    def _place_one(self, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+        if keys.dtype != out.dtype:
+            keys = out.copy_(keys)
+        out.copy_(self._by_model(keys, table) if self._rotates[layer] else keys)
 
     def _by_model(self, keys: torch.Tensor, table: Table) -> torch.Tensor:
         wide = keys.float()
         return self._apply(wide[:, :0], wide, table.cos, table.sin)[1].to(keys.dtype)
-
-    def _in_machine_code(self, out: torch.Tensor, keys: torch.Tensor, table: Table) -> bool:
-        return self._halves and len(keys) == len(table.cos) == 1 and fits(out[0], keys[0], table.cos[0])
 
     @cached_property
     def _halves(self) -> bool:
@@ -96,9 +122,9 @@ class Rotary:
         table = self.table(torch.tensor([0, 1, 77, 1999]))
         draw = torch.Generator().manual_seed(0)
         keys = torch.randn((1, 2, 4, self._head_dim), generator=draw)
-        if not fits(keys[0], keys[0], table.cos[0]) or not _both_halves_alike(table):
-            return False
         out = torch.empty_like(keys)
+        if not Move(out[0], keys[0], table.cos[0], table.sin[0]).fits or not _both_halves_alike(table):
+            return False
         try:
             rotate_halves(out[0], keys[0], table.cos[0], table.sin[0], self._isa)
         except RuntimeError:  # llvmlite has no code for this machine
