@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from kvtool.core.cache.store import Store
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.packed import keep_freed_memory
 from kvtool.core.model.shapes import build_shape
 from kvtool.lab.bench.prompts import BenchPrompt
 from kvtool.lab.bench.scratch import Sizes, filled_store, prompt_of, random_text
@@ -33,6 +34,7 @@ def contexts(day: Day) -> tuple[int, ...]:
 
 def decoder(day: Day, shape: str, dtype: str = "bfloat16") -> Decoder:
     """With the tests' tokenizer, of 512 tokens: a passage or two are tokenised on the way."""
+    keep_freed_memory()  # as loading a model does
     loaded = build_shape(shape, day.device, "float32" if day.dry else dtype, SEED)
     return Decoder(replace(loaded, tokenizer=tiny_tokenizer()))
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from kvtool.core.fusion import loader
+from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.hot import HotSource
-from kvtool.core.fusion.loader import CudaPlacing, Loader
+from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
@@ -69,6 +71,7 @@ def _no_wait_for_layers(patch: pytest.MonkeyPatch) -> None:
 
 def _no_wait_for_the_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tests.pretended.streams.Event.synchronize", _nothing)
+    patch.setattr(loader, "default_workers", lambda: 1)  # else each places too few layers to use its memory again
 
 
 def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:

@@ -195,8 +195,7 @@ def load_model(
     started = time.perf_counter()
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place, files)
-    if place == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     with quiet(), _explained(files):
         model = _packed_weights(files, place, arithmetic or kind) if packed else None
         if model is None:

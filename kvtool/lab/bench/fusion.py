@@ -102,8 +102,7 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
     """
     events.status(_making(name, device, dtype))
     loaded = build_shape(name, device, dtype, SEED)
-    if loaded.device == "cpu":
-        keep_freed_memory()  # as loading a model does: fresh pages would be a third of a long prefill's time
+    keep_freed_memory()  # as loading a model does: fresh pages would be a third of a long prefill's time
     pack_weights(loaded.model)
     decoder = Decoder(loaded)
     decoder.check_length(max(options.sizes.contexts), "take a shorter --context")
