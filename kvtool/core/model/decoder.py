@@ -15,6 +15,7 @@ from kvtool.core.model.attention import Rows
 from kvtool.core.model.kernels import compile_ahead
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
+from kvtool.core.model.rowwise.layer import quicken
 from kvtool.core.model.support import context_limit
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Decoder:
             compile_ahead(self.dtype)
         self.rotary = Rotary(self.base, attentions, self.dtype, self.device)
         self.head_dim: int = attentions[0].head_dim
+        self._quick: bool | None = None  # whether its layers compute rows the quick way; tried at the first pass
         self.kv_heads: int = self.config.num_key_value_heads
         self.context = context_limit(self.config)
 
@@ -104,6 +106,8 @@ class Decoder:
         position_ids: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
+        if self.device == "cpu" and self._quick is None:
+            self._quick = quicken(self)
         cache.rows = rows
         try:
             with out_of_memory_hint(len(rows)):

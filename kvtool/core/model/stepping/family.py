@@ -20,10 +20,10 @@ from kvtool.core.model.stepping.kept import KeptWeights, Unfit
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
 
-_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"}
-_DROPOUT = {"resid_attn_dropout", "resid_mlp_dropout"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"}
+DROPOUT_PARTS = {"resid_attn_dropout", "resid_mlp_dropout"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -111,16 +111,16 @@ def family_of(decoder: Decoder) -> Family:
     base, config = decoder.base, decoder.config
     if decoder.device != "cpu" or decoder.dtype not in _CLOSE:
         raise Unfit(f"{decoder.dtype} on {decoder.device}")
-    _known(base, _BASE)
-    rotaries = _rotaries(decoder)
+    check_parts(base, _BASE)
+    rotaries = rotaries_of(decoder)
     kept = KeptWeights(decoder)
     layers = tuple(_layer(decoder, kept, layer, rotary) for layer, rotary in zip(decoder.layers, rotaries, strict=True))
-    activations = {_activation(layer.mlp) for layer in decoder.layers}
+    activations = {activation_of(layer.mlp) for layer in decoder.layers}
     if len(activations) != 1:
         raise Unfit("different activations")
     return Family(
         layers=layers,
-        norm=_norm(base.norm),
+        norm=norm_of(base.norm),
         head=_linear(kept, decoder.model.get_output_embeddings()),
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
@@ -139,15 +139,15 @@ def hooked(decoder: Decoder) -> bool:
 
 
 def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Layer:
-    _known(layer, _LAYER | _DROPOUT)
+    check_parts(layer, LAYER_PARTS | DROPOUT_PARTS)
     attention, mlp, width = layer.self_attn, layer.mlp, decoder.head_dim
-    _known(attention, _ATTENTION)
-    _known(mlp, _MLP)
+    check_parts(attention, ATTENTION_PARTS)
+    check_parts(mlp, MLP_PARTS)
     sizes = [count * width for count in (decoder.config.num_attention_heads, decoder.kv_heads, decoder.kv_heads)]
     query, key, value = _parts(kept, attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes)
     inner = decoder.config.intermediate_size
     gate, up = _parts(kept, mlp, "gate_up_proj", ("gate_proj", "up_proj"), [inner, inner])
-    before, after = _norms(layer)
+    before, after = norms_of(layer)
     return Layer(
         before=before,
         after=after,
@@ -155,7 +155,7 @@ def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Laye
         key=key,
         value=value,
         out=_linear(kept, attention.o_proj),
-        head_norms=_head_norms(attention),
+        head_norms=head_norms_of(attention),
         rotary=rotary,
         scale=float(attention.scaling),
         gate=gate,
@@ -165,29 +165,29 @@ def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Laye
     )
 
 
-def _known(module: Any, names: set[str]) -> None:
+def check_parts(module: Any, names: set[str]) -> None:
     strange = sorted({name for name, _ in module.named_children()} - names)
     if strange:
         raise Unfit(f"{type(module).__name__} has {strange[0]}")
 
 
-def _norms(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | None, Norm | None]]:
+def norms_of(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | None, Norm | None]]:
     """The norms before and behind attention and MLP: most families have the first kind, OLMo 2 the second."""
     behind = getattr(layer, "post_feedforward_layernorm", None)
     first = getattr(layer, "input_layernorm", None)
     if first is not None and behind is None:
-        return (_norm(first), _norm(layer.post_attention_layernorm)), (None, None)
+        return (norm_of(first), norm_of(layer.post_attention_layernorm)), (None, None)
     if first is None and behind is not None:
-        return (None, None), (_norm(layer.post_attention_layernorm), _norm(behind))
+        return (None, None), (norm_of(layer.post_attention_layernorm), norm_of(behind))
     raise Unfit(f"{type(layer).__name__} has norms in other places")
 
 
-def _head_norms(attention: Any) -> tuple[Norm, Norm] | None:
+def head_norms_of(attention: Any) -> tuple[Norm, Norm] | None:
     query, key = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    return None if query is None or key is None else (_norm(query), _norm(key))
+    return None if query is None or key is None else (norm_of(query), norm_of(key))
 
 
-def _norm(module: Any) -> Norm:
+def norm_of(module: Any) -> Norm:
     """A norm, with the weight that it multiplies by: some add one to what they keep."""
     weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or epsilon is None or getattr(module, "bias", None) is not None:
@@ -202,7 +202,7 @@ def _norm(module: Any) -> Norm:
     raise Unfit(f"{type(module).__name__} is no root mean square norm")
 
 
-def _activation(mlp: Any) -> str:
+def activation_of(mlp: Any) -> str:
     """Which function the gate goes through, by what it gives."""
     function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     probe = torch.linspace(-6, 6, 49)
@@ -236,7 +236,7 @@ def _linear(kept: KeptWeights, module: Any) -> Linear:
     return Linear(matrix, 0, matrix.rows, None if bias is None else bias.detach().float().contiguous())
 
 
-def _rotaries(decoder: Decoder) -> list[int]:
+def rotaries_of(decoder: Decoder) -> list[int]:
     """How many numbers of a head each layer rotates, if it does so in halves as is usual."""
     table = decoder.rotary.table(torch.tensor([37]))
     width, half = table.cos.shape[-1], table.cos.shape[-1] // 2

@@ -1,0 +1,114 @@
+"""Rows computed the quick way are the model's own, and whatever it does not know the model computes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.rowwise.layer import QuickLayer, quicken
+from tests.fusion.making import NAMES, new_case
+
+pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
+IDS = list(range(5, 45))
+QUICK = {"llama", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-bias", "smollm3"}
+# Root mean square difference by that of the numbers. In bfloat16 most are the same bits; a norm's sum in another order
+# moves a last place, and the layers behind it are no further apart than by that.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all rows, some of which were computed apart from the others, and all keys and values."""
+    cache = decoder.new_cache(len(IDS))
+    cache.set_length(len(IDS))
+    logits = []
+    for part in (range(30), range(30, len(IDS))):
+        rows = Rows.of(torch.tensor(part), "cpu")
+        logits.append(decoder.compute([IDS[place] for place in part], rows, cache, keep=len(part)))
+    return torch.cat(logits), torch.stack([side for buffer in cache.buffers for side in (buffer.keys, buffer.values)])
+
+
+def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects a number for each layer that is computed the quick way."""
+    quick: list[int] = []
+    computed = QuickLayer._computed
+
+    def counting(self: QuickLayer, *given: Any) -> torch.Tensor:
+        quick.append(self.layer.self_attn.layer_idx)
+        return computed(self, *given)
+
+    monkeypatch.setattr(QuickLayer, "_computed", counting)
+    return quick
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_own_numbers(name: str, dtype: str) -> None:
+    decoder = new_case(name, dtype).decoder
+    decoder._quick = False  # as if it had been tried
+    expected = prefilled(decoder)
+    decoder._quick = None
+    found = prefilled(decoder)
+    assert decoder._quick == (name in QUICK or (name, dtype) == ("gemma", "float32"))
+    for ours, own in zip(found, expected, strict=True):
+        ours, own = ours.float(), own.float()
+        assert (ours - own).square().mean().sqrt() <= TOLERANCE[dtype] * own.square().mean().sqrt()
+
+
+def test_a_pass_of_rows_takes_it_at_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("qwen3").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    prefilled(decoder)
+    assert quick == [*range(len(decoder.layers))] * 2
+
+
+def _hooked(decoder: Decoder) -> Callable[[], None]:
+    return decoder.layers[1].self_attn.register_forward_hook(lambda *_: None).remove
+
+
+def _another_mlp(decoder: Decoder) -> Callable[[], None]:
+    mlp: Any = decoder.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    return lambda: vars(mlp).pop("forward")
+
+
+@pytest.mark.parametrize("touch", [_hooked, _another_mlp])
+def test_a_layer_that_someone_has_touched_is_the_models_own(
+    touch: Callable[[Decoder], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = new_case("llama").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    undo = touch(decoder)
+    prefilled(decoder)
+    assert quick == [0, 2, 3] * 2
+    undo()
+    prefilled(decoder)
+    assert quick[6:] == [0, 1, 2, 3] * 2
+
+
+def test_gradients_and_plain_attention_pass_through_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("llama").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    with decoder.plain_attention():
+        decoder.model(input_ids=torch.tensor([IDS])).logits.sum()
+    embedded = decoder.base.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
+    decoder.model(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is not None
+    assert not quick
+
+
+def test_a_layer_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules are all known; what it makes of them is not."""
+    decoder = new_case("llama").decoder
+    own = type(decoder.layers[0]).forward
+    monkeypatch.setattr(type(decoder.layers[0]), "forward", lambda *given, **more: 1.01 * own(*given, **more))
+    assert not quicken(decoder)
+    assert not any("forward" in vars(layer) for layer in decoder.layers)
