@@ -60,6 +60,9 @@ class OnDevice(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

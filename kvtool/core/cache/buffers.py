@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+
+Room = Callable[[int], memoryview]  # memory for so many bytes: private, writable, on a 64-byte boundary
 
 _ALIGN = 64
 

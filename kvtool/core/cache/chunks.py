@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from kvtool.core.cache import keys, tables
+from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.link import KVRead, Link
@@ -101,7 +102,12 @@ class Chunks(Opened):
         return read
 
     def read_layer(
-        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = lambda number: None
+        self,
+        chunk_ids: Sequence[bytes],
+        level: str,
+        layer: int,
+        before: Callable[[int], None] = lambda number: None,
+        room: Room = aligned,
     ) -> list[KVRead | KvtoolError | None]:
         """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
         What is not here is fetched, where a link offers it.
@@ -109,6 +115,7 @@ class Chunks(Opened):
         Parameters
         ----------
         before : told each chunk's number before its record is read.
+        room : memory for a record; nobody else may write to it until the record is of no more use.
 
         Returns
         -------
@@ -121,7 +128,7 @@ class Chunks(Opened):
                 snapshot.will_need(tables.RECORDS, wanted)
             for number, key in enumerate(wanted):
                 before(number)
-                copies.append(_copy(snapshot, key))
+                copies.append(_copy(snapshot, key, room))
         reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before)
@@ -156,8 +163,8 @@ def _sizes_of(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
     return sizes
 
 
-def _copy(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
+def _copy(snapshot: Snapshot, key: bytes, room: Room) -> memoryview | DamagedError | None:
     try:
-        return snapshot.get(tables.RECORDS, key)
+        return snapshot.get(tables.RECORDS, key, room)
     except DamagedError as error:
         return error

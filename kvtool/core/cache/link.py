@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvtool.core.cache.buffers import Room
 from kvtool.core.cache.record import KVHeader
 from kvtool.core.errors import KvtoolError
 
@@ -23,12 +24,12 @@ class RecordReader(Protocol):
         ...
 
     def read_layer(
-        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = ...
+        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = ..., room: Room = ...
     ) -> list[KVRead | KvtoolError | None]:
         """One layer of many chunks; for each its header and payload, None, or what is wrong with it.
 
         Payloads are private, writable and 64-byte aligned in memory; `before` is told each chunk's number before its
-        record is read.
+        record is read; `room` gives the memory for large ones.
         """
         ...
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import Kind, unseal
@@ -24,9 +25,9 @@ class Snapshot:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
 
-    def get(self, table: bytes, key: bytes) -> memoryview | None:
-        """A copy of a value, or None."""
-        return self._tree.get(table + key)
+    def get(self, table: bytes, key: bytes, room: Room = aligned) -> memoryview | None:
+        """A copy of a value, or None; a large one stands where `room` says."""
+        return self._tree.get(table + key, room=room)
 
     def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
         """What a value's envelope holds, or None.

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.nodes import NUMBER, Branch, Leaf, parse_page
 from kvtool.core.cache.pages import Meta, meta_of
 from kvtool.core.errors import DamagedError
@@ -70,11 +70,11 @@ class DataFile:
             raise DamagedError("the file is shorter than it says")
         return data
 
-    def copy(self, at: int, head: int, size: int) -> tuple[bytes, memoryview]:
+    def copy(self, at: int, head: int, size: int, room: Room = aligned) -> tuple[bytes, memoryview]:
         """`head` bytes, and what follows them in a private, writable, aligned buffer; raises DamagedError."""
         if at + head + size > self.size():
             raise DamagedError("the index points outside the file")
-        before, target = bytearray(head), aligned(size)
+        before, target = bytearray(head), room(size)
         done = os.preadv(self._handle, [before, target], at)
         while head <= done < head + size:
             count = os.preadv(self._handle, [target[done - head :]], at + done)
@@ -102,14 +102,19 @@ class Tree:
 
     # ---- looking up ----
 
-    def get(self, key: bytes, most: int | None = None) -> memoryview | None:
-        """A private, writable copy of a value, or of its first `most` bytes; None: there is none."""
+    def get(self, key: bytes, most: int | None = None, room: Room = aligned) -> memoryview | None:
+        """A private, writable copy of a value, or of its first `most` bytes; None: there is none.
+
+        Parameters
+        ----------
+        room : where a large value is copied to.
+        """
         leaf = self._leaf_of(key)
         at = _index(leaf, key)
         if leaf is None or at is None:
             return None
         size = leaf.values[at][1]
-        return self._value(leaf, at, size if most is None else min(most, size))
+        return self._value(leaf, at, size if most is None else min(most, size), room)
 
     def last(self, key: bytes, most: int) -> bytes | None:
         """The last `most` bytes of a value; None: there is none."""
@@ -124,12 +129,12 @@ class Tree:
         begins = self.page_of(leaf, at) * self.meta.page_size + BIG_HEADER_BYTES
         return self._file.read(begins + size - wanted, wanted)
 
-    def _value(self, leaf: Leaf, at: int, wanted: int) -> memoryview:
+    def _value(self, leaf: Leaf, at: int, wanted: int, room: Room = aligned) -> memoryview:
         start, size, big = leaf.values[at]
         if not big:
             return memoryview(bytearray(leaf.data[start : start + wanted]))
         page = self.page_of(leaf, at)
-        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted)
+        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted, room)
         self._check_big(page, header, size)
         return value
 

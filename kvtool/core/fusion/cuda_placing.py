@@ -1,105 +1,210 @@
-"""A layer's keys and values put into the prompt's buffers on a GPU, through pinned memory by a stream of its own."""
+"""A layer's keys and values put into the prompt's buffers on a GPU, by a stream of its own.
+
+Records are read into pinned memory and cross as their bytes stand, in one copy with the table that says where each
+lies; one launch rotates the keys and puts all into its place (`triton_place.py`). Without triton, and for a model that
+rotates in its own way, torch's operations do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.fusion.placing import Placing, Rotate
+from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.staging import Staging
+from kvtool.core.model import triton_place
 from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.rotary import Copy
+from kvtool.core.model.triton_place import Piece, Side
 
-_Span: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event]"
+Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 
 
-def _elapsed_s(span: _Span) -> float:
-    begun, ended = span
+def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3
 
 
+@dataclass(slots=True)
+class _Crossing:
+    """What one of two layers on their way holds until the stream has placed it.
+
+    Attributes
+    ----------
+    read : what the stream reads and the source might let go of.
+    """
+
+    staging: Staging
+    placed: torch.cuda.Event | None = None
+    read: Sequence[LayerKV] = ()
+
+    def free(self) -> None:
+        """Wait until the layer stands in its place, and let go of it."""
+        if self.placed is not None:
+            self.placed.synchronize()
+        self.placed, self.read = None, ()
+        self.staging.clear()
+
+
 class CudaPlacing(Placing):
-    """Places into buffers on a GPU, by a stream of its own: from one pinned buffer of one layer's size, or from where a
-    codec has decoded them.
+    """Places into buffers on a GPU. While one layer crosses, the next is read into other memory.
 
     Parameters
     ----------
     compute : the stream in which the buffers were made and will be read.
+    layer_bytes : what a layer's records are expected to have.
     """
 
-    def __init__(self, compute: torch.cuda.Stream) -> None:
+    def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
         super().__init__()
         self._stream = torch.cuda.Stream(compute.device)
         self._stream.wait_stream(compute)
-        self._pinned = torch.empty(0)
-        self._copied = torch.cuda.Event()
-        self._uploads: list[_Span] = []
-        self._turns: list[_Span] = []
-        self._placed: list[torch.cuda.Event] = []
+        self._crossings = [_Crossing(Staging(layer_bytes)) for _ in range(2)]
+        self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
         """Of the device, between events; that of the thread, which only asks for it, is its staging."""
-        return self.upload_s + sum(map(_elapsed_s, self._uploads)), sum(map(_elapsed_s, self._turns))
+        uploads = sum(_between_s(begun, uploaded) for begun, uploaded, _ in self._moments)
+        return self.upload_s + uploads, sum(_between_s(uploaded, placed) for _, uploaded, placed in self._moments)
 
     def at_work(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def wait(self, mark: int) -> None:
-        self._placed[mark].wait()
+    def room(self, size: int) -> memoryview:
+        """Of pinned memory, where the layer before the last stood."""
+        return self._next().staging.room(size)
 
-    def _put(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> None:
+    def _next(self) -> _Crossing:
+        """The layer that is read or placed now."""
+        crossing = self._crossings[0]
+        if crossing.placed is not None:
+            crossing.free()
+        return crossing
+
+    def place(
+        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, turning: Turning, layer: int
+    ) -> int:
+        started = time.perf_counter()
+        crossing = self._next()
+        layers = _staged(layers, crossing.staging)
+        if turning.in_one_launch and all(_fits(each, buffer) for each in layers):
+            turns = turning.flat if turning.rotary.rotates(layer) else None
+            moments = self._launch(segments, layers, buffer, turns, crossing.staging)
+        else:
+            moments = self._put(segments, layers, buffer, partial(turning, layer=layer), crossing.staging)
+        crossing.read, crossing.placed = layers, moments[2]
+        self._crossings.reverse()
+        self._moments.append(moments)
+        self.upload_s += time.perf_counter() - started
+        return len(self._moments) - 1
+
+    def wait(self, mark: int) -> None:
+        self._moments[mark][2].wait()
+
+    def finish(self) -> None:
+        for crossing in self._crossings:
+            crossing.free()
+
+    def _launch(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        turns: tuple[torch.Tensor, torch.Tensor] | None,
+        staging: Staging,
+    ) -> Moments:
+        """All in one copy and one launch."""
+        table = np.frombuffer(staging.small(8 * triton_place.FIELDS * len(layers)), np.int64)
+        targets = staging.targets(buffer.keys.device)
+        addresses = [target.data_ptr() for target in targets]
+
+        def side(numbers: torch.Tensor) -> Side:
+            found = None if numbers.is_cuda else staging.find(numbers)
+            return Side.of(numbers, None if found is None else addresses[found[0]] + found[1])
+
+        pieces = [
+            Piece(side(keys), side(values), segment.start, segment.stop - segment.start)
+            for segment, (keys, values) in zip(segments, layers, strict=True)
+        ]
+        table[:] = triton_place.described(pieces).reshape(-1)
+        begun = self._now()
+        staging.cross(targets)
+        uploaded = self._now()
+        there = targets[-1][-table.nbytes :]
+        cos, sin = turns or (None, None)
+        triton_place.place(
+            table.reshape(-1, triton_place.FIELDS), there.view(torch.int64), buffer.keys, buffer.values, cos, sin
+        )
+        return begun, uploaded, self._now()
+
+    def _put(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotate: Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None],
+        staging: Staging,
+    ) -> Moments:
         """Keys are turned in their place, neighbouring segments as one span, so that a layer rotates in few calls."""
+        begun = self._now()
+        targets = staging.targets(buffer.keys.device)
+        staging.cross(targets)
+        uploaded = self._now()
         runs: list[tuple[int, int]] = []
         for segment, (keys, values) in zip(segments, layers, strict=True):
-            buffer.keys[0, :, segment.start : segment.stop].copy_(keys)
-            buffer.values[0, :, segment.start : segment.stop].copy_(values)
+            buffer.keys[0, :, segment.start : segment.stop].copy_(_there(keys, staging, targets))
+            buffer.values[0, :, segment.start : segment.stop].copy_(_there(values, staging, targets))
             if runs and runs[-1][1] == segment.start:
                 runs[-1] = (runs[-1][0], segment.stop)
             else:
                 runs.append((segment.start, segment.stop))
-        begun = self._timed()
         spans = [(buffer.keys[:, :, start:stop], start) for start, stop in runs]
         rotate([((span, span), start) for span, start in spans], [])
-        self._turns.append((begun, self._timed()))
+        return begun, uploaded, self._now()
 
-    def _timed(self) -> torch.cuda.Event:
+    def _now(self) -> torch.cuda.Event:
         """A moment of the stream."""
         moment = torch.cuda.Event(enable_timing=True)
         moment.record(self._stream)
         return moment
 
-    def _mark(self) -> int:
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        self._placed.append(done)
-        return len(self._placed) - 1
 
-    def _brought(self, layers: Sequence[LayerKV], device: torch.device) -> list[LayerKV]:
-        """The layers on the device; those in main memory cross together."""
-        here = [layer for layer in layers if not layer[0].is_cuda]
-        if not here:
-            return list(layers)
-        self._copied.synchronize()  # the pinned buffer still held the layer before
-        staged = self._stage(here)
-        begun = self._timed()
-        staged = staged.to(device, non_blocking=True)
-        self._uploads.append((begun, self._timed()))
-        self._copied.record(self._stream)
-        sizes = [keys.shape[1] for keys, _ in here]
-        crossed = iter(zip(*(side.split(sizes, 1) for side in staged), strict=True))
-        return [layer if layer[0].is_cuda else next(crossed) for layer in layers]
+def _staged(layers: Sequence[LayerKV], staging: Staging) -> Sequence[LayerKV]:
+    """The layers on the device or in pinned memory: those in other memory are brought there, end to end."""
+    strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side) for side in layer)]
+    if not strays:
+        return layers
+    first, tokens = strays[0][0], sum(keys.shape[1] for keys, _ in strays)
+    shape = (2, first.shape[0], tokens, first.shape[2])
+    numbers = torch.Size(shape).numel()
+    whole = torch.frombuffer(staging.room(numbers * first.itemsize), dtype=first.dtype, count=numbers).view(shape)
+    sizes = [keys.shape[1] for keys, _ in strays]
+    for number, side in enumerate(whole):
+        torch.cat([layer[number] for layer in strays], 1, out=side)
+    brought = iter(zip(*(side.split(sizes, 1) for side in whole), strict=True))
+    return [layer if all(layer is not stray for stray in strays) else next(brought) for layer in layers]
 
-    def _stage(self, layers: Sequence[LayerKV]) -> torch.Tensor:
-        """All segments end to end in pinned memory, `[2, kv_heads, tokens, head_dim]`."""
-        keys, _ = layers[0]
-        tokens = sum(key.shape[1] for key, _ in layers)
-        shape = (2, keys.shape[0], tokens, keys.shape[2])
-        if self._pinned.shape != shape or self._pinned.dtype != keys.dtype:
-            self._pinned = torch.empty(shape, dtype=keys.dtype, pin_memory=True)
-        torch.cat([key for key, _ in layers], 1, out=self._pinned[0])
-        torch.cat([value for _, value in layers], 1, out=self._pinned[1])
-        return self._pinned
+
+def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
+    keys, values = layer
+    return triton_place.fits(keys, buffer.keys) and triton_place.fits(values, buffer.values)
+
+
+def _there(numbers: torch.Tensor, staging: Staging, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor as it stands on the device, after its memory has crossed."""
+    found = None if numbers.is_cuda else staging.find(numbers)
+    if found is None:
+        return numbers
+    block, start = found
+    whole = targets[block][start:]
+    whole = whole[: len(whole) // numbers.itemsize * numbers.itemsize].view(numbers.dtype)
+    return whole.as_strided(numbers.shape, numbers.stride())

@@ -163,11 +163,12 @@ def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed:
 
 
 def _timing(loader: Loader, select: float, total: float) -> FuseTiming:
+    upload, rotate = loader.placing_s()
     seconds = {
         "read": loader.stats.read_s,
         "decode": loader.stats.decode_s,
-        "upload": loader.upload_s,
-        "rotate": loader.rotate_s,
+        "upload": upload,
+        "rotate": rotate,
         "select": select,
         "recompute": total - select - loader.waited_s,
         "wait": loader.waited_s,

@@ -15,15 +15,16 @@ import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.cuda_placing import CudaPlacing
-from kvtool.core.fusion.placing import Placing
+from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.rotary import Copy, Table
+from kvtool.core.model.rotary import Table
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the others compute
+_ENVELOPE_BYTES = 256  # at most, around a record's payload, what aligns it, and its line in the table of a layer
 
 
 def default_workers() -> int:
@@ -56,11 +57,12 @@ class Loader:
         self._ready = [threading.Event() for _ in decoder.layers]
         self._placed: dict[int, tuple[Placing, int]] = {}
         self._error: BaseException | None = None
-        self._stop = False
+        self._stop = self._given_up = False
         self._left: Iterator[int] = iter(range(len(decoder.layers)))
         self._turn = threading.Lock()
         count = min(workers or default_workers(), len(decoder.layers)) if self._segments else 1
-        self._workers = [_Worker(_placing_for(decoder.device)) for _ in range(count)]
+        self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
+        self._workers = [_Worker(_placing_for(decoder, self._segments)) for _ in range(count)]
         names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
@@ -74,10 +76,17 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop = True
-        if isinstance(error, RecordMissing) and error.stored:
-            return  # a thread in the middle of a slow read ends after it; the buffers it fills are given up
-        for thread in self._threads:
-            thread.join()
+        self._given_up = error is not None
+        # A thread in the middle of a slow read ends after it; the buffers it fills are given up.
+        slow = isinstance(error, RecordMissing) and error.stored
+        for thread, worker in zip(self._threads, self._workers, strict=True):
+            if not slow:
+                thread.join()
+            if self._given_up and not thread.is_alive():
+                worker.placing.finish()
+        if not self._given_up:
+            for placing, mark in self._placed.values():  # whoever waits for the computing lets go of what was read
+                placing.wait(mark)
 
     @property
     def stats(self) -> ReadStats:
@@ -88,15 +97,10 @@ class Loader:
             decode_s=sum(worker.stats.decode_s for worker in self._workers),
         )
 
-    @property
-    def upload_s(self) -> float:
-        """Seconds of copying into the buffers."""
-        return sum(worker.placing.seconds()[0] for worker in self._workers)
-
-    @property
-    def rotate_s(self) -> float:
-        """Seconds of rotating keys."""
-        return sum(worker.placing.seconds()[1] for worker in self._workers)
+    def placing_s(self) -> tuple[float, float]:
+        """Seconds of copying into the buffers, and of rotating keys."""
+        spent = [worker.placing.seconds() for worker in self._workers]
+        return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
 
     def wait(self, layer: int) -> None:
         """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
@@ -108,7 +112,7 @@ class Loader:
         if self._error is not None:
             raise self._error
         if layer in self._placed:
-            placing, mark = self._placed[layer]
+            placing, mark = self._placed.pop(layer)
             placing.wait(mark)
 
     def _give_up_slow(self) -> None:
@@ -121,42 +125,43 @@ class Loader:
 
     def _run(self, worker: _Worker) -> None:
         try:
-            with torch.inference_mode():
-                with worker.placing.at_work():  # else it would be made in a stream that nobody waits for
-                    table = self._table()
+            with torch.inference_mode(), worker.placing.at_work():
+                turning = self._turning or Turning(self._decoder.rotary, self._table())
                 while not self._stop and self._error is None and (layer := self._next()) is not None:
-                    self._load(layer, table, worker)
+                    self._load(layer, turning, worker)
                     self._ready[layer].set()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
             for ready in self._ready:
                 ready.set()
+        if self._given_up:
+            worker.placing.finish()
 
     def _next(self) -> int | None:
         with self._turn:
             return next(self._left, None)
 
+    @torch.inference_mode()
+    def _shared(self) -> Turning:
+        """For all threads, in the stream of the computing, for which those of the threads wait at first: on a GPU each
+        of its operations would cost every thread what it costs one. What is tried once is tried here, too."""
+        return Turning(self._decoder.rotary, self._table(), self._decoder.rotary.by_kernel)
+
     def _table(self) -> Table:
         stop = max((segment.stop for segment in self._segments), default=0)
         return self._decoder.rotary.table(torch.arange(stop, device=self._decoder.device))
 
-    def _load(self, layer: int, table: Table, worker: _Worker) -> None:
+    def _load(self, layer: int, turning: Turning, worker: _Worker) -> None:
         if not self._segments:
             return
         started = time.perf_counter()
-        with worker.placing.at_work():
-            layers = self._source.read(self._segments, layer, worker.stats)
+        layers = self._source.read(self._segments, layer, worker.stats)
         add_span(self._timeline, "read and decode", started, layer=layer)
         if self._stop:
             return
         started = time.perf_counter()
-
-        def rotate(turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy]) -> None:
-            placed = [(out, keys, table[start : start + out.shape[2]]) for (out, keys), start in turns]
-            self._decoder.rotary.place(placed, beside, layer)
-
-        buffer = self._cache.buffers[layer]
-        self._placed[layer] = worker.placing, worker.placing.place(self._segments, layers, buffer, rotate)
+        mark = worker.placing.place(self._segments, layers, self._cache.buffers[layer], turning, layer)
+        self._placed[layer] = worker.placing, mark
         add_span(self._timeline, "upload and rotate", started, layer=layer)
 
 
@@ -165,8 +170,12 @@ class _Worker:
 
     def __init__(self, placing: Placing) -> None:
         self.placing = placing
-        self.stats = ReadStats()
+        self.stats = ReadStats(room=placing.room)
 
 
-def _placing_for(device: str) -> Placing:
-    return CudaPlacing(torch.cuda.current_stream(device)) if device.startswith("cuda") else Placing()
+def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:
+    if not decoder.device.startswith("cuda"):
+        return Placing()
+    tokens = sum(segment.stop - segment.start for segment in segments)
+    layer_bytes = decoder.kv_bytes(tokens) // len(decoder.layers) + _ENVELOPE_BYTES * len(segments)
+    return CudaPlacing(torch.cuda.current_stream(decoder.device), layer_bytes)

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rotary import Copy
+from kvtool.core.model.rotary import Copy, Rotary, Table
 
-# Keys to their places, each beginning at a prompt position, rotated to it; and what goes beside them as it is.
-Rotate = Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None]
+
+@dataclass(frozen=True)
+class Turning:
+    """Puts positions on keys.
+
+    Attributes
+    ----------
+    table : cos and sin of all positions of the prompt up to the last cached one.
+    in_one_launch : keys on a GPU can be rotated on their way (`Rotary.by_kernel`).
+    """
+
+    rotary: Rotary
+    table: Table
+    in_one_launch: bool = False
+
+    def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
+        """Rotate keys to their places, each beginning at a prompt position; copy what goes beside them as it is."""
+        placed = [(out, keys, self.table[start : start + out.shape[2]]) for (out, keys), start in turns]
+        self.rotary.place(placed, beside, layer)
+
+    @cached_property
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 `[tokens, rotary_dim]`."""
+        return self.table.cos[0], self.table.sin[0]
 
 
 class Placing:
@@ -39,37 +64,38 @@ class Placing:
         """Within it, what the calling thread computes on a GPU is put where the placing itself works."""
         return contextlib.nullcontext()
 
-    def place(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> int:
-        """Place one layer.
+    def room(self, size: int) -> memoryview:
+        """Memory for a record of the layer that is read next; it may be used again for the next but one."""
+        return aligned(size)
+
+    def place(
+        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, turning: Turning, layer: int
+    ) -> int:
+        """Place one layer: rotated on their way, values beside them, all is read once and written once.
+
+        Parameters
+        ----------
+        layers : keys and values of each segment, read since the layer before was placed.
+        layer : its number.
 
         Returns
         -------
         A mark to give `wait`.
         """
-        started, turning = time.perf_counter(), self.rotate_s
-        with self.at_work():
-            self._put(segments, self._brought(layers, buffer.keys.device), buffer, rotate)
-            mark = self._mark()
-        self.upload_s += time.perf_counter() - started - (self.rotate_s - turning)
-        return mark
-
-    def _put(self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, rotate: Rotate) -> None:
-        """Rotated on their way, values beside them: all is read once and written once."""
+        began = time.perf_counter()
         spans = [slice(segment.start, segment.stop) for segment in segments]
         turns = [
             ((buffer.keys[:, :, span], keys[None]), span.start) for span, (keys, _) in zip(spans, layers, strict=True)
         ]
         beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
         started = time.perf_counter()
-        rotate(turns, beside)
+        turning(turns, beside, layer)
         self.rotate_s += time.perf_counter() - started
+        self.upload_s += started - began
+        return 0
 
     def wait(self, mark: int) -> None:
         """Let the calling thread's computations wait until what was placed is there."""
 
-    def _brought(self, layers: Sequence[LayerKV], device: torch.device) -> Sequence[LayerKV]:
-        """The layers where they can be copied from quickly."""
-        return layers
-
-    def _mark(self) -> int:
-        return 0
+    def finish(self) -> None:
+        """Wait until nothing that was given is read any more."""

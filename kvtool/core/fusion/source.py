@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
 from kvtool.core.codec.levels import RAW
@@ -45,16 +46,18 @@ class RecordMissing(Exception):
 
 @dataclass(slots=True)
 class ReadStats:
-    """Bytes read and seconds spent, summed over layers.
+    """What one reading thread has to itself: bytes read and seconds spent, summed over layers.
 
     Attributes
     ----------
+    room : memory for the records of the layer that is read; a source that keeps any of it copies it.
     reading : the segment whose record is being read, and since when (`time.perf_counter`); None: none is.
     """
 
     bytes_read: int = 0
     read_s: float = 0.0
     decode_s: float = 0.0
+    room: Room = aligned
     reading: tuple[Segment, float] | None = None
 
 
@@ -108,7 +111,7 @@ class StoreSource:
         started = time.perf_counter()
         chunk_ids = [segment.source.chunk_id for segment in segments]
         shapes = [(self.decoder.kv_heads, len(segment.ids), self.decoder.head_dim) for segment in segments]
-        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before)
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=stats.room)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]

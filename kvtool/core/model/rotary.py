@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import Any, TypeAlias
 import torch
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model import triton_place
 from kvtool.core.model.kernels import isa_here
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
+from kvtool.core.model.triton_place import Piece, Side
 
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -98,6 +101,27 @@ class Rotary:
             self._place_one(out, keys, table, layer)
         for out, numbers in copies:
             out.copy_(numbers)
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer's keys have positions at all."""
+        return self._rotates[layer]
+
+    @cached_property
+    def by_kernel(self) -> bool:
+        """Whether one launch on a GPU (`triton_place.py`) gives what the model's own function does: it is tried."""
+        if not self._device.startswith("cuda") or importlib.util.find_spec("triton") is None:
+            return False
+        table = self.table(torch.tensor([0, 1, 77, 1999], device=self._device))
+        keys = torch.randn((1, 2, 4, self._head_dim), generator=torch.Generator().manual_seed(0))
+        keys = keys.to(self._dtype).to(self._device)
+        placed = torch.empty((2, *keys.shape), dtype=keys.dtype, device=keys.device)
+        pieces = triton_place.described([Piece(Side.of(keys[0]), Side.of(keys[0]), 0, 4)])
+        there = torch.from_numpy(pieces).to(keys.device)
+        try:
+            triton_place.place(pieces, there, placed[0], placed[1], table.cos[0], table.sin[0])
+        except Exception:  # it compiles nothing: no compiler, or a GPU that it does not know
+            return False
+        return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
 
     def _turned(self, turn: Turn, layer: int) -> Move:
         out, keys, table = turn

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles
@@ -39,6 +40,7 @@ def read_layer(
     *,
     shapes: Sequence[Shape] | None = None,
     before: Callable[[int], None] = lambda number: None,
+    room: Room = aligned,
 ) -> list[Encoded | Unusable]:
     """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
 
@@ -46,8 +48,9 @@ def read_layer(
     ----------
     shapes : what the records must have, `[kv_heads, tokens, head_dim]` each; None: whatever they say.
     before : told the number of each chunk before a record of it is read.
+    room : memory for a record; nobody else may write to it until the record is of no more use.
     """
-    read = store.read_layer(chunk_ids, level, layer, before)
+    read = store.read_layer(chunk_ids, level, layer, before, room)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
     for base in {base for base in refined if base is not None}:
@@ -59,6 +62,7 @@ def read_layer(
             layer,
             shapes=[shapes[number] for number in numbers] if shapes else None,
             before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
+            room=room,
         )
         for number, coarse in zip(numbers, coarser, strict=True):
             items[number] = _refining(items[number], coarse)

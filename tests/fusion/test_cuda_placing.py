@@ -1,0 +1,153 @@
+"""Placing on a GPU that is not there: what crosses, how often, and that nothing is read that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtool.core.fusion import loader
+from kvtool.core.fusion.cuda_placing import CudaPlacing
+from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.placing import Turning
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
+from kvtool.core.fusion.staging import Staging
+from tests.families import tiny_model
+from tests.fusion.launching import Kernel, Records
+from tests.fusion.making import BOS, CHUNKS, Case, assert_full, case, decoder_of, distance, needed
+from tests.pretended import pretended
+from tests.pretended.streams import Log
+
+LAYERS = 4
+
+
+@pytest.fixture
+def gpu() -> Iterator[Log]:
+    with pretended() as log:
+        yield log
+
+
+@pytest.fixture
+def kernel(gpu: Log, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    return Kernel.instead(monkeypatch)
+
+
+def on_gpu(name: str) -> Case:
+    return Case(name, "float32", decoder_of(tiny_model(name), "cuda"))
+
+
+def sources(own: Case) -> dict[str, KVSource]:
+    return {"memory": own.source, "records": StoreSource(Records(own), own.decoder)}
+
+
+@pytest.mark.parametrize("source", ["memory", "records"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
+def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str, source: str) -> None:
+    wanted = case(family).fuse(case(family).plan(lead_in=BOS), Epic()).logits
+    own = on_gpu(family)
+    plan = own.plan(lead_in=BOS)
+    fused = own.fuse(plan, Epic(), sources(own)[source])
+    assert distance(fused.logits, wanted) <= 1e-4
+    assert len(kernel.launches) == LAYERS
+    assert {len(table) for table in kernel.launches} == {len(needed(fused, Epic()))}
+
+
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("source", ["memory", "records"])
+def test_records_held_are_read_from_where_they_are(
+    gpu: Log, monkeypatch: pytest.MonkeyPatch, launched: bool, source: str
+) -> None:
+    """Some are held, and some are read; then all are held."""
+    if launched:
+        Kernel.instead(monkeypatch)
+    own = on_gpu("llama")
+    hot = HotSource(sources(own)[source], 10**9)
+    for chunks in (CHUNKS[:2], CHUNKS, CHUNKS[::-1]):
+        wanted = case("llama").fuse(case("llama").plan(chunks, lead_in=BOS), Epic()).logits
+        assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Epic(), hot).logits, wanted) <= 1e-4
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_memory_is_used_again_only_when_its_layer_stands(
+    gpu: Log, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    if launched:
+        Kernel.instead(monkeypatch)
+    monkeypatch.setattr(loader, "default_workers", lambda: 1)
+    own = on_gpu("llama")
+    plan, source = own.plan(lead_in=BOS), StoreSource(Records(own), own.decoder)
+    wanted = case("llama").fuse(case("llama").plan(lead_in=BOS), Reuse()).logits
+    assert distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
+    monkeypatch.setattr("tests.pretended.streams.Event.synchronize", lambda self: None)
+    assert not distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
+
+
+def test_a_flipped_bit_is_found_where_it_stands(kernel: Kernel) -> None:
+    """The digest is that of the very bytes that would cross."""
+
+    def flip(data: bytearray, layer: int) -> None:
+        if layer == 2:
+            data[100] ^= 1
+
+    own = on_gpu("llama")
+    plan = own.plan(lead_in=BOS)
+    fused = own.fuse(plan, Reuse(), StoreSource(Records(own, flip), own.decoder))
+    assert {segment.status for segment in fused.plan.segments[:-1]} == {"miss"}
+    assert_full(own, plan.ids, fused.logits)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is not torch.ops.prim.device.default:
+            self.operations.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [1, len(CHUNKS)])
+def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel, number: int) -> None:
+    own = on_gpu("llama")
+    plan = own.plan(CHUNKS[:number], lead_in=BOS)
+    source, cache = StoreSource(Records(own), own.decoder), own.decoder.new_cache(plan.length)
+    placing = CudaPlacing(torch.cuda.current_stream(), 2**20)
+    rotary = own.decoder.rotary
+    turning = Turning(rotary, rotary.table(torch.arange(plan.length, device="cuda")), rotary.by_kernel)
+    stats = ReadStats(room=placing.room)
+    counts = []
+    with torch.inference_mode(), placing.at_work():
+        for layer in range(LAYERS):
+            layers = source.read(plan.cached, layer, stats)
+            with Counting() as counting:
+                placing.place(plan.cached, layers, cache.buffers[layer], turning, layer)
+            counts.append(counting.operations)
+    assert len(kernel.launches) == LAYERS
+    assert [operations.count("aten.copy_.default") for operations in counts] == [1] * LAYERS
+    assert max(map(len, counts)) <= 9, counts
+
+
+def test_pinned_memory_is_given_out_once_and_grows(gpu: Log) -> None:
+    staging = Staging(1000)
+    pieces = [staging.room(size) for size in (100, 1, 700, 3000)]
+    for number, piece in enumerate(pieces):
+        piece[:] = bytes([number]) * len(piece)
+    assert [set(piece) for piece in pieces] == [{0}, {1}, {2}, {3}]
+    tensors = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
+    assert [staging.find(tensor) for tensor in tensors] == [(0, 0), (0, 128), (0, 192), (1, 0)]
+    assert staging.find(torch.zeros(3)) is None
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+    targets = staging.targets(torch.device("cpu"))
+    staging.cross(targets)
+    assert targets[1].unique().tolist() == [3]
+    assert targets[0][192:892].unique().tolist() == [2]
+    staging.clear()
+    assert all(staging.find(tensor) is None for tensor in tensors)
+    again = [torch.frombuffer(staging.room(size), dtype=torch.uint8) for size in (100, 3000)]
+    assert [staging.find(tensor) for tensor in again] == [(0, 0), (0, 128)]
