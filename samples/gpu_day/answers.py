@@ -52,9 +52,8 @@ def _measured(day: Day, shape: str, context: int) -> dict[str, Any]:
 
 def _ways(day: Day) -> list[tuple[str, str]]:
     """How a step is taken, and the attention's kernel; without a GPU nothing can be captured."""
-    return (
-        [("static", "")] if not day.device.startswith("cuda") else [("static", ""), ("graph", ""), ("graph", "triton")]
-    )
+    ways = [("static", "")]
+    return [*ways, ("graph", "fused"), ("graph", "triton")] if day.device.startswith("cuda") else ways
 
 
 def _stepped(

@@ -78,19 +78,23 @@ def _numbers(items: Sequence[Encoded], of: Profile, device: str | None) -> torch
 
 
 def _same(day: Day, items: Sequence[Encoded], of: Profile, what: str) -> None:
-    """The same numbers, bit for bit, and tensors that differ by the order of sums."""
+    """The same numbers, bit for bit, and tensors that differ by their rounding from those of float32."""
     ours, wanted = _numbers(items, of, day.device), _numbers(items, of, None)
     if not torch.equal(ours, wanted):
         raise AssertionError(f"{what}: {int((ours != wanted).sum())} of {wanted.numel()} numbers differ")
     level = NESTED[Coded.parse(items[0].payload).level - 1]
     device = torch.device(day.device)
-    for pair, exact in zip(
-        CODECS[level].decode(items, 0, shelf(of), device), CODECS[level].decode(items, 0, shelf(of)), strict=True
-    ):
+    found, wide = CODECS[level].decode(items, 0, shelf(of), device), [_in_float32(item) for item in items]
+    for pair, exact in zip(found, CODECS[level].decode(wide, 0, shelf(of)), strict=True):
         for side, right in zip(pair, exact, strict=True):
             wrong = (side.cpu().double() - right.double()).norm() / right.double().norm()
-            if not wrong < (1e-5 if right.dtype == torch.float32 else 4e-3):
+            if not wrong < (1e-5 if side.dtype == torch.float32 else 4e-3):
                 raise AssertionError(f"{what}: off by {float(wrong):.2g}")
+
+
+def _in_float32(item: Encoded) -> Encoded:
+    """The same record, to be decoded to float32."""
+    return replace(item, dtype="float32", base=None if item.base is None else _in_float32(item.base))
 
 
 def _mutated(day: Day, level: str) -> dict[str, int]:
@@ -129,7 +133,7 @@ def _mutation(data: bytearray, draw: random.Random) -> bytes:
 def _outcome(item: Encoded, of: Profile, device: str | None) -> torch.Tensor | None:
     try:
         return _numbers([item], of, device)
-    except DamagedError:
+    except (DamagedError, ValueError):  # the latter of a record that is longer than it is said to be, as a reader sees
         return None
 
 

@@ -16,6 +16,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.model import cuda_rows, flex_rows, triton_rows
 from kvtool.core.model.triton_rows import Tile, attend, splits_for, tile_for
 from tests.codec.processes import needs_triton, triton_process
+from tests.pretended import pretended
 
 HALF = Tile(16, 16, 4, 2)
 
@@ -193,9 +194,12 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for name in ("", "fused", "triton", "flex"):
         monkeypatch.setenv(cuda_rows.CHOICE, name)
-        found.append(cuda_rows.asked_kernel())
-    assert found == [None, None, triton_rows.attend, flex_rows.attend]
+        found.append(cuda_rows.cuda_kernel())
+    assert found == [triton_rows.attend, None, triton_rows.attend, flex_rows.attend]
+    monkeypatch.setenv(cuda_rows.CHOICE, "")
+    with pretended():  # where there is no Triton
+        assert cuda_rows.cuda_kernel() is None
     assert all(one is not other for one, other in pairwise(found[1:]))
     monkeypatch.setenv(cuda_rows.CHOICE, "products")
     with pytest.raises(UsageError):
-        cuda_rows.asked_kernel()
+        cuda_rows.cuda_kernel()

@@ -62,11 +62,12 @@ def sides_of(
 
 
 def sides_by_torch(profile: Profile, layer: int, level: str, numbers: torch.Tensor, out: torch.Tensor) -> None:
-    """In the format that is fast here, with weights rounded to the output's."""
-    layout = profile.layout
-    dtype = DTYPES[product_dtype(NAMES[out.dtype], out.device.type)]
-    back, means = (part.to(dtype) for part in profile.backward(layer, level, out.dtype, out.device))
-    wide = numbers.to(out.dtype).to(dtype)
+    """In the format that is fast here, with weights rounded to the output's; on a GPU, where the products are the least
+    of it, in float32: a number far from all others would show the weights' rounding."""
+    layout, kept = profile.layout, torch.float32 if out.is_cuda else out.dtype
+    dtype = torch.float32 if out.is_cuda else DTYPES[product_dtype(NAMES[out.dtype], out.device.type)]
+    back, means = (part.to(dtype) for part in profile.backward(layer, level, kept, out.device))
+    wide = numbers.to(kept).to(dtype)
     widths = profile.coded(level, layer).widths
     for side in range(SIDES):
         for group in range(layout.groups):

@@ -74,11 +74,11 @@ class Narrowing:
         self._since = time.perf_counter()
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
-    def on_update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def on_update(self, layer: int, rows: int) -> None:
         """The cache is about to take this layer's rows: their place must have been loaded before."""
-        self._note_span(f"compute to layer {layer}", keys.shape[2])
+        self._note_span(f"compute to layer {layer}", rows)
         self._loader.wait(layer)
-        self.computed.append(keys.shape[2])
+        self.computed.append(rows)
         self._since = time.perf_counter()
 
     def end(self) -> None:

@@ -66,7 +66,7 @@ def question_attention(
     """
     rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device)
     watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling)
-    cache.before_update = lambda layer, keys, values: loader.wait(layer)
+    cache.before_update = lambda layer, count: loader.wait(layer)
     ids = plan.ids
     decoder.walk([ids[position] for position in rows.order], replace(rows, watch=watch), cache)
     cache.before_update = None

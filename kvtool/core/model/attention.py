@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.order)
 
+    def last(self, count: int) -> Rows:
+        """The last `count` rows."""
+        return replace(self, positions=self.positions[-count:], order=self.order[-count:], dense=False)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
@@ -72,6 +76,17 @@ class Attends(Protocol):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """Attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
+
+
+class Placing(Attends, Protocol):
+    """Query rows that also know where they stand in the prompt: int64 `[rows]` on the model's device."""
+
+    @property
+    def positions(self) -> torch.Tensor: ...
+
+    def last(self, count: int) -> Placing:
+        """The last `count` of them."""
+        ...
 
 
 def rows_attention(

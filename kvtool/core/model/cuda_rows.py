@@ -1,12 +1,15 @@
-"""Which kernel attends with scattered rows on CUDA: blocks of torch's fused one, unless the environment says another.
+"""Which kernel attends with scattered rows on CUDA: Triton's where there is Triton, unless the environment asks.
 
-`python samples/gpu.py --stage attention` measures all three on a GPU; until one has been met nothing else is chosen.
+Measured on an H100 (`samples/gpu.py --stage attention answers`; kvtool/docs/gpu.md has the table).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,8 +20,8 @@ CHOICE = "KVTOOL_ATTENTION"
 KERNELS = ("fused", "triton", "flex")
 
 
-def asked_kernel(*among: str) -> Attend | None:
-    """The kernel that the environment asks for; None: torch's fused one, block by block.
+def cuda_kernel(*among: str) -> Attend | None:
+    """The kernel to take; None: torch's fused one, block by block.
 
     It takes query `[1, heads, rows, head_dim]`, key and value `[1, kv_heads, keys, head_dim]`, the scale, and the rows'
     positions (int64, ascending, on the device).
@@ -29,19 +32,30 @@ def asked_kernel(*among: str) -> Attend | None:
 
     Raises
     ------
-    UsageError : there is no such kernel on CUDA.
+    UsageError : the environment asks for a kernel that there is not on CUDA.
     """
     asked = os.environ.get(CHOICE, "")
     if asked not in ("", *KERNELS):
         raise UsageError(f"{CHOICE}={asked!r} is no kernel on CUDA", ", ".join(KERNELS))
-    if among and asked not in among:
+    name = asked or ("triton" if has_triton() else "fused")
+    if among and name not in among:
         return None
-    if asked == "triton":
+    if name == "triton":
         from kvtool.core.model.triton_rows import attend
 
         return attend
-    if asked == "flex":
+    if name == "flex":
         from kvtool.core.model.flex_rows import attend as attend_flexibly
 
         return attend_flexibly
     return None
+
+
+def has_triton() -> bool:
+    """Whether there is Triton; asked for at every layer, so looked for once."""
+    return _found(importlib.util.find_spec)
+
+
+@functools.cache
+def _found(find: Callable[[str], Any]) -> bool:
+    return find("triton") is not None

@@ -11,8 +11,9 @@ import torch
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model import attention
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.kernels import compile_ahead
+from kvtool.core.model.lean import lean_pass
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.model.rowwise.layer import quicken
@@ -21,6 +22,7 @@ from kvtool.core.model.support import context_limit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvtool.core.model.lean import LeanPass
     from kvtool.core.model.load import Loaded
 
 
@@ -58,6 +60,19 @@ class Decoder:
         self._quick: bool | None = None  # whether its layers compute rows the quick way; tried at the first pass
         self.kv_heads: int = self.config.num_key_value_heads
         self.context = context_limit(self.config)
+        self._lean: LeanPass | None = None
+        self._lean = lean_pass(self)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether anyone listens to the model's modules just now: only its own forward would tell them."""
+        listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
+        return next(listened, None) is not None
+
+    @property
+    def lean(self) -> LeanPass | None:
+        """The pass of few operations, where the model has one here and nobody listens to its modules."""
+        return None if self._lean is None or self.hooked else self._lean
 
     def new_cache(self, capacity: int) -> PromptCache:
         """An empty prompt cache with room for `capacity` tokens."""
@@ -68,7 +83,6 @@ class Decoder:
         """Bytes of the raw keys and values of `tokens` tokens over all layers."""
         return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize * tokens
 
-    @torch.inference_mode()
     def compute(
         self,
         tokens: Sequence[int],
@@ -89,36 +103,60 @@ class Decoder:
         -------
         Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
-        logits: torch.Tensor = self._run(self.model, tokens, rows, cache, position_ids, logits_to_keep=keep).logits
-        return logits[0].float()
+        return self.compute_there(self._there(tokens), rows, cache, keep, position_ids)
+
+    @torch.inference_mode()
+    def compute_there(
+        self,
+        ids: torch.Tensor,
+        rows: Placing,
+        cache: PromptCache,
+        keep: int = 1,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Do what `compute` does with token ids that are on the device, int64 `[rows]`; nothing is read on the host."""
+        with out_of_memory_hint(len(ids)):
+            if (lean := self.lean) is not None:
+                return lean.compute(ids, rows, cache, keep, position_ids)
+            out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=keep)
+            logits: torch.Tensor = out.logits[0].float()
+            return logits
 
     @torch.inference_mode()
     def walk(self, tokens: Sequence[int], rows: Rows, cache: PromptCache) -> None:
         """Compute rows of a prompt over its cache, without the LM head."""
-        self._run(self.base, tokens, rows, cache)
+        with out_of_memory_hint(len(rows)):
+            if (lean := self.lean) is not None:
+                lean.walk(self._there(tokens), rows, cache)
+            else:
+                self._run(self.base, self._there(tokens), rows, cache)
+
+    def _there(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Token ids on the device, int64 `[tokens]`."""
+        return torch.tensor(list(tokens)).to(self.device, non_blocking=True)
 
     def _run(
         self,
         module: Any,
-        tokens: Sequence[int],
-        rows: Rows,
+        ids: torch.Tensor,
+        rows: Placing,
         cache: PromptCache,
         position_ids: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
+        """The model's own forward."""
         if self.device == "cpu" and self._quick is None:
             self._quick = quicken(self)
         cache.rows = rows
         try:
-            with out_of_memory_hint(len(rows)):
-                return module(
-                    input_ids=torch.tensor([list(tokens)]).to(self.device, non_blocking=True),
-                    position_ids=(rows.positions if position_ids is None else position_ids)[None],
-                    past_key_values=cache,
-                    use_cache=True,
-                    rows=rows,
-                    **more,
-                )
+            return module(
+                input_ids=ids[None],
+                position_ids=(rows.positions if position_ids is None else position_ids)[None],
+                past_key_values=cache,
+                use_cache=True,
+                rows=rows,
+                **more,
+            )
         finally:
             cache.rows = None
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.errors import UsageError
-from kvtool.core.model.cuda_rows import CHOICE, asked_kernel
+from kvtool.core.model.cuda_rows import CHOICE, cuda_kernel
 from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
 from kvtool.core.model.flash.tiling import AVX512_BF16, Tiling
 from kvtool.core.model.products import attend_by_products
@@ -115,10 +115,10 @@ def attend_rows(
     -------
     `[1, heads, rows, head_dim]`.
     """
+    if query.device.type == "cuda" and (on_cuda := cuda_kernel()) is not None:
+        return on_cuda(query, key, value, scale, at)
     if len(last) == 1:
         return attend_one(query, key[:, :, : last[0] + 1], value[:, :, : last[0] + 1], scale)
-    if query.device.type == "cuda" and (asked := asked_kernel()) is not None:
-        return asked(query, key, value, scale, at)
     own = own_kernel(query, key, value, scale)
     if own is not None:
         return own(query[0], key[0], value[0], scale, Spans([(0, len(last), 0)], at))[None]
@@ -161,7 +161,7 @@ def _block(
     # heads, and keys repeated for every head would be copied for every block.
     kv_heads, groups = key.shape[1], heads // key.shape[1]
     part = query.reshape(1, kv_heads, groups * rows, head_dim)
-    return _sdpa(part, key, value, mask.repeat(groups, 1), scale).view(1, heads, rows, value.shape[3])
+    return _sdpa(part, key, value, mask.repeat(groups, 1), scale).reshape(1, heads, rows, value.shape[3])
 
 
 def _mask(at: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-Observer = Callable[[int, torch.Tensor, torch.Tensor], None]
+Observer = Callable[[int, int], None]
 
 
 class Placed(Protocol):
@@ -83,8 +83,7 @@ class PromptCache(Cache):
     Parameters
     ----------
     shape : `[1, kv_heads, capacity, head_dim]` of one layer.
-    before_update : called with (layer, new keys, new values) before they are scattered: the loader waits here, a
-        selector compares here.
+    before_update : called with (layer, how many rows) before they are scattered: the loader is waited for here.
     """
 
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
@@ -104,7 +103,7 @@ class PromptCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = self.buffers[layer_idx]
         if self.before_update is not None:
-            self.before_update(layer_idx, key_states, value_states)
+            self.before_update(layer_idx, key_states.shape[2])
         if self.rows is None:
             return buffer.update(key_states, value_states)
         buffer.scatter(self.rows.positions, key_states, value_states)

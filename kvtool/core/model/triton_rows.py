@@ -101,7 +101,8 @@ def attend(
     parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
     sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
     _launch(query, key, value, scale, at, parts, sums, tile, splits)
-    return out.copy_(_joined(parts, sums))
+    _join(parts, sums, out)
+    return out
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> None:
@@ -120,11 +121,14 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torc
         raise ValueError("a head's numbers are adjacent")
 
 
-def _joined(parts: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
     """One result `[1, heads, rows, head_dim]` of those of the parts of the keys, by their log2-sum-exps."""
-    share = torch.exp2(sums - sums.amax(0))  # a part of which a row sees nothing has -inf: no share
-    weighed = (parts * share[:, None, :, :, None]).sum(0)
-    return weighed / share.sum(0)[None, :, :, None]
+    splits, _, heads, rows, head_dim = parts.shape
+    joining()[(rows, heads)](
+        parts, sums, out, rows,
+        parts.stride(0), parts.stride(2), parts.stride(3), out.stride(1), out.stride(2),
+        SPLITS=splits, SIZE=_power(splits), DIM=head_dim, WIDTH=_power(head_dim), num_warps=4,
+    )  # fmt: skip
 
 
 def _launch(
@@ -194,7 +198,44 @@ def kernel() -> Any:
     return triton.jit(do_not_specialize=["rows"])(_attend)  # else one more kernel for 1 row, and for multiples of 16
 
 
+@functools.cache
+def joining() -> Any:
+    """The kernel that joins the parts."""
+    kernel()  # which looks for triton
+    import triton
+
+    return triton.jit(do_not_specialize=["rows"])(_joined)
+
+
 # Below: Triton, which takes no numbers of this module.
+
+
+def _joined(
+    parts: tl.tensor,
+    sums: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    part_split: tl.tensor,
+    part_head: tl.tensor,
+    part_row: tl.tensor,
+    out_head: tl.tensor,
+    out_row: tl.tensor,
+    SPLITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One row of one head: a part of which it sees nothing has -inf, and no share."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    split, column = tl.arange(0, SIZE).to(tl.int64), tl.arange(0, WIDTH)
+    here = split < SPLITS
+    found = tl.load(sums + (split * tl.num_programs(1) + head) * rows + row, mask=here, other=float("-inf"))
+    share = tl.exp2(found - tl.max(found, 0))
+    place = split[:, None] * part_split + head * part_head + row * part_row + column[None, :]
+    part = tl.load(parts + place, mask=here[:, None] & (column < DIM)[None, :], other=0.0)
+    mixed = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
+    place = out + head * out_head + row * out_row + column
+    tl.store(place, mixed.to(out.dtype.element_ty), mask=column < DIM)
 
 
 def _attend(

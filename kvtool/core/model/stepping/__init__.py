@@ -12,7 +12,6 @@ import torch
 
 from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
 from kvtool.core.model.stepping.engines import engine_of
-from kvtool.core.model.stepping.family import hooked
 from kvtool.core.model.stepping.native import NativeStepper
 from kvtool.core.model.stepping.plain import TorchStepper
 
@@ -48,7 +47,7 @@ class Stepper(Protocol):
 
 def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
     """Make the fastest stepper that a model has on its device."""
-    if hooked(decoder):
+    if decoder.hooked:
         return TorchStepper(decoder, cache, "someone listens to the model's layers")
     if decoder.device.startswith("cuda"):
         return CudaGraphStepper(decoder, cache)

@@ -132,12 +132,6 @@ def family_of(decoder: Decoder) -> Family:
     )
 
 
-def hooked(decoder: Decoder) -> bool:
-    """Whether anyone listens to the model's modules just now: only its own forward would tell them."""
-    listened = (module for module in decoder.base.modules() if module._forward_hooks or module._forward_pre_hooks)
-    return next(listened, None) is not None
-
-
 def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Layer:
     check_parts(layer, LAYER_PARTS | DROPOUT_PARTS)
     attention, mlp, width = layer.self_attn, layer.mlp, decoder.head_dim

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.cuda_rows import asked_kernel
+from kvtool.core.model.cuda_rows import cuda_kernel
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -56,21 +56,10 @@ class StaticStep:
         length = self._cache.buffers[0].length
         self._row.look()
         self._cache.set_length(self._row.capacity)
-        self._cache.rows = self._row
         try:
-            out = self._decoder.model(
-                input_ids=self._token,
-                position_ids=self._position[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                rows=self._row,
-                logits_to_keep=1,
-            )
+            return self._decoder.compute_there(self._token[0], self._row, self._cache)[-1]
         finally:
-            self._cache.rows = None
             self._cache.set_length(length)
-        logits: torch.Tensor = out.logits[0, -1].float()
-        return logits
 
 
 def _buffers(cache: PromptCache) -> list[torch.Tensor]:
@@ -91,16 +80,25 @@ class _DeviceRow:
         self._mask = torch.empty(0)
 
     def look(self) -> None:
-        """Make the mask of the position as it is now: numbers, of which a kernel would make some for every layer."""
+        """Make the mask of the position as it is now: numbers, of which a kernel would make some for every layer.
+
+        Triton's kernel reads the position itself.
+        """
+        if self.positions.is_cuda and cuda_kernel("triton") is not None:
+            return
         seen = torch.arange(self.capacity, device=self.positions.device) <= self.positions
         self._mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+    def last(self, count: int) -> _DeviceRow:
+        """Itself: it is one."""
+        return self
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """Attend with the row: `[1, heads, 1, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        kernel = asked_kernel("triton") if query.device.type == "cuda" else None
+        kernel = cuda_kernel("triton") if query.device.type == "cuda" else None
         if kernel is not None:
             return kernel(query, key, value, scale, self.positions)
         _, heads, _, head_dim = query.shape

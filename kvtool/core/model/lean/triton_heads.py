@@ -1,0 +1,216 @@
+"""Norms of heads, rotation and the writing of keys and values into the prompt cache, in one Triton kernel.
+
+A program takes some rows of one head: of queries, keys or values. With `TRITON_INTERPRET=1` it runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.lean.reading import HeadNorm
+from kvtool.core.model.rotary import Table
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+_ROWS = 16  # of one program
+
+
+def place(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    norms: tuple[HeadNorm, HeadNorm] | None,
+    table: Table | None,
+    at: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+) -> torch.Tensor:
+    """Norm and rotate heads; write keys and values to the buffers; queries `[1, heads, rows, head_dim]` are returned.
+
+    Parameters
+    ----------
+    queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
+    table : cos and sin of the rows, of which the second half is like the first; None: nothing is rotated.
+    at : int64 `[rows]`: where the rows stand in the buffers. Each less than their capacity, which is the caller's to
+        know: the kernel does not look.
+    key_buffer, value_buffer : `[1, kv_heads, capacity, head_dim]`, heads of adjacent numbers.
+    """
+    kv_heads, head_dim = key_buffer.shape[1], key_buffer.shape[3]
+    _check(queries, keys, values, table, at, key_buffer, value_buffer)
+    rows, heads = len(at), queries.shape[1] // head_dim
+    out = queries.new_empty((1, rows, heads, head_dim))
+    if not rows:
+        return out.transpose(1, 2)
+    cos, sin = (table.cos, table.sin) if table is not None else (queries, queries)
+    first, second = (norm.weight for norm in norms) if norms is not None else (queries, queries)
+    kernel()[(-(-rows // _ROWS), heads + 2 * kv_heads)](
+        queries, keys, values, out, key_buffer, value_buffer, at, cos, sin, first, second,
+        norms[0].epsilon if norms is not None else 0.0, norms[1].epsilon if norms is not None else 0.0, rows,
+        queries.stride(0), keys.stride(0), values.stride(0), cos.stride(-2) if table is not None else 0,
+        key_buffer.stride(1), key_buffer.stride(2), value_buffer.stride(1), value_buffer.stride(2),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=1 << (head_dim - 1).bit_length(),
+        ROTARY=0 if table is None else table.cos.shape[-1], NORMED=norms is not None, ROWS=_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _check(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: Table | None,
+    at: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+) -> None:
+    """Everything that the kernel relies upon to stay inside its arrays, but the places themselves."""
+    _, kv_heads, _, head_dim = key_buffer.shape
+    if key_buffer.shape != value_buffer.shape or key_buffer.stride(3) != 1 or value_buffer.stride(3) != 1:
+        raise ValueError("buffers are [1, kv_heads, capacity, head_dim], heads of adjacent numbers")
+    if keys.shape != (len(at), kv_heads * head_dim) or keys.shape != values.shape or at.dtype != torch.int64:
+        raise ValueError("keys and values are [rows, kv_heads * head_dim], with a place for every row")
+    if len(queries) != len(at) or queries.shape[1] % (kv_heads * head_dim) or not at.is_contiguous():
+        raise ValueError("queries are [rows, heads * head_dim]")
+    if any(side.stride(1) != 1 for side in (queries, keys, values)):
+        raise ValueError("a row's numbers are adjacent")
+    if table is not None and (table.cos.shape != table.sin.shape or table.cos.stride() != table.sin.stride()):
+        raise ValueError("cos and sin of different shapes")
+    if table is not None and (table.cos.shape[:2] != (1, len(at)) or not 0 < table.cos.shape[2] <= head_dim):
+        raise ValueError("cos and sin are [1, rows, rotary_dim]")
+
+
+@functools.cache
+def kernel() -> Any:
+    """The kernel, of which triton makes one for each set of constants (see `triton_decode.py` in the codec)."""
+    try:
+        import triton
+        import triton.language
+    except ImportError as error:
+        raise KvtoolError("this needs triton", "pip install triton") from error
+    globals()["tl"] = triton.language
+    for function in (_normed, _rotated):
+        globals()[function.__name__] = triton.jit(function)
+    return triton.jit(do_not_specialize=["rows"])(_place)
+
+
+# Below: Triton, which takes no numbers of this module.
+
+
+def _place(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    key_buffer: tl.tensor,
+    value_buffer: tl.tensor,
+    at: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    query_epsilon: tl.tensor,
+    key_epsilon: tl.tensor,
+    rows: tl.tensor,
+    query_row: tl.tensor,
+    key_row: tl.tensor,
+    value_row: tl.tensor,
+    table_row: tl.tensor,
+    key_head_out: tl.tensor,
+    key_row_out: tl.tensor,
+    value_head_out: tl.tensor,
+    value_row_out: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Some rows of one head: those of queries first, then of keys, then of values."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    real = row < rows
+    column = tl.arange(0, WIDTH)
+    inside = real[:, None] & (column < DIM)[None, :]
+    if head < HEADS:
+        source = queries + row[:, None] * query_row + head * DIM
+        number = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        place = out + row[:, None] * (HEADS * DIM) + head * DIM + column[None, :]
+        if NORMED:
+            number, factor = _normed(number, query_weight, query_epsilon, column, DIM)
+            number = number.to(out.dtype.element_ty).to(tl.float32)
+        else:
+            factor = number
+        if ROTARY > 0:
+            number = _rotated(
+                number, source, factor, query_weight, cos, sin, row, table_row, real, column, ROTARY, NORMED
+            )
+        tl.store(place, number.to(out.dtype.element_ty), mask=inside)
+    else:
+        to = tl.load(at + row, mask=real, other=0)
+        if head < HEADS + KV_HEADS:
+            head -= HEADS
+            source = keys + row[:, None] * key_row + head * DIM
+            number = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            place = key_buffer + head * key_head_out + to[:, None] * key_row_out + column[None, :]
+            if NORMED:
+                number, factor = _normed(number, key_weight, key_epsilon, column, DIM)
+                number = number.to(key_buffer.dtype.element_ty).to(tl.float32)
+            else:
+                factor = number
+            if ROTARY > 0:
+                number = _rotated(
+                    number, source, factor, key_weight, cos, sin, row, table_row, real, column, ROTARY, NORMED
+                )
+            tl.store(place, number.to(key_buffer.dtype.element_ty), mask=inside)
+        else:
+            head -= HEADS + KV_HEADS
+            source = values + row[:, None] * value_row + head * DIM
+            value = tl.load(source + column[None, :], mask=inside, other=0.0)
+            place = value_buffer + head * value_head_out + to[:, None] * value_row_out + column[None, :]
+            tl.store(place, value, mask=inside)
+
+
+def _normed(
+    number: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, column: tl.tensor, DIM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows of a head by their root mean square, and what they were multiplied by for that."""
+    factor = tl.rsqrt(tl.sum(number * number, 1) / DIM + epsilon)[:, None]
+    by = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    return number * factor * by[None, :], factor
+
+
+def _rotated(
+    number: tl.tensor,
+    source: tl.tensor,
+    factor: tl.tensor,
+    weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    row: tl.tensor,
+    table_row: tl.tensor,
+    real: tl.tensor,
+    column: tl.tensor,
+    ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+) -> tl.tensor:
+    """Rows of a head with each number's partner, half a rotation further on, taken in; the rest stays."""
+    turns = column < ROTARY
+    half: tl.constexpr = ROTARY // 2
+    partner = tl.where(column < half, column + half, tl.where(turns, column - half, column))
+    here = real[:, None] & turns[None, :]
+    other = tl.load(source + partner[None, :], mask=here, other=0.0).to(tl.float32)
+    if NORMED:
+        by = tl.load(weight + partner, mask=turns, other=0.0).to(tl.float32)
+        other = (other * factor * by[None, :]).to(source.dtype.element_ty).to(tl.float32)
+    angle = row[:, None] * table_row + column[None, :]
+    straight = tl.load(cos + angle, mask=here, other=1.0)
+    crossed = tl.load(sin + angle, mask=here, other=0.0)
+    return number * straight + tl.where((column < half)[None, :], -other, other) * crossed
