@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded, no_profiles
 from kvtool.core.codec.cachegen import encode_nested
+from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.symbols import refinement, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
@@ -26,7 +27,7 @@ from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError, KvtoolError
-from tests.codec.synthetic import KV, Model, encoded, fitted, item_of, model, profile, relative, shelf
+from tests.codec.synthetic import KV, LAYERS, Model, encoded, fitted, item_of, model, profile, relative, shelf
 
 SCHEMES = ["whole", "heads", "mean", "anchor", "auto"]
 ROUNDING = 1 + 1e-5  # of the stated error, a float32 sum
@@ -207,6 +208,51 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
         for made, alone, exact in zip(pair, decoded(item, "1", of), kv, strict=True):
             assert relative(made, alone) < 1e-6
             assert relative(made, exact) <= 1.001 * max(Coded.parse(item.payload).errors)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
+    """What decoding them one by one gives, bit for bit: whether they stand alone, refine others, or have escapes."""
+    of, predictor = made_with(scheme)
+    profiles = shelf(*([of] if of else []))
+    kvs = [model().kv(layer, 40, dtype=DTYPES[dtype]) for layer in range(LAYERS)]
+    kvs[1][0][0, 3] *= 50  # beyond what the tables know
+    for levels in ([level] for level in NESTED), [NESTED]:
+        for some in levels:
+            found = [encoded(*kv, some, of, layer, predictor) for layer, kv in enumerate(kvs)]
+            for level in some:
+                items = [made[level] for made in found]
+                one_by_one = [CODECS[level].decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
+                for kv, wanted in zip(CODECS[level].decode_layers(items, profiles), one_by_one, strict=True):
+                    assert all(torch.equal(*pair) for pair in zip(kv, wanted, strict=True))
+
+
+def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of machine code, without Python between layers; in numpy there is none to count."""
+    items = [encoded(*model().kv(layer, 40), ["2"], profile(), layer)["2"] for layer in range(LAYERS)]
+    calls: list[int] = []
+    compiled = native.kernel
+
+    def counted(kind: str | native.Kind) -> native.Kernel | None:
+        made = compiled(kind)
+        return None if made is None else lambda jobs, count: (calls.append(count), made(jobs, count))[1]
+
+    monkeypatch.setattr(native, "kernel", counted)
+    CODECS["2"].decode(items[:1], 0, shelf(profile()))
+    alone = len(calls)
+    CODECS["2"].decode_layers(items, shelf(profile()))
+    assert len(calls) == 2 * alone
+    assert sum(calls[alone:]) == LAYERS * sum(calls[:alone])
+
+
+def test_layers_of_a_chunk_have_one_length() -> None:
+    items = [encoded(*model().kv(layer, 40 + layer), ["2"], profile(), layer)["2"] for layer in range(2)]
+    kvs = CODECS["2"].decode_layers(items, shelf(profile()))
+    assert [keys.shape[1] for keys, _ in kvs] == [40, 41]
+    of_another = [encoded(*model().kv(0, 40), ["2"], profile(), 0)["2"]] * (LAYERS + 1)
+    with pytest.raises(DamagedError, match="another model"):
+        CODECS["2"].decode_layers(of_another, shelf(profile()))
 
 
 def test_of_two_types_in_one_call() -> None:

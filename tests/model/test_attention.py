@@ -10,8 +10,8 @@ import torch
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.attention import Rows, rows_attention
-from kvtool.core.model.flash.tiling import AVX512_BF16, Tiling
-from kvtool.core.native.ir import AVX2, AVX512
+from kvtool.core.model.flash.tiling import Tiling
+from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64

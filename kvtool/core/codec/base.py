@@ -77,6 +77,10 @@ class Codec(Protocol):
         """
         ...
 
+    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
+        """Keys and values of all layers of a chunk, from the first on, in main memory. Raises DamagedError."""
+        ...
+
     def base_of(self, payload: Payload) -> str | None:
         """The level whose record is needed too. Raises DamagedError."""
         ...
@@ -111,6 +115,10 @@ class SelfContained:
     ) -> list[LayerKV]:
         """Keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
+
+    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
+        """Keys and values of all layers of a chunk, one by one. Raises DamagedError."""
+        return self.decode(items)
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer of one chunk."""

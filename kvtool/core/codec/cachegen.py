@@ -77,6 +77,23 @@ class CacheGen:
             out.update(zip(numbers, made, strict=True))
         return [out[number] for number in range(len(items))]
 
+    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
+        """Keys and values of all layers of a chunk, in main memory: views `[kv_heads, tokens, head_dim]`.
+
+        Raises
+        ------
+        DamagedError : as `decode`.
+        """
+        parsed = [(self._parsed(item), item) for item in items]
+        alike = {(coded.predictors, coded.profile, item.dtype, item.shape) for coded, item in parsed}
+        if len(alike) != 1 or parsed[0][0].predictors != transform.BOTH:
+            return [self.decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
+        profile, layers = profiles(parsed[0][0].profile), range(len(items))
+        kv_heads, head_dim = _heads_of(profile, layers, items)
+        sides = transform.decode_layers(profile, layers, self.level, [[one] for one in parsed])
+        split = sides.view(len(layers), SIDES, -1, kv_heads, head_dim).transpose(2, 3)
+        return [(keys, values) for keys, values in split]
+
     def base_of(self, payload: Payload) -> str | None:
         """The level whose record is needed too."""
         base = base_of(payload)
@@ -95,15 +112,21 @@ class CacheGen:
     def _transformed(
         self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]], device: torch.device | None
     ) -> list[LayerKV]:
-        shapes = {(item.shape[0], item.shape[2]) for _, item in items}
-        kv_heads, head_dim = shapes.pop()
-        if shapes or kv_heads * head_dim != profile.layout.channels or not 0 <= layer < profile.layers:
-            raise DamagedError("a codec profile of another model")
+        kv_heads, head_dim = _heads_of(profile, [layer], [item for _, item in items])
         on = functools.partial(DeviceNumbers.of, device=device) if device is not None else None
         sides = transform.decode(profile, layer, self.level, items, on)
         keys, values = sides.view(SIDES, -1, kv_heads, head_dim).transpose(1, 2)
         tokens = [coded.tokens for coded, _ in items]
         return list(zip(keys.split_with_sizes(tokens, 1), values.split_with_sizes(tokens, 1), strict=True))
+
+
+def _heads_of(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> tuple[int, int]:
+    """KV heads and head_dim of some records, if they and the layers are the profile's."""
+    shapes = {(item.shape[0], item.shape[2]) for item in items}
+    kv_heads, head_dim = shapes.pop()
+    if shapes or kv_heads * head_dim != profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
+        raise DamagedError("a codec profile of another model")
+    return kv_heads, head_dim
 
 
 def encode_nested(

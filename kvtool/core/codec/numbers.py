@@ -12,8 +12,9 @@ import torch
 
 from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode, refine
+from kvtool.core.codec.entropy.jobs import memory
 from kvtool.core.codec.payload import Coded, Escapes, in_form
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.raw import NAMES
 from kvtool.core.codec.sides.products import torch_is_faster
 
 _FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}
@@ -51,11 +52,24 @@ class HostNumbers:
     form: Form = "int16"
 
     @classmethod
-    def of(cls, shape: tuple[int, int], dtype: str, nested: bool) -> HostNumbers:
-        """Numbers that become a tensor of this dtype; only int16 can be refined (`nested`) or multiplied here."""
-        if dtype in _FLOAT_FORMS and not nested and torch_is_faster(DTYPES[dtype]):
-            return cls(torch.empty(shape, dtype=DTYPES[dtype]), _FLOAT_FORMS[dtype])
-        return cls(torch.zeros(shape, dtype=torch.int16))  # a finer level codes more columns than its base
+    def of(cls, shape: tuple[int, int], dtype: torch.dtype, nested: bool) -> HostNumbers:
+        """Numbers that torch makes a tensor of this dtype of; only int16 can be refined (`nested`)."""
+        form = _FLOAT_FORMS.get(NAMES[dtype])
+        if form is not None and not nested and torch_is_faster(dtype):
+            return cls(torch.empty(shape, dtype=dtype), form)
+        return cls(torch.zeros(shape, dtype=torch.int16))
+
+    @classmethod
+    def in_memory(cls, shape: tuple[int, int], nested: bool) -> HostNumbers:
+        """Numbers in this thread's memory: a kernel looks at what has been decoded and at nothing else."""
+        held = memory("decoded", shape[0] * shape[1], np.int16).reshape(shape)
+        if nested:
+            held[:] = 0  # a finer level codes more columns than its base
+        return cls(torch.from_numpy(held))
+
+    def part(self, first: int, end: int) -> HostNumbers:
+        """Some of the rows."""
+        return HostNumbers(self.tensor[first:end], self.form)
 
     @property
     def _held(self) -> npt.NDArray[Any]:
@@ -63,15 +77,19 @@ class HostNumbers:
 
     def decode(self, columns: Columns, records: Sequence[Coded], starts: Sequence[int]) -> None:
         """Fulfil `Numbers`."""
+        (refine if columns.refines else decode)(self.job(columns, records, starts))
+
+    def job(self, columns: Columns, records: Sequence[Coded], starts: Sequence[int]) -> Decoding:
+        """What `decode` does, to be done together with others."""
         marked, marks = None, [len(coded.escapes.marked) for coded in records]
         if not columns.refines:
             marked = in_form(np.concatenate([coded.escapes.marked for coded in records]), self.form)
         streams, rows = [coded.streams[0] for coded in records], [coded.tokens for coded in records]
-        job = Decoding(
+        return Decoding(
             streams, columns, starts, rows, self._held, self.form, marked=marked, marks=() if marked is None else marks
         )
-        (refine if columns.refines else decode)(job)
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
         """Fulfil `Numbers`."""
-        escapes.place(self._held[start : start + rows], self.form)
+        if len(escapes.places):
+            escapes.place(self._held[start : start + rows], self.form)

@@ -11,6 +11,7 @@ import torch
 
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.decoder import decode_all
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.nested import NESTED, check_of
 from kvtool.core.codec.numbers import HostNumbers, Numbers
@@ -22,7 +23,9 @@ from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.errors import DamagedError
 
 I16 = npt.NDArray[np.int16]
+Parsed = tuple[Coded, Encoded]
 BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
+AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
 
 
 def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
@@ -43,22 +46,29 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
 
 
 def sides_of(
-    profile: Profile, layer: int, level: str, numbers: torch.Tensor, records: Sequence[Coded], dtype: torch.dtype
-) -> torch.Tensor:
-    """Sides `[2, tokens, C]` from the numbers `[tokens, stride]` of some records of one level, end to end.
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    numbers: torch.Tensor,
+    records: Sequence[Sequence[Coded]],
+    out: torch.Tensor,
+) -> None:
+    """Make sides `[layers, 2, tokens, groups, size]` of the numbers `[layers, tokens, stride]` of records of one level,
+    at each layer end to end.
 
-    `numbers` are int16, or of this dtype.
+    `numbers` are int16, or of the dtype of `out`.
     """
-    layout = profile.layout
-    out = torch.empty((SIDES, len(numbers), layout.groups, layout.size), dtype=dtype, device=numbers.device)
-    by = None if numbers.is_cuda or products.torch_is_faster(dtype) else products.backward_by(layout, dtype)
-    if by is not None and len(numbers):
-        weights, widths = profile.backward_weights(layer, level, dtype, by.tile), profile.coded(level, layer).widths
-        products.sides_of(layout, by, [weights], [widths], numbers.numpy()[None], out[None])
+    by = None if numbers.is_cuda else products.reading_by(profile.layout, out.dtype)
+    if by is not None and out.numel():
+        weights = [profile.backward_weights(layer, level, out.dtype, by.tile) for layer in layers]
+        widths = [profile.coded(level, layer).widths for layer in layers]
+        products.sides_of(profile.layout, by, weights, widths, numbers.numpy(), out)
     else:
-        sides_by_torch(profile, layer, level, numbers, out)
-    add_outside(profile, layer, level, records, out)
-    return out.view(SIDES, -1, layout.channels)
+        for layer, own, sides in zip(layers, numbers, out, strict=True):
+            sides_by_torch(profile, layer, level, own, sides)
+    for layer, some, sides in zip(layers, records, out, strict=True):
+        if any(len(coded.escapes.places) for coded in some):
+            add_outside(profile, layer, level, some, sides)
 
 
 def sides_by_torch(profile: Profile, layer: int, level: str, numbers: torch.Tensor, out: torch.Tensor) -> None:
@@ -80,7 +90,7 @@ def decode(
     profile: Profile,
     layer: int,
     level: str,
-    items: Sequence[tuple[Coded, Encoded]],
+    items: Sequence[Parsed],
     on: Callable[[tuple[int, int]], Numbers] | None = None,
 ) -> torch.Tensor:
     """Sides `[2, tokens, C]` of several records of one level, profile and dtype, end to end.
@@ -93,18 +103,97 @@ def decode(
     ------
     DamagedError : a record that does not fit the profile or its shape.
     """
+    if on is None:
+        return decode_layers(profile, [layer], level, [items])[0]
+    starts, count = _laid_out(items)
+    numbers = on((count, profile.layout.stride))
+    fill(profile, layer, items, starts, numbers)
+    out = torch.empty((1, *_shape(profile, count)), dtype=_dtype(items), device=numbers.tensor.device)
+    sides_of(profile, [layer], level, numbers.tensor[None], [[coded for coded, _ in items]], out)
+    return out.flatten(3)[0]
+
+
+def decode_layers(
+    profile: Profile, layers: Sequence[int], level: str, items: Sequence[Sequence[Parsed]]
+) -> torch.Tensor:
+    """Sides `[layers, 2, tokens, C]` in main memory of records of one level, profile and dtype, at each layer those of
+    the same chunks end to end: few calls, in which Python serves other threads.
+
+    Raises
+    ------
+    DamagedError : a record that does not fit the profile or its shape.
+    """
+    starts, count = _laid_out(items[0])
+    if any([coded.tokens for coded, _ in some] != [coded.tokens for coded, _ in items[0]] for some in items):
+        raise DamagedError("compressed records of a chunk that differ in length")
+    out = torch.empty((len(layers), *_shape(profile, count)), dtype=_dtype(items[0]))
+    step = max(1, AT_ONCE // max(1, 2 * count * profile.layout.stride))
+    for first in range(0, len(layers), step):
+        part = slice(first, first + step)
+        _decode_slab(profile, layers[part], level, items[part], starts, out[part])
+    return out.flatten(3)
+
+
+def _decode_slab(
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    items: Sequence[Sequence[Parsed]],
+    starts: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    rows = out.shape[2]
+    shape = (len(layers) * rows, profile.layout.stride)
+    nested = any(coded.base for some in items for coded, _ in some)
+    if products.reading_by(profile.layout, out.dtype) is not None:
+        whole = HostNumbers.in_memory(shape, nested)
+    else:
+        whole = HostNumbers.of(shape, out.dtype, nested)
+    parts = [whole.part(at * rows, (at + 1) * rows) for at in range(len(layers))]
+    if nested:
+        for layer, some, numbers in zip(layers, items, parts, strict=True):
+            fill(profile, layer, some, starts, numbers)
+    else:
+        _fill_alone(profile, layers, level, items, starts, parts)
+    records = [[coded for coded, _ in some] for some in items]
+    sides_of(profile, layers, level, whole.tensor.view(len(layers), rows, -1), records, out)
+
+
+def _fill_alone(
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    items: Sequence[Sequence[Parsed]],
+    starts: Sequence[int],
+    parts: Sequence[HostNumbers],
+) -> None:
+    """Decode records that refine no other: all layers in one call."""
+    jobs = []
+    for layer, some, numbers in zip(layers, items, parts, strict=True):
+        records = [coded for coded, _ in some]
+        jobs.append(numbers.job(_fitting(profile, profile.coded(level, layer).alone, records), records, starts))
+    decode_all(jobs)
+    for some, numbers in zip(items, parts, strict=True):
+        for (coded, _), start in zip(some, starts, strict=True):
+            numbers.place(coded.escapes, start, coded.tokens)
+
+
+def _laid_out(items: Sequence[Parsed]) -> tuple[list[int], int]:
+    """First rows of records that stand end to end, and how many rows there are."""
     tokens = [coded.tokens for coded, _ in items]
     ends = list(accumulate(tokens))
-    name = items[0][1].dtype
-    shape = (ends[-1], profile.layout.stride)
-    numbers = on(shape) if on else HostNumbers.of(shape, name, nested=any(coded.base for coded, _ in items))
-    fill(profile, layer, items, [end - count for end, count in zip(ends, tokens, strict=True)], numbers)
-    return sides_of(profile, layer, level, numbers.tensor, [coded for coded, _ in items], DTYPES[name])
+    return [end - count for end, count in zip(ends, tokens, strict=True)], ends[-1]
 
 
-def fill(
-    profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]], starts: Sequence[int], numbers: Numbers
-) -> None:
+def _shape(profile: Profile, tokens: int) -> tuple[int, int, int, int]:
+    return SIDES, tokens, profile.layout.groups, profile.layout.size
+
+
+def _dtype(items: Sequence[Parsed]) -> torch.dtype:
+    return DTYPES[items[0][1].dtype]
+
+
+def fill(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], numbers: Numbers) -> None:
     """Decode records of one level from their first rows on, coarser levels first; raises DamagedError.
 
     Only coded columns are written.
@@ -139,7 +228,7 @@ def _fitting(profile: Profile, columns: Columns | None, records: Sequence[Coded]
     return columns
 
 
-def _base_of(coded: Coded, item: Encoded) -> tuple[Coded, Encoded]:
+def _base_of(coded: Coded, item: Encoded) -> Parsed:
     if item.base is None:
         raise DamagedError("a compressed record without the level that it refines")
     base = Coded.parse(item.base.payload)
@@ -152,8 +241,6 @@ def _base_of(coded: Coded, item: Encoded) -> tuple[Coded, Encoded]:
 def add_outside(profile: Profile, layer: int, level: str, records: Sequence[Coded], out: torch.Tensor) -> None:
     """Add to sides `[2, tokens, groups, size]` of some records, end to end, the escapes that stand in columns which are
     not coded: few, so each is a row of the basis."""
-    if not any(len(coded.escapes.places) for coded in records):
-        return
     layout, widths = profile.layout, np.asarray(profile.coded(level, layer).widths)
     back, _ = profile.backward(layer, level, out.dtype, out.device)
     first = 0

@@ -15,10 +15,10 @@ from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.errors import UsageError
 from kvtool.core.model.cuda_rows import CHOICE, cuda_kernel
 from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
-from kvtool.core.model.flash.tiling import AVX512_BF16, Tiling
+from kvtool.core.model.flash.tiling import Tiling
 from kvtool.core.model.products import attend_by_products
 from kvtool.core.native.compiling import runnable
-from kvtool.core.native.ir import AVX2, AVX512, Isa
+from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16, Isa
 
 OWN, PRODUCTS, FUSED = KERNELS = ("own", "products", "fused")
 # Rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later key.

@@ -27,6 +27,7 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi2".
 
 AVX512 = Isa(16, "x86-64-v4", _V4, "+avx512vbmi2")
 AVX2 = Isa(8, "x86-64-v3", _V3)
+AVX512_BF16 = Isa(16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
 SCALAR = Isa(8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
 
 
@@ -176,12 +177,22 @@ def ones(body: Body, width: int, mask: str) -> tuple[str, str]:
     return bits, body(f"call i64 @llvm.ctpop.i64(i64 {bits})")
 
 
-def module(body: Body, declarations: str = "") -> str:
-    """The module of one function, `run(jobs, number of jobs)`: both at least 1."""
+def module(body: Body, declarations: str = "", features: str = "") -> str:
+    """The module of one function, `run(jobs, number of jobs)`: both at least 1.
+
+    Parameters
+    ----------
+    features : as `Isa.extra`, of a function that takes more of the CPU than its instruction set; see `allowed`.
+    """
     body.do("ret void")
     head = "declare i64 @llvm.ctpop.i64(i64)\ndeclare i64 @llvm.umin.i64(i64, i64)\n"
     head += "declare i64 @llvm.cttz.i64(i64, i1)\n"
-    return f"{declarations}{head}define void @run(ptr %jobs, i64 %number) {{\n{body.text()}\n}}\n"
+    return f"{declarations}{head}define void @run(ptr %jobs, i64 %number) {allowed(features)}{{\n{body.text()}\n}}\n"
+
+
+def allowed(features: str) -> str:
+    """What stands behind a function's arguments so that it may take these features of the CPU."""
+    return f'"target-features"="{features}" ' if features else ""
 
 
 def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:

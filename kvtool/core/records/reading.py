@@ -121,7 +121,5 @@ def read_layers(
     store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
 ) -> list[LayerKV]:
     """Read all layers of a chunk. Raises DamagedError."""
-    return [
-        CODECS[level].decode(read_records(store, [chunk_id], level, layer), layer, profiles)[0]
-        for layer in range(layers)
-    ]
+    items = [read_records(store, [chunk_id], level, layer)[0] for layer in range(layers)]
+    return CODECS[level].decode_layers(items, profiles)

@@ -195,6 +195,8 @@ def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: S
     profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
     jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
     yield Task("decode", level, jobs, raw_bytes, size, MANY, note=f"to {NAMES[sample.decoded]}")
+    jobs = [partial(CODECS[level].decode_layers, items, profiles) for items in _by_chunk(sample, records)]
+    yield Task("decode by chunk", level, jobs, raw_bytes, size, CHUNK, note=f"to {NAMES[sample.decoded]}")
     if profile is not None:
         coders = _entropy_encoders(sample, level, profile)
         yield Task(
@@ -321,6 +323,12 @@ def _batches(sample: Sample, records: Sequence[T]) -> Iterator[tuple[int, list[T
     for layer in range(sample.layers):
         for batch in sample.batches():
             yield layer, [records[layer * len(sample.chunks) + chunk] for chunk in batch]
+
+
+def _by_chunk(sample: Sample, records: Sequence[T]) -> list[list[T]]:
+    """All layers of each chunk."""
+    count = len(sample.chunks)
+    return [[records[layer * count + chunk] for layer in range(sample.layers)] for chunk in range(count)]
 
 
 def _size(records: Sequence[Encoded]) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from kvtool.core.codec.entropy import decoder, native, reference
 from kvtool.core.codec.entropy.columns import Columns, address, in_order
-from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode, refine
+from kvtool.core.codec.entropy.decoder import HELD, Decoding, Scaling, decode, decode_all, refine
 from kvtool.core.codec.entropy.reference import LANES, U16, Stream
 from kvtool.core.errors import DamagedError
 from tests.codec.entropy.streams import TABLES, TERNARY, int16_job, sample, stream_of
@@ -207,6 +207,15 @@ def test_mistakes_of_columns_and_scales() -> None:
             Scaling(scale, offset)
 
 
+def test_jobs_of_two_kinds_are_not_one_call() -> None:
+    jobs = [
+        Decoding([], in_order(np.zeros(64, np.uint16), TABLES), [], [], np.empty((1, 64), HELD[form]), form)
+        for form in ("int16", "float16")
+    ]
+    with pytest.raises(ValueError, match="one kind"):
+        decode_all(jobs)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
 @pytest.mark.parametrize("kind", ["int16", "refine"])
 @pytest.mark.parametrize("name", [name for name in native.available() if name != native.NUMPY])
@@ -226,6 +235,6 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
         job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)
-        (read,), _ = decoder.run(kernel, job, [0])
+        (read,), _ = decoder.run(kernel, [(job, [0])])
         assert ~read > count + 64
     libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

@@ -19,9 +19,10 @@ from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.codec.sides import products
+from kvtool.core.common.arithmetic import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.compiling import ISAS
-from kvtool.core.native.ir_matmul import Tile, panels, tile_of
+from kvtool.core.native.ir_matmul import PAIRS, Tile, panels, tile_of
 from tests.codec.synthetic import KV, LAYERS, model, profile
 
 MACHINES = [name for name in native.available() if name != native.NUMPY]
@@ -110,13 +111,20 @@ def test_a_number_that_is_not_finite_is_seen(back_end: str, dtype: str, place: i
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize(("groups", "size", "tokens"), [(1, 48, 1), (2, 20, 97), (1, 192, 200), (3, 64, 5)])
-def test_sides_are_those_of_torch(machine: str, dtype: str, groups: int, size: int, tokens: int) -> None:
+@pytest.mark.parametrize("makes", ["backward_by", "reading_by"])
+def test_sides_are_those_of_torch(
+    machine: str, makes: str, dtype: str, groups: int, size: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rounded once; columns that are not coded, and groups of which nothing is, add nothing."""
+    monkeypatch.setattr(products, "torch_is_faster", lambda _: False)
     layout = Layout(groups, size)
-    by = products.backward_by(layout, DTYPES[dtype])
+    by = getattr(products, makes)(layout, DTYPES[dtype])
     assert by is not None
+    assert by.tile.pairs == (makes == "reading_by" and products.multiplies_pairs(DTYPES[dtype]))
     widths = [layout.padded if at % 3 == 0 else 32 if at % 3 == 1 else 0 for at in range(SIDES * groups)]
     matrices, means, weights = weights_of(layout, widths, by.tile)
+    if by.tile.pairs:
+        matrices = [matrix.bfloat16() for matrix in matrices]
     random = np.random.default_rng(1)
     numbers = random.integers(-9, 10, (1, tokens, layout.stride)).astype(np.int16)
     numbers[0, 0, :4] = 300, -2049, 32766, -32767
@@ -250,14 +258,46 @@ def test_what_is_decoded_here_and_by_torch(
 ) -> None:
     """The same but for roundings: one of them states an error that holds for the other."""
     of, layout = profile(), profile().layout
-    numbers = np.random.default_rng(0).integers(-20, 21, (31, layout.stride)).astype(np.int16)
+    numbers = np.random.default_rng(0).integers(-20, 21, (1, 31, layout.stride)).astype(np.int16)
     out = []
-    for faster in (True, False):
-        monkeypatch.setattr(products, "torch_is_faster", lambda _, faster=faster: faster)
-        out.append(transform.sides_of(of, 1, level, torch.from_numpy(numbers), [], DTYPES[dtype]).float())
+    for by in (lambda *_: None, products.reading_by):
+        monkeypatch.setattr(products, "reading_by", by)
+        made = torch.empty((1, SIDES, 31, layout.groups, layout.size), dtype=DTYPES[dtype])
+        transform.sides_of(of, [1], level, torch.from_numpy(numbers), [[]], made)
+        out.append(made.float())
     apart = (out[0] - out[1]).abs()
     assert apart.max() <= 2 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max()
     assert apart.mean() <= 0.01 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("features", "coder", "pairs"),
+    [
+        ("avx512f avx512_bf16", "avx512", True),
+        ("avx512f avx512_bf16 amx_bf16", "avx512", False),
+        ("avx512f avx512_bf16", "avx2", False),
+        ("avx512f", "avx512", False),
+    ],
+)
+def test_who_multiplies_bfloat16(features: str, coder: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels where the CPU can and nothing is faster; what is held to less than the CPU has takes less."""
+    monkeypatch.setattr(native, "available", lambda: ("avx512", "avx2"))
+    monkeypatch.setenv(native.VARIABLE, coder)
+    monkeypatch.setenv(FEATURES, features)
+    assert products.multiplies_pairs(torch.bfloat16) is pairs
+    assert not products.multiplies_pairs(torch.float32)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert not products.multiplies_pairs(torch.bfloat16)
+
+
+def test_panels_of_pairs_hold_every_weight_once() -> None:
+    """Two rows in the place of one, the first in the lower bits, each rounded to even; an odd depth ends with zeros."""
+    matrix = dice(5, 50)
+    laid = np.concatenate(list(panels(matrix.numpy(), PAIRS)), 1).view(np.uint16).reshape(3, -1, 2)
+    side_by_side = torch.from_numpy(laid.view(np.int16)).view(torch.bfloat16).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(side_by_side[:5, :50], matrix.bfloat16())
+    assert not side_by_side[5:].any()
+    assert not side_by_side[:, 50:].any()
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -5,7 +5,7 @@ Everything is checked here, before a kernel that checks nothing sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -108,7 +108,15 @@ def decode(job: Decoding) -> None:
     ValueError : arrays of the wrong shape or type, or places outside `out`.
     UsageError : see native.chosen.
     """
-    _decode(job.kind, job)
+    decode_all([job])
+
+
+def decode_all(jobs: Sequence[Decoding]) -> None:
+    """Decode the streams of several jobs of one kind in one call; raises as `decode` does."""
+    if len({job.kind for job in jobs}) > 1:
+        raise ValueError("jobs of one kind are decoded together")
+    if jobs:
+        _decode(jobs[0].kind, jobs)
 
 
 def refine(job: Decoding) -> None:
@@ -122,29 +130,41 @@ def refine(job: Decoding) -> None:
     """
     if job.form != "int16" or not job.columns.refines or job.marked is not None:
         raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
-    _decode(ir_decode.REFINE, job)
+    _decode(ir_decode.REFINE, [job])
 
 
-def _decode(kind: str, job: Decoding) -> None:
-    _check(job)
+def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
+    for job in jobs:
+        _check(job)
     kernel = native.kernel(kind)
     if kernel is None:
-        _decode_in_numpy(kind, job)
+        for job in jobs:
+            _decode_in_numpy(kind, job)
         return
+    work = [(job, _with_rows(job)) for job in jobs]
+    if not any(some for _, some in work):
+        return
+    read, escapes = run(kernel, work)
+    first = 0
+    for job, some in work:
+        end = first + len(some)
+        if read[first:end] != [len(job.streams[number].words) for number in some]:
+            raise DamagedError("an encoded stream that does not end where it should")
+        if job.marked is not None:
+            for number, count in zip(some, escapes[first:end], strict=True):
+                _check_escapes(job, number, count)
+        first = end
+
+
+def _with_rows(job: Decoding) -> list[int]:
+    """The streams that a kernel is to run: its loops run once at least. The others are checked here."""
     some = [number for number, rows in enumerate(job.rows) if rows] if len(job.columns) else []
-    if len(some) < len(job.streams):  # a kernel's loops run once at least
+    if len(some) < len(job.streams):
         for number in set(range(len(job.streams))).difference(some):
             stream = job.streams[number]
             reference.check_end(stream.states, 0, len(stream.words))
             _check_escapes(job, number, 0)
-    if not some:
-        return
-    read, escapes = run(kernel, job, some)
-    if read != [len(job.streams[number].words) for number in some]:
-        raise DamagedError("an encoded stream that does not end where it should")
-    if job.marked is not None:
-        for number, count in zip(some, escapes, strict=True):
-            _check_escapes(job, number, count)
+    return some
 
 
 def _check_escapes(job: Decoding, number: int, count: int) -> None:
@@ -152,51 +172,64 @@ def _check_escapes(job: Decoding, number: int, count: int) -> None:
         raise DamagedError("an encoded stream whose escapes are not those that were kept")
 
 
-def run(kernel: native.Kernel, job: Decoding, some: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Run some streams of a checked job, in one call.
+def run(kernel: native.Kernel, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
+    """Run some streams of checked jobs, in one call.
 
     Returns
     -------
-    How many words each asked for, negative where its states do not end right; and how many escapes were replaced.
+    Of each stream, one job after another, how many words it asked for, negative where its states do not end right; and
+    how many escapes were replaced.
     """
-    results = np.empty((2, len(some)), np.int64)
-    at, further = address(results), results.strides[0]
+    results = np.empty((2, sum(len(some) for _, some in work)), np.int64)
     kept: list[npt.NDArray[Any]] = []
-    streams, out = [job.streams[number] for number in some], job.out
-    first, stride, groups = address(out), out.strides[0], job.columns.groups
-    shared = job.columns.first_slots, job.columns.tables.slots, job.columns.places  # held until the kernel is done
+    rows: list[tuple[int, ...]] = []
+    for job, some in work:
+        rows += _fields(job, some, address(results) + results.itemsize * len(rows), results.strides[0], kept)
+    # One array of all: each call into numpy takes as long as a thousand symbols.
+    fields = np.array(rows, np.int64)
+    kernel(address(fields), len(fields))
+    read, escapes = results.tolist()
+    return read, escapes
+
+
+def _fields(
+    job: Decoding, some: Sequence[int], at: int, further: int, kept: list[npt.NDArray[Any]]
+) -> Iterator[tuple[int, ...]]:
+    """For each stream the fields of ir_decode.FIELDS, in their order.
+
+    Parameters
+    ----------
+    at, further : where the first stream's count of escapes goes, and how many bytes behind it that of its words.
+    kept : what must outlive the call.
+    """
+    out, columns = job.out, job.columns
+    first, stride, groups = address(out), out.strides[0], columns.groups
+    shared = columns.first_slots, columns.tables.slots, columns.places
+    kept += shared
     bases, slots, places = map(address, shared)
     scale, offset = _NO_SCALE if job.scaling is None else job.scaling.addresses
     marks, replace = _marks(job), 0 if job.marked is None else -1
-    # In the order of ir_decode.FIELDS. One array of all: each call into numpy takes as long as a thousand symbols.
-    fields = np.array(
-        [
-            (
-                words,
-                len(stream.words),
-                states,
-                bases,
-                slots,
-                places,
-                first + stride * job.starts[number],
-                stride,
-                job.rows[number],
-                groups,
-                scale,
-                offset,
-                *marks[number],
-                replace,
-                at + further + 8 * place,
-                at + 8 * place,
-            )
-            for place, (number, stream) in enumerate(zip(some, streams, strict=True))
-            for words, states in (_addresses(stream, kept),)
-        ],
-        np.int64,
-    )
-    kernel(address(fields), len(some))
-    read, escapes = results.tolist()
-    return read, escapes
+    for place, number in enumerate(some):
+        stream = job.streams[number]
+        words, states = _addresses(stream, kept)
+        yield (
+            words,
+            len(stream.words),
+            states,
+            bases,
+            slots,
+            places,
+            first + stride * job.starts[number],
+            stride,
+            job.rows[number],
+            groups,
+            scale,
+            offset,
+            *marks[number],
+            replace,
+            at + further + 8 * place,
+            at + 8 * place,
+        )
 
 
 def _marks(job: Decoding) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvtool.core.codec.sides import ir_forms
 from kvtool.core.native.ir import Body, Isa, Loop, fields, module, splat, vector
-from kvtool.core.native.ir_matmul import Tile, product, tile_of
+from kvtool.core.native.ir_matmul import PAIRS, Tile, product, tile_of
 from kvtool.core.native.ir_repeat import along
 
 MOST_ROWS = 96  # at once: a multiple of every tile's rows
@@ -80,6 +80,10 @@ class Forward:
         reduce = f"declare i32 @llvm.vector.reduce.or.v{isa.width}i32({vector(isa.width, 'i32')})\n"
         return module(body, reduce + product(tile, self.pitch))
 
+    def tile(self, isa: Isa) -> Tile:
+        """The tile that its weights are laid out for."""
+        return tile_of(isa)
+
     def _gather(self, body: Body, isa: Isa, job: dict[str, str], first: str, count: str, odd: dict[int, str]) -> None:
         """Rows of the source less their means, as float32; `odd` collects what is not finite."""
         rows = Loop(body, count)
@@ -108,14 +112,20 @@ class Backward:
     """The kernel that makes sides of a form of whole numbers: `numbers @ weights + mean`.
 
     Numbers are first rounded to the form, which holds the usual ones exactly: what multiplies in it gets the same.
+
+    Attributes
+    ----------
+    pitch : places of 32 bits from row to row of `a`.
+    pairs : bfloat16 is multiplied as such, two by two; depths are even.
     """
 
     form: str
     pitch: int
+    pairs: bool = False
 
     def text(self, isa: Isa) -> str:
         """LLVM IR, for an instruction set."""
-        body, tile = Body(), tile_of(isa)
+        body, tile = Body(), self.tile(isa)
         jobs = Loop(body, "%number")
         job = fields(body, jobs.index, BACKWARD)
         slabs = Loop(body, _slabs(body, job))
@@ -125,7 +135,11 @@ class Backward:
         self._scatter(body, isa, job, first, count)
         slabs.close()
         jobs.close()
-        return module(body, product(tile, self.pitch))
+        return module(body, product(tile, self.pitch), tile.features)
+
+    def tile(self, isa: Isa) -> Tile:
+        """The tile that its weights are laid out for."""
+        return PAIRS if self.pairs else tile_of(isa)
 
     def _gather(self, body: Body, isa: Isa, job: dict[str, str], first: str, count: str) -> None:
         rows = Loop(body, count)
@@ -137,7 +151,10 @@ class Backward:
             floats = vector(width, "float")
             whole = body.load(vector(width, "i16"), numbers, index)
             exact = body(f"sitofp {vector(width, 'i16')} {whole} to {floats}")
-            body.store(floats, ir_forms.nearest(body, isa, self.form, width, exact), out, index)
+            if self.pairs:
+                ir_forms.stored(body, isa, self.form, width, exact, out, index)
+            else:
+                body.store(floats, ir_forms.nearest(body, isa, self.form, width, exact), out, index)
             return carried
 
         along(body, job["depth"], isa.width, step)
@@ -147,7 +164,7 @@ class Backward:
         """Add the means, round once."""
         rows = Loop(body, count)
         row = body(f"mul i64 {body(f'add i64 {first}, {rows.index}')}, {job['token']}")
-        out, c = body.at("i8", job["out"], row), _product_row(body, tile_of(isa), job, rows.index)
+        out, c = body.at("i8", job["out"], row), _product_row(body, self.tile(isa), job, rows.index)
 
         def step(width: int, index: str, carried: Sequence[str]) -> Sequence[str]:
             floats = vector(width, "float")
@@ -176,7 +193,8 @@ def _multiply(body: Body, tile: Tile, job: dict[str, str], count: str) -> None:
     """`c = a @ weights`; the rows that a tile has too many are computed and never read."""
     blocks = body(f"udiv i64 {body(f'add i64 {count}, {tile.rows - 1}')}, {tile.rows}")
     pointers = ", ".join(f"ptr {job[name]}" for name in ("a", "weights", "c"))
-    body.do(f"call void @product({pointers}, i64 {blocks}, i64 {job['panels']}, i64 {job['depth']})")
+    steps = body(f"udiv i64 {job['depth']}, 2") if tile.pairs else job["depth"]
+    body.do(f"call void @product({pointers}, i64 {blocks}, i64 {job['panels']}, i64 {steps})")
 
 
 def _product_row(body: Body, tile: Tile, job: dict[str, str], row: str) -> str:

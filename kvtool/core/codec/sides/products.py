@@ -19,8 +19,9 @@ from kvtool.core.codec.entropy.jobs import Jobs, memory
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.codec.sides import ir_errors, ir_transform
-from kvtool.core.common.arithmetic import is_fast
-from kvtool.core.native.ir_matmul import Tile, panels, tile_of
+from kvtool.core.common.arithmetic import cpu_features, is_fast
+from kvtool.core.native.ir import AVX512
+from kvtool.core.native.ir_matmul import Tile, panels
 
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]
@@ -67,22 +68,36 @@ def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """What makes sides of this dtype of numbers; None: torch does."""
+    """What makes sides of this dtype of numbers, the same on every CPU; None: torch does."""
     return _multiplier(ir_transform.Backward(NAMES[dtype], ir_transform.pitch_of(layout.padded)))
+
+
+def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
+    """What makes sides of this dtype of numbers fastest here; None: torch does."""
+    if multiplies_pairs(dtype):
+        return _multiplier(ir_transform.Backward(NAMES[dtype], ir_transform.pitch_of(layout.padded // 2), pairs=True))
+    return None if torch_is_faster(dtype) else backward_by(layout, dtype)
+
+
+def multiplies_pairs(dtype: torch.dtype) -> bool:
+    """Whether the kernels here multiply bfloat16 as such: the CPU can, and has nothing faster that torch would take."""
+    features = cpu_features()
+    able = dtype == torch.bfloat16 and native.isa() is AVX512 and is_fast(NAMES[dtype])
+    return able and "avx512bf16" in features and "amxbf16" not in features
 
 
 def torch_is_faster(dtype: torch.dtype) -> bool:
     """Whether torch is faster at sides of numbers: in a narrow format that the CPU multiplies, or without machine code.
 
     Measured with one thread of an AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by the
-    kernels here; to float32 0.35 and 0.59.
+    kernels here that widen it; to float32 0.35 and 0.59.
     """
     return native.isa() is None or (dtype != torch.float32 and is_fast(NAMES[dtype]))
 
 
-def _multiplier(kind: native.Kind) -> Multiplier | None:
+def _multiplier(kind: ir_transform.Forward | ir_transform.Backward) -> Multiplier | None:
     kernel, isa = native.kernel(kind), native.isa()
-    return None if kernel is None or isa is None else Multiplier(kernel, tile_of(isa))
+    return None if kernel is None or isa is None else Multiplier(kernel, kind.tile(isa))
 
 
 @dataclass(frozen=True, slots=True)

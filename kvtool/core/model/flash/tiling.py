@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvtool.core.native.ir import AVX512, Isa
 
 STORED = {"float32": "float", "bfloat16": "i16", "float16": "half"}  # numbers in memory, in LLVM's words
 KEYS = 96  # of a tile: a multiple of every `keys_once`
 ALIGNMENT = 64
-AVX512_BF16 = replace(AVX512, features=AVX512.features | {"avx512bf16"}, extra=f"{AVX512.extra},+avx512bf16")
 
 
 @dataclass(frozen=True, slots=True)
