@@ -52,6 +52,14 @@ COMMANDS = {
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
+# Of commands that have nothing to resume.
+_LEFT = {
+    "query": "the store holds what it held; ask again",
+    "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
+    "bench": "no store was changed; run the same command again",
+    "config": "",
+    "help": "",
+}
 
 
 class Root(LazyGroup):
@@ -148,7 +156,7 @@ def _guarded(args: list[str], out: Out) -> int:
         out.flush()
         return code
     except BaseException as raised:
-        shown = explain(raised)
+        shown = explain(raised, next((word for word in args if word in COMMANDS), ""))
         if shown is None:
             raise
         error, code = shown
@@ -172,16 +180,16 @@ def _invoke(args: list[str]) -> int:
     return result if isinstance(result, int) else EXIT_DONE
 
 
-def explain(raised: BaseException) -> tuple[KvtoolError, int] | None:
-    """What to say of an exception, and the exit code; None where nothing is to be said."""
+def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int] | None:
+    """What to say of an exception that ended a command, and the exit code; None where nothing is to be said."""
     if isinstance(raised, KvtoolError):
         return raised, raised.exit_code
     if isinstance(raised, typer.TyperException):
         return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
-        return KvtoolError("interrupted", RESUME), EXIT_INTERRUPTED
+        return KvtoolError("interrupted", _LEFT.get(command, RESUME)), EXIT_INTERRUPTED
     if isinstance(raised, Terminated):
-        return KvtoolError("terminated", RESUME), EXIT_TERMINATED
+        return KvtoolError("terminated", _LEFT.get(command, RESUME)), EXIT_TERMINATED
     if isinstance(raised, SystemExit):
         return (KvtoolError(raised.code), EXIT_FAILED) if isinstance(raised.code, str) else None
     if is_out_of_memory(raised):

@@ -173,8 +173,10 @@ def _draw(result: FusionBench, path: Path) -> None:
 
 
 def _show_fusion(run: Run, result: FusionBench) -> None:
-    from kvtool.lab.charts.fusion import TABLE_HEAD, fusion_notes, fusion_table
+    from kvtool.lab.charts.fusion import fusion_notes, fusion_tables
 
-    run.out.table(TABLE_HEAD, fusion_table(result))
+    for table in fusion_tables(result):
+        run.out.table(table.head, table.rows, title=table.title)
+        run.out.print()
     for line in fusion_notes(result):
         run.out.print(line)

@@ -37,6 +37,7 @@ from kvtool.cli.commands import OUTPUT
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
+from kvtool.core.common.switches import check_switches
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -122,8 +123,10 @@ def takes(
             config = values.pop("config")
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
             run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
-            if _DEVICE in chosen and lacks_avx2():
-                _warn_of_old_cpu(out)
+            if _DEVICE in chosen:
+                check_switches()
+                if lacks_avx2():
+                    _warn_of_old_cpu(out)
             return function(run=run, **values)
 
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import time
@@ -18,7 +19,7 @@ from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.query_batch import Batch
-from kvtool.cli.sessions import open_any_store, open_session
+from kvtool.cli.sessions import new_session, open_any_store, open_session
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.errors import KvtoolError, UsageError
@@ -31,6 +32,7 @@ from kvtool.core.remote.options import RemoteOptions
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.query.reply import Reply, ReplyChunk, Request
+    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
 app = new_app()
@@ -88,9 +90,14 @@ def query(
     if options.defer and modes is not None:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
     with open_any_store(run) as store, _timed(flags.timeline) as timeline:
-        session = _session(run, store, timeline)
+        from kvtool.core.retrieval.finder import Finder
+
+        finder = Finder(store, functools.cache(run.out.warning))  # each warning once, though chunks are found twice
+        is_found = _is_any_found(finder, requests, options, alone=flags.batch is None)
+        session = _session(run, store, timeline) if is_found else new_session(run, store)
+        session.finder = finder
         if flags.batch is not None:
-            if modes is None:  # modes that are compared each load for themselves
+            if modes is None and is_found:  # modes that are compared each load for themselves
                 session.keep_hot(flags.hot_memory)
             return Batch(run, session, options, modes).run(requests)
         if modes is not None:
@@ -164,6 +171,26 @@ def _from_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").strip()
     except UnicodeDecodeError as error:
         raise UsageError("the question on stdin is not UTF-8", "convert it, such as with iconv") from error
+
+
+def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
+    """Whether anything is to be answered: told before the model is loaded, which takes seconds.
+
+    Raises
+    ------
+    KvtoolError : nothing is found for the question, which is asked `alone`.
+    """
+    from kvtool.core.query.finding import chunks_for
+
+    for request in requests:
+        try:
+            chunks_for(finder, request, options)
+        except KvtoolError:
+            if alone:
+                raise
+        else:
+            return True
+    return False
 
 
 def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:

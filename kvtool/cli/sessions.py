@@ -28,11 +28,16 @@ def open_any_store(run: Run) -> Store:
     return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
 
 
-def open_session(run: Run, store: Store) -> Session:
-    """A session of the store with its model loaded; what it warns of is told to the user. Raises ModelError."""
+def new_session(run: Run, store: Store) -> Session:
+    """A session of the store whose model is loaded when it is needed; what it warns of is told to the user."""
     from kvtool.core.session.session import Session
 
-    session = Session(store, run.get(ModelOptions), warn=run.out.warning)
+    return Session(store, run.get(ModelOptions), warn=run.out.warning)
+
+
+def open_session(run: Run, store: Store) -> Session:
+    """A session of the store with its model loaded. Raises ModelError."""
+    session = new_session(run, store)
     run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder
     return session

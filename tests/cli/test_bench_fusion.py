@@ -135,6 +135,15 @@ def test_it_tells_people_what_the_times_include() -> None:
         assert said in done.out
 
 
+def test_tables_fit_a_narrow_terminal() -> None:
+    done = kvtool("bench", "fusion", "--shape", "tiny", "--context", "120,200", "--repeat", 1, "--question-tokens", 8)
+    tables = [block.splitlines() for block in done.fine().out.split("\n\n") if block.startswith("fusion ")]
+    assert [len(table) for table in tables] == [1 + 2 * (2 + len(MODES)), *[1 + 2 * len(MODES)] * 2]
+    # On a terminal rich puts a space on both sides of a cell, and one between: three a column here for two.
+    assert max(len(line) + len(table[0].split()) + 3 for table in tables for line in table) <= 80
+    assert all(not {"fusion", "context"} - set(table[0].split()) for table in tables)
+
+
 def test_a_stores_own_chunks(store: Path) -> None:
     before = listing(store)
     given = ("bench", "fusion", "--store", store, "--repeat", 1, "--fusion", "reuse,union")
@@ -169,6 +178,7 @@ def test_an_interruption_leaves_no_folder(home: Path, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fusion, "warm_up", interrupt)
-    assert kvtool("bench", "fusion", "--shape", "tiny", "--context", "120").code == 130
+    done = kvtool("bench", "fusion", "--shape", "tiny", "--context", "120").failed(130, "no store was changed")
+    assert "committed" not in done.err
     assert seen
     assert not any(folder.exists() for folder in seen)

@@ -10,6 +10,7 @@ import pytest
 
 from kvtool.core.common import arithmetic
 from kvtool.core.common.arithmetic import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
+from kvtool.core.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,23 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVTOOL_CPU_FEATURES", raising=False)
     own = cpu_features()
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", "")
+    assert cpu_features() == own
+
+
+@pytest.mark.parametrize("told", ["avx2 avx521f", "avx2,fma", "avx2 AVX_512"])
+def test_what_no_cpu_has_is_refused(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Misspelt it would count as not there, and nobody would hear of it."""
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
+    with pytest.raises(UsageError) as caught:
+        cpu_features()
+    assert repr(told.split()[-1]) in caught.value.message
+    assert "avx512f" in caught.value.hint
+
+
+def test_all_that_this_cpu_has_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTOOL_CPU_FEATURES", raising=False)
+    own = cpu_features()
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", " ".join(own))
     assert cpu_features() == own
 
 

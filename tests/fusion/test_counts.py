@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
@@ -145,7 +146,7 @@ def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyP
         return attend(query, *args, attn_mask=attn_mask, **kwargs)
 
     plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
-    monkeypatch.setenv(kernels.CHOICE, kernel)
+    monkeypatch.setenv(ATTENTION, kernel)
     monkeypatch.setattr(F, "scaled_dot_product_attention", masked)
     monkeypatch.setattr(products, "_SCORE_BYTES", 0)
     monkeypatch.setattr(kernels, "BLOCK", products._LEAST_ROWS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.union import Union
@@ -24,7 +25,7 @@ SUMS = 5
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(kernels.CHOICE, raising=False)
+    monkeypatch.delenv(ATTENTION, raising=False)
     if kernels.kernel_here(torch.float32) != kernels.OWN:
         pytest.skip("torch's kernels, which this CPU takes, have memory of their own")
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.attention import Rows, rows_attention
@@ -69,12 +70,12 @@ def test_a_row_sees_the_keys_up_to_its_position(
 
 def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever suits this machine."""
-    monkeypatch.setenv(kernels.CHOICE, kernel)
+    monkeypatch.setenv(ATTENTION, kernel)
 
 
 def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AVX512", features: str = "") -> None:
     """Another CPU, as far as a kernel is chosen by it."""
-    monkeypatch.delenv(kernels.CHOICE, raising=False)
+    monkeypatch.delenv(ATTENTION, raising=False)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: able)
     monkeypatch.setattr(kernels, "runnable", lambda: ("avx512", "avx2") if able == "AVX512" else ("avx2",))
@@ -105,13 +106,13 @@ def test_the_kernel_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch)
     for name in kernels.KERNELS:
-        monkeypatch.setenv(kernels.CHOICE, name)
+        monkeypatch.setenv(ATTENTION, name)
         assert kernels.kernel_here(torch.float32) == name
-    monkeypatch.setenv(kernels.CHOICE, "flash")
+    monkeypatch.setenv(ATTENTION, "flash")
     with pytest.raises(UsageError):
         kernels.kernel_here(torch.float32)
     has(monkeypatch, able="DEFAULT")
-    monkeypatch.setenv(kernels.CHOICE, "own")
+    monkeypatch.setenv(ATTENTION, "own")
     with pytest.raises(UsageError):
         kernels.kernel_here(torch.float32)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model import kernels, products, side_by_side
+from kvtool.core.common.switches import ATTENTION
+from kvtool.core.model import products, side_by_side
 from kvtool.core.model.side_by_side import SideBySide
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 8, 11
@@ -19,14 +20,14 @@ AS_ROWS = side_by_side._as_rows
 def by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """As a CPU does for which they pay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(kernels.CHOICE, "products")
+        patch.setenv(ATTENTION, "products")
         return AS_ROWS(query, key, value, scale)
 
 
 def by_the_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """As the others do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(kernels.CHOICE, "fused")
+        patch.setenv(ATTENTION, "fused")
         return AS_ROWS(query, key, value, scale)
 
 
@@ -72,7 +73,7 @@ def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     real = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda scores, dim: sizes.append(scores.numel()) or real(scores, dim))
-    monkeypatch.setenv(kernels.CHOICE, "products")
+    monkeypatch.setenv(ATTENTION, "products")
     monkeypatch.setattr(products, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
     out = SideBySide.of([100], []).attend(0, query, key, value, 0.3)
     assert sizes == [HEADS * 20 * seen for seen in (64, 64, 64, 100, 100)]

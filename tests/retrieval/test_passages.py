@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.query.layout import in_order
+from kvtool.core.query.finding import in_order
 from kvtool.core.retrieval.finder import _matches
 from kvtool.core.retrieval.passages import Hit, Passage, title_of
 

@@ -16,9 +16,20 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from kvtool.core.errors import UsageError, did_you_mean
+
 FEATURES = "KVTOOL_CPU_FEATURES"  # names as Linux lists them, in place of what the CPU has
 FLOAT32 = "float32"
 # What multiplies bfloat16. Apple's CPUs are none of it: torch has no oneDNN there, and its own products are slower.
+# What a CPU may be told to have beyond what it has: all that numbers are multiplied or coded with.
+_TELLABLE = (
+    *("sse", "sse2", "sse3", "pni", "ssse3", "sse4_1", "sse4_2", "sse4a", "popcnt", "abm", "lzcnt", "movbe", "f16c"),
+    *("fma", "bmi1", "bmi2", "aes", "pclmulqdq", "vaes", "vpclmulqdq", "gfni", "avx", "avx2", "avx_vnni", "avx_ifma"),
+    *("avx_vnni_int8", "avx_vnni_int16", "avx_ne_convert", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    *("avx512ifma", "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16"),
+    *("avx512_fp16", "avx512_vp2intersect", "avx10_1", "avx10_2", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("fp", "asimd", "asimdhp", "fphp", "asimddp", "asimdfhm", "bf16", "i8mm", "sve", "sve2", "svebf16", "svei8mm"),
+)
 _INSTRUCTIONS = frozenset({"avx512bf16", "amxbf16", "bf16"})
 # oneDNN computes torch's products of bfloat16, and may be held to less than the CPU has.
 _ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
@@ -28,8 +39,13 @@ _X86 = ("x86_64", "AMD64")
 
 
 def cpu_features() -> frozenset[str]:
-    """Names of what the CPU can do, without `_` and `-`, such as `avx512bf16`; none where nobody can tell."""
-    return _features(os.environ.get(FEATURES) or None)
+    """Names of what the CPU can do, without `_` and `-`, such as `avx512bf16`; none where nobody can tell.
+
+    Raises
+    ------
+    UsageError : the environment names what no CPU has.
+    """
+    return _features(os.environ.get(FEATURES, "").strip() or None)
 
 
 def is_fast(dtype: str) -> bool:
@@ -64,6 +80,7 @@ def _held_back_by() -> str | None:
 @functools.cache
 def _features(forced: str | None) -> frozenset[str]:
     if forced is not None:
+        _check(forced.split())
         return _plain(forced.split())
     if platform.system() == "Darwin":
         return _plain(_mac_features())
@@ -73,6 +90,16 @@ def _features(forced: str | None) -> frozenset[str]:
         if found := _plain(next(lines, [])):
             return found
     return _plain(_compiler_features())
+
+
+def _check(told: list[str]) -> None:
+    """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: what is misspelt would count as not there."""
+    known = _plain(_TELLABLE) | _features(None)
+    stray = next((name for name in told if not _plain([name]) <= known), None)
+    if stray is not None:
+        near = did_you_mean(stray, _TELLABLE)
+        allowed = f"names as Linux lists them, a space between: {' '.join(_TELLABLE)}"
+        raise UsageError(f"{FEATURES} names {stray!r}, which no CPU has", f"{near} {allowed}".strip())
 
 
 def _plain(names: Iterable[str]) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.common.switches import ATTENTION, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.model.cuda_rows import CHOICE, cuda_kernel
+from kvtool.core.model.cuda_rows import cuda_kernel
 from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
 from kvtool.core.model.flash.tiling import Tiling
 from kvtool.core.model.products import attend_by_products
@@ -39,13 +39,13 @@ def kernel_here(dtype: torch.dtype) -> str:
     ------
     UsageError : the environment asks for a kernel that there is not.
     """
-    asked = os.environ.get(CHOICE, "")
-    if asked not in ("", *KERNELS):
-        raise UsageError(f"{CHOICE}={asked!r} is no kernel", ", ".join(KERNELS))
-    if asked == OWN and tiling_here(dtype) is None:
-        raise UsageError(f"{CHOICE}={OWN}: there is none for this CPU", "products or fused")
-    if asked:
-        return asked
+    wanted = asked(ATTENTION)
+    if wanted not in ("", *KERNELS):
+        raise UsageError(f"{ATTENTION}={wanted!r} is no kernel on a CPU", ", ".join(KERNELS))
+    if wanted == OWN and tiling_here(dtype) is None:
+        raise UsageError(f"{ATTENTION}={OWN}: there is none for this CPU", "products or fused")
+    if wanted:
+        return wanted
     if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return FUSED
     if tiling_here(dtype) is not None:
@@ -96,7 +96,7 @@ def _compiled(tiling: Tiling) -> Kernel | None:
 def compile_ahead(dtype: torch.dtype) -> None:
     """Compile what attends to numbers of this format here, in a thread, before anybody waits for it."""
     tiling = tiling_here(dtype)
-    if tiling is not None and os.environ.get(CHOICE, "") in ("", OWN):
+    if tiling is not None and asked(ATTENTION) in ("", OWN):
         threading.Thread(target=_compiled, args=(tiling,), name="kvtool-attention").start()
 
 

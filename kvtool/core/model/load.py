@@ -190,12 +190,13 @@ def load_model(
     UsageError : no such device or dtype.
     KvtoolError : out of memory.
     """
-    from kvtool.core.model.packed import keep_freed_memory, pack_weights
+    from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
 
     started = time.perf_counter()
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place, files)
     keep_freed_memory()
+    keep_few_kernels()
     with quiet(), _explained(files):
         model = _packed_weights(files, place, arithmetic or kind) if packed else None
         if model is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,9 @@ _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGE = 2**30
 RETURNED_BYTES = 2**22
+# What oneDNN and torch's layer above it ask for the number of kernels to keep, at the first product.
+KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_KEPT = "128"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -55,6 +59,16 @@ def _pack(linear: torch.nn.Linear, keep: bool) -> None:
 def _product(weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return out
+
+
+def keep_few_kernels() -> None:
+    """Bound what a process that meets many prompt lengths keeps of code for products; before its first product.
+
+    For every number of rows oneDNN makes a kernel a weight's shape, 0.3 to 0.7 MB in 0.5 ms, and would keep 1,024, as
+    would torch once more. A prompt takes 9. Who sets the variables is left alone.
+    """
+    for name in KERNELS_KEPT:
+        os.environ.setdefault(name, _KEPT)
 
 
 def keep_freed_memory() -> None:

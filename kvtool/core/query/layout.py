@@ -14,22 +14,17 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import DamagedError, UsageError
+from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
-from kvtool.core.query.defer import spans
+from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.retrieval.finder import Retrieval
 from kvtool.core.retrieval.passages import Hit, Passage, stands_in
 from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
-    from kvtool.core.cache.store import Store
-    from kvtool.core.common.types import Ids
-    from kvtool.core.query.options import QueryOptions
-    from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
 
 _NOTHING = ids_digest([])  # the lead-in of what stands first
@@ -70,7 +65,7 @@ def lay_out(
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
-        hits = _chosen(session, request, options)
+        hits = chunks_for(session.finder, request, options, session.hot)
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
         if not left:
@@ -100,39 +95,6 @@ def line_and_text(store: Store, passage: Passage) -> tuple[int | None, str]:
             text = document.text[passage.start : passage.end]
             return document.text.count("\n", 0, passage.start + len(text) - len(text.lstrip())) + 1, text
     return None, ""
-
-
-def _chosen(session: Session, request: Request, options: QueryOptions) -> list[Hit]:
-    """The chunks for a request in the order of the prompt: named by id or by document, or found."""
-    if not request.question.strip():
-        raise UsageError("the question is empty", "ask something")
-    finder = session.finder
-    if request.chunks:
-        return [Hit(finder.places.of_chunk(chunk), math.nan) for chunk in request.chunks]
-    if request.documents:
-        return [Hit(place, math.nan) for name in request.documents for place in finder.places.of_document(name)]
-    retrieval = Retrieval(options.retriever, options.embedder, options.only, options.offline)
-    hits = finder.find(request.question, options.top_k, retrieval, prefer=session.hot)
-    if not options.defer:
-        return in_order(hits, options.order)
-    rounds = spans(len(hits), options.defer_first)
-    return [hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)]
-
-
-def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Put hits, given best first, in the order in which they are to stand in the prompt.
-
-    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
-    first.
-    """
-    if order == "best-last":
-        return list(reversed(hits))
-    if order == "document":
-        ranks: dict[str, int] = {}
-        for hit in hits:
-            ranks.setdefault(hit.passage.source, len(ranks))
-        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
-    return list(hits)
 
 
 def _plan(session: Session, request: Request, options: QueryOptions, chunks: Sequence[Candidate]) -> Plan:

@@ -14,7 +14,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import resolve_device
-from kvtool.core.model.packed import keep_freed_memory, pack_weights
+from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.shapes import PUBLISHED, build_shape, shape_dtype
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
@@ -103,6 +103,7 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
     events.status(_making(name, device, dtype))
     loaded = build_shape(name, device, dtype, SEED)
     keep_freed_memory()  # as loading a model does: fresh pages would be a third of a long prefill's time
+    keep_few_kernels()
     pack_weights(loaded.model)
     decoder = Decoder(loaded)
     decoder.check_length(max(options.sizes.contexts), "take a shorter --context")

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from kvtool.lab.bench.fusion import FusionBench
 from kvtool.lab.bench.rows import FusionRow
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
-TABLE_HEAD = (
-    "fusion",
-    "context",
-    "TTFT ms",
-    "speedup",
-    "FLOPs ratio",
-    "efficiency",
-    "read",
-    "decode",
-    "load",
-    "wait",
-    "select",
-    "compute",
-    "overlap",
-    "MB read",
-    "limit ms",
-    "of limit",
-    "peak MB",
-    "staged",
-)
 _MEANING = (
-    "speedup: full prefill / TTFT; FLOPs ratio: full / this mode; efficiency: speedup / FLOPs ratio. Milliseconds: "
+    "speedup: full prefill / TTFT; FLOPs: those of full / of this mode; efficiency: speedup / FLOPs. Milliseconds: "
     "load = read + decode + upload + rotate, in a thread beside compute (selection included); wait: for it; overlap: "
     "TTFT / the larger of load and compute. limit: by layer the slower of its FLOPs and its weights, or all bytes "
     "read, at the speeds above; peak: memory on top of the model, measured in a pass that is not timed; staged: what "
@@ -38,40 +19,65 @@ _MEANING = (
 )
 
 
-def fusion_table(result: FusionBench) -> Iterator[tuple[Any, ...]]:
-    """Rows under `TABLE_HEAD`; full prefill by both before each context's modes."""
+@dataclass(frozen=True, slots=True)
+class FusionTable:
+    """A part of the figures that fits a terminal of 80 columns; all of them are in the JSON."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+def fusion_tables(result: FusionBench) -> tuple[FusionTable, ...]:
+    """How fast each mode is, where its time goes, and what it moves and holds."""
+    head = ("fusion", "context")
+    speed = (*head, "TTFT ms", "speedup", "FLOPs", "efficiency", "of limit")
+    times = (*head, "read", "decode", "load", "wait", "select", "compute")
+    sizes = (*head, "overlap", "limit ms", "MB read", "peak MB", "staged")
+    return (
+        FusionTable("time to the first token", speed, tuple(_speeds(result))),
+        FusionTable("milliseconds by part", times, tuple(map(_times, result.rows))),
+        FusionTable("limits and memory", sizes, tuple(map(_sizes, result.rows))),
+    )
+
+
+def _speeds(result: FusionBench) -> Iterator[tuple[Any, ...]]:
+    """Full prefill by both before each context's modes."""
     for reference in result.references:
-        both = (("full, transformers", reference.transformers_ms), ("full, kvtool", reference.kvtool_ms))
-        for name, milliseconds in both:
-            if milliseconds is None or reference.ms is None:
-                continue
-            speedup = f"{reference.ms / milliseconds:.2f}"
-            yield (name, reference.context, f"{milliseconds:.1f}", speedup, "1.00", speedup, *[""] * 12)
-        for row in result.rows:
-            if row.context == reference.context:
-                yield _cells(row)
+        for name, milliseconds in (
+            ("transformers", reference.transformers_ms),
+            ("full, kvtool", reference.kvtool_ms),
+        ):
+            if milliseconds is not None and reference.ms is not None:
+                speedup = f"{reference.ms / milliseconds:.2f}"
+                yield (name, reference.context, _ms(milliseconds), speedup, "1.00", speedup, "")
+        yield from (_speed(row) for row in result.rows if row.context == reference.context)
 
 
-def _cells(row: FusionRow) -> tuple[Any, ...]:
+def _speed(row: FusionRow) -> tuple[Any, ...]:
     return (
         row.fusion,
         row.context,
-        f"{row.ttft_ms:.1f}",
+        _ms(row.ttft_ms),
         "-" if row.speedup is None else f"{row.speedup:.2f}",
         f"{row.flops_ratio:.2f}",
         "-" if row.efficiency is None else f"{row.efficiency:.2f}",
-        f"{row.read_ms:.1f}",
-        f"{row.decode_ms:.1f}",
-        f"{row.load_ms:.1f}",
-        f"{row.wait_ms:.1f}",
-        f"{row.select_ms:.1f}",
-        f"{row.compute_ms:.1f}",
-        f"{row.overlap:.2f}",
-        f"{row.bytes_read / 1e6:.1f}",
-        f"{row.limit_ms:.1f}",
         f"{row.roofline_efficiency:.0%}",
-        *("-" if size is None else f"{size / 1e6:.0f}" for size in (row.peak_memory_bytes, row.staging_bytes)),
     )
+
+
+def _times(row: FusionRow) -> tuple[Any, ...]:
+    parts = (row.read_ms, row.decode_ms, row.load_ms, row.wait_ms, row.select_ms, row.compute_ms)
+    return (row.fusion, row.context, *map(_ms, parts))
+
+
+def _sizes(row: FusionRow) -> tuple[Any, ...]:
+    held = ("-" if size is None else f"{size / 1e6:.0f}" for size in (row.peak_memory_bytes, row.staging_bytes))
+    return (row.fusion, row.context, f"{row.overlap:.2f}", _ms(row.limit_ms), f"{row.bytes_read / 1e6:.1f}", *held)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.1f}" if milliseconds < 1e3 else f"{milliseconds:.0f}"
 
 
 def fusion_notes(result: FusionBench) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,11 +14,12 @@ from kvtool.core.codec.entropy.ir_decode import KINDS as DECODERS
 from kvtool.core.codec.entropy.ir_decode import decode_module
 from kvtool.core.codec.entropy.ir_encode import encode_module
 from kvtool.core.codec.entropy.ir_symbols import finer_module, stray_module, symbols_module, wider_module
+from kvtool.core.common.switches import ENTROPY_CODER, asked
 from kvtool.core.errors import UsageError
 from kvtool.core.native.compiling import ISAS, compiled, runnable
 from kvtool.core.native.ir import SCALAR, Isa
 
-VARIABLE = "KVTOOL_ENTROPY_CODER"
+VARIABLE = ENTROPY_CODER
 NUMPY = "numpy"
 ENCODE, ENCODE_CONTEXTS, SYMBOLS = "encode", "encode with contexts", "symbols"
 FINER, WIDER, STRAY = "finer", "wider", "stray"
@@ -53,7 +53,7 @@ def chosen() -> str:
     ------
     UsageError : the variable names a back-end that does not exist, or that this machine cannot run.
     """
-    name = os.environ.get(VARIABLE)
+    name = asked(VARIABLE)
     if not name:
         return available()[0]
     if name not in available():
@@ -86,7 +86,7 @@ def kernel(kind: str | Kind) -> Kernel | None:
         try:
             return _kernel(name, kind)
         except RuntimeError as error:
-            if os.environ.get(VARIABLE):
+            if asked(VARIABLE):
                 raise UsageError(f"{VARIABLE}={name}: it cannot be compiled: {error}", "unset it") from error
             _warn_slow(str(error))
             return None

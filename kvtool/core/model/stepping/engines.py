@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kvtool.core.errors import UsageError
+from kvtool.core.common.switches import STEPPER, asked
 from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine
 from kvtool.core.native.compiling import runnable
@@ -18,9 +17,6 @@ from kvtool.core.native.team import openmp
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-
-CHOICE = "KVTOOL_STEPPER"  # native or torch: how answers are decoded, whatever is faster
-_CHOICES = ("", "native", "torch")
 
 _engines: WeakKeyDictionary[Decoder, Future[Engine | str]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -57,14 +53,12 @@ def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
 
 
 def _made(decoder: Decoder) -> Engine | str:
-    asked, isas = os.environ.get(CHOICE, ""), runnable()
-    if asked not in _CHOICES:
-        raise UsageError(f"{CHOICE}={asked!r} is no way to decode", "native or torch")
-    if asked == "torch":
-        return f"{CHOICE} asks for it"
+    wanted, isas = asked(STEPPER), runnable()
+    if wanted == "torch":
+        return f"{STEPPER} asks for it"
     if not isas:
         return "there is no machine code here"
-    if asked != "native" and openmp() is None and torch.get_num_threads() > 1:
+    if wanted != "native" and openmp() is None and torch.get_num_threads() > 1:
         return "torch's threads are out of reach here"
     try:
         return Engine(decoder, isas[0])

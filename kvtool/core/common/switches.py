@@ -1,0 +1,36 @@
+"""Variables that choose how the same is computed: what each may say. Imports no torch, so that every command asks."""
+
+from __future__ import annotations
+
+import os
+
+from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.errors import UsageError, did_you_mean
+
+ATTENTION, ENTROPY_CODER, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_ENTROPY_CODER", "KVTOOL_STEPPER")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    ATTENTION: ("own", "products", "fused", "triton", "flex"),  # the first three on a CPU, the last three on CUDA
+    ENTROPY_CODER: ("avx512", "avx2", "scalar", "numpy"),
+    STEPPER: ("native", "torch"),
+}
+
+
+def asked(variable: str) -> str:
+    """What one of SWITCHES says; "" where it is not set.
+
+    Raises
+    ------
+    UsageError : nothing that it may say.
+    """
+    value = os.environ.get(variable, "")
+    if value and value not in ALLOWED[variable]:
+        hint = did_you_mean(value, ALLOWED[variable]) or f"unset {variable}, and the fastest is taken"
+        raise UsageError(f"{variable}={value!r} is none of {', '.join(ALLOWED[variable])}", hint)
+    return value
+
+
+def check_switches() -> None:
+    """Look at all of them, and at what the CPU is told to have, before anything is loaded. Raises UsageError."""
+    for variable in SWITCHES:
+        asked(variable)
+    cpu_features()

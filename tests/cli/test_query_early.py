@@ -1,0 +1,93 @@
+"""What retrieval alone can tell is told before the model is loaded; and what an interrupted question leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.cli import query
+from kvtool.core.model import load
+from tests.cli.working import QUESTION, SHORT, environment, kvtool, listing
+
+NOTHING = "xyzzy plugh"
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **more: Any) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(load, "load_model", refuse)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        ((NOTHING,), 1, "no chunk matches"),
+        ((QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
+        ((QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
+        ((QUESTION, "--only", "zz*"), 2, "no document matches"),
+        ((QUESTION, "--retriever", "dense"), 2, "embedding model"),
+        ((NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_found(given: tuple[str, ...], code: int, said: str, store: Path) -> None:
+    kvtool("query", *given, "--store", store).failed(code, said)
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize("report", ["sparsity", "deviation"])
+def test_what_a_report_cannot_find(report: str, store: Path) -> None:
+    kvtool("inspect", report, NOTHING, "--store", store).failed(1, "no chunk matches")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_an_empty_store(store: Path) -> None:
+    for source in [document["source"] for document in listing(store)]:
+        kvtool("store", "forget", source, "--yes", "--store", store).fine()
+    kvtool("query", QUESTION, "--store", store).failed(1, "holds no documents")
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_batch_that_nothing_is_found_for(store: Path, tmp_path: Path) -> None:
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text("".join(json.dumps({"id": n, "question": NOTHING}) + "\n" for n in range(2)))
+    done = kvtool("query", "--batch", batch, "--store", store)
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert done.code == 1
+    assert [row["error"]["message"] for row in rows[:2]] == ["no chunk matches the question"] * 2
+    assert rows[2] == {"schema": 2, "type": "summary", "count": 0, "failed": 2}
+
+
+def test_a_batch_goes_on_behind_what_is_not_found(store: Path, tmp_path: Path) -> None:
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text("".join(json.dumps({"question": asked}) + "\n" for asked in (NOTHING, QUESTION)))
+    done = kvtool("query", "--batch", batch, "--store", store, *SHORT)
+    assert done.code == 3
+    assert [json.loads(line).get("type") for line in done.out.splitlines()] == ["error", None, "summary"]
+
+
+def test_neither_torch_nor_transformers_is_imported_for_it(store: Path) -> None:
+    code = (
+        "import sys\nfrom kvtool.cli.app import main\n"
+        f"main(['query', {NOTHING!r}, '--store', {str(store)!r}])\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
+    assert (done.stdout, "no chunk matches" in done.stderr) == ("set()\n", True)
+
+
+def test_an_interrupted_question(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(query, "_session", interrupt)
+    done = kvtool("query", QUESTION, "--store", store).failed(130, "the store holds what it held")
+    assert "committed" not in done.err
