@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     return folder
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """A test may set how many torch computes with."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads: None) -> None:
+    """Tiny matrices take no help, and a formula's rounding is that of one."""
+    import torch
+
+    torch.set_num_threads(1)

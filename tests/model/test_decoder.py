@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
 from tests.families import tiny_model
 
@@ -24,3 +26,13 @@ def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
     decoder.prefill([1, 2, 3, 4, 5])
     assert seen
     assert all(strides == own for strides, own in seen)
+
+
+def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
+    """A plain call of the model over it would attend as a prefill does, whatever stands in the cache."""
+    model = tiny_model("llama")
+    decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
+    _, cache = decoder.prefill([1, 2, 3])
+    with pytest.raises(ModelError, match="positions"), torch.inference_mode():
+        model(torch.tensor([[4, 5]]), past_key_values=cache)
+    assert cache.buffers[0].length == 3

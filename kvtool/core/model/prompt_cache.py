@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvtool.core.errors import ModelError
+
 Observer = Callable[[int, int], None]
 
 
@@ -22,7 +24,6 @@ class BufferLayer(CacheLayerMixin):
     """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled."""
 
     is_sliding = False
-    is_croppable = True
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -37,12 +38,8 @@ class BufferLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows, as decoding does; returns all that are filled."""
-        start, self.length = self.length, self.length + key_states.shape[2]
-        self.reserve(self.length)
-        self.keys[:, :, start : self.length] = key_states
-        self.values[:, :, start : self.length] = value_states
-        return self.view()
+        """Not to be used: rows know their places (`PromptCache.update`)."""
+        raise NotImplementedError("rows are written to a prompt cache with their positions")
 
     def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write rows at prompt positions `rows`."""
@@ -69,16 +66,12 @@ class BufferLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, max_length: int) -> None:
-        """Forget the rows from `max_length` on (negative: that many at the end)."""
-        self.length = max_length if max_length >= 0 else self.length + max_length
-
 
 class PromptCache(Cache):
     """The fused cache of one prompt.
 
     During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
-    cache is extended. Without (`rows` is None) rows are appended, which attention takes for a prefill.
+    cache is extended.
 
     Parameters
     ----------
@@ -105,6 +98,6 @@ class PromptCache(Cache):
         if self.before_update is not None:
             self.before_update(layer_idx, key_states.shape[2])
         if self.rows is None:
-            return buffer.update(key_states, value_states)
+            raise ModelError("rows over a prompt cache need their positions", "this is a bug in kvtool")
         buffer.scatter(self.rows.positions, key_states, value_states)
         return buffer.view()

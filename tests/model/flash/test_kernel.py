@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,18 +17,12 @@ NAMES = [name for name in runnable() if name != "scalar"]
 TILINGS = [Tiling(ISAS[name], stored) for name in NAMES for stored in ("float32", "bfloat16", "float16")]
 if "avx512" in NAMES and "avx512bf16" in cpu_features():
     TILINGS.append(Tiling(AVX512_BF16, "bfloat16", pairs=True))
-pytestmark = pytest.mark.skipif(not TILINGS, reason="there is no kernel for this machine")
+pytestmark = [
+    pytest.mark.skipif(not TILINGS, reason="there is no kernel for this machine"),
+    pytest.mark.usefixtures("one_thread"),
+]
 ERROR = {"float32": 3e-6, "float16": 6e-4, "bfloat16": 4e-3}  # of all numbers together, relative
 SCALE = 0.3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The formula's; what is tested takes as many as a test says."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def name(tiling: Tiling) -> str:

@@ -60,16 +60,12 @@ def test_rows_of_an_embedding(dtype: torch.dtype) -> None:
     assert torch.equal(layer(ids), numbers(matrix).bfloat16().to(dtype)[ids])
 
 
-def test_threads_give_the_same_bits() -> None:
+def test_threads_give_the_same_bits(threads: None) -> None:
     matrix, x = random_matrix("q4_1", 301, 288), torch.randn(288)
-    before = torch.get_num_threads()
     given = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            given.append((multiply(matrix, x), unpack_rows(matrix, 3, 300, torch.empty(301, 288))))
-    finally:
-        torch.set_num_threads(before)
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        given.append((multiply(matrix, x), unpack_rows(matrix, 3, 300, torch.empty(301, 288))))
     assert all(torch.equal(y, given[0][0]) and torch.equal(rows, given[0][1]) for y, rows in given)
 
 

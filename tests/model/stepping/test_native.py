@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -24,13 +22,6 @@ NATIVE = [name for name in FAMILIES if name not in MOE]
 # Logits have a standard deviation of about 3. Measured: 2e-5 at most apart, and in bfloat16, where the model's own
 # forward rounds after every operation, .24.
 NEAR = {"float32": 1e-4, "bfloat16": 0.5}
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def steps(stepper: stepping.Stepper, ids: tuple[int, ...]) -> torch.Tensor:
