@@ -10,10 +10,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvtool.core.cache.store import Store
+from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.decoder import Decoder
@@ -30,10 +32,12 @@ from samples.gpu_day.machine import dropped
 
 MODES = ("reuse", "epic", "union", "infoflow", "blend")
 LEVELS = ("raw", "lossless", "1")
+WORKERS = (1, 2, 4)  # threads that load
 
 
 def run(day: Day) -> None:
     """Short prompts of all models first: they find most of what is wrong."""
+    day.step("workers", partial(_by_workers, day), least_s=_least(day))
     for context in shapes.contexts(day):
         for shape in shapes.shapes(day):
             day.step(
@@ -79,9 +83,27 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
     }
 
 
+def _by_workers(day: Day) -> dict[str, Any]:
+    """Milliseconds of `reuse` and where they go, by how many threads load: page cache warm, and held on the device."""
+    decoder = shapes.decoder(day, shapes.shapes(day)[0])
+    found: dict[str, Any] = {}
+    with shapes.stored(day, decoder, shapes.contexts(day)[0], "raw") as (store, prompt, _):
+        on_disk = StoreSource(store, decoder, ProfileShelf(store))
+        held = HotSource(on_disk, sys.maxsize, device=held_on(decoder))
+        for name, source in (("warm", on_disk), ("held", held)):
+            for workers in WORKERS:
+                with mock.patch.object(loader, "default_workers", lambda workers=workers: workers):
+                    _seconds(decoder, store, prompt, "reuse", source)
+                    taken = [_seconds(decoder, store, prompt, "reuse", source) for _ in range(2 if day.dry else 9)]
+                    parts = fuse(decoder, prompt.plan(store), selector_for(QueryOptions(), "reuse"), source).timing
+                least, middle = min(taken) * 1e3, statistics.median(taken) * 1e3
+                found[f"{name}, {workers}"] = {"median_ms": middle, "least_ms": least} | asdict(parts)
+    return found
+
+
 def _held(decoder: Decoder, store: Store, prompt: BenchPrompt, mode: str, repeat: int) -> float:
     """With all chunks on the device already: what is left is rotation and compute."""
-    source = HotSource(StoreSource(store, decoder, ProfileShelf(store)), sys.maxsize)
+    source = HotSource(StoreSource(store, decoder, ProfileShelf(store)), sys.maxsize, device=held_on(decoder))
     _seconds(decoder, store, prompt, mode, source)
     return statistics.median(_seconds(decoder, store, prompt, mode, source) for _ in range(repeat)) * 1e3
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.cuda_placing import CudaPlacing
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.placing import Turning
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
@@ -19,7 +19,7 @@ from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
 from kvtool.core.fusion.staging import Staging
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
-from tests.fusion.making import BOS, CHUNKS, Case, assert_full, case, decoder_of, distance, needed
+from tests.fusion.making import BOS, CHUNKS, Case, SpySource, assert_full, case, decoder_of, distance, needed
 from tests.pretended import pretended
 from tests.pretended.streams import Log
 
@@ -57,19 +57,42 @@ def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str
     assert {len(table) for table in kernel.launches} == {len(needed(fused, Epic()))}
 
 
+@pytest.mark.parametrize("limit", [0, 10**5, 10**9])
 @pytest.mark.parametrize("launched", [False, True])
-@pytest.mark.parametrize("source", ["memory", "records"])
+@pytest.mark.parametrize("there", [False, True])
 def test_records_held_are_read_from_where_they_are(
-    gpu: Log, monkeypatch: pytest.MonkeyPatch, launched: bool, source: str
+    gpu: Log, monkeypatch: pytest.MonkeyPatch, there: bool, launched: bool, limit: int
 ) -> None:
-    """Some are held, and some are read; then all are held."""
+    """Some are held, and some are read; then all are held. What is let go of at once is read all the same."""
     if launched:
         Kernel.instead(monkeypatch)
     own = on_gpu("llama")
-    hot = HotSource(sources(own)[source], 10**9)
+    spy = SpySource(StoreSource(Records(own), own.decoder))
+    hot = HotSource(spy, limit, device=held_on(own.decoder) if there else None)
     for chunks in (CHUNKS[:2], CHUNKS, CHUNKS[::-1]):
-        wanted = case("llama").fuse(case("llama").plan(chunks, lead_in=BOS), Epic()).logits
-        assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Epic(), hot).logits, wanted) <= 1e-4
+        wanted = case("llama").fuse(case("llama").plan(chunks, lead_in=BOS), Reuse()).logits
+        assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Reuse(), hot).logits, wanted) <= 1e-4
+    if limit == 10**9:
+        assert len(spy.reads) == 2 * LAYERS
+        held = [side for layers in hot._held.values() for kv in layers.values() for side in kv]
+        assert all(side.is_cuda == there for side in held)
+
+
+def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    crossed: list[int] = []
+    cross = Staging.cross
+
+    def counted(self: Staging, targets: list[torch.Tensor]) -> None:
+        crossed.append(sum(map(len, targets)))
+        cross(self, targets)
+
+    monkeypatch.setattr(Staging, "cross", counted)
+    own = on_gpu("llama")
+    hot = HotSource(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
+    plan = own.plan(lead_in=BOS)
+    for _ in range(2):  # the first question brings the records to where they are held
+        own.fuse(plan, Reuse(), hot)
+    assert crossed == [64 * len(plan.cached)] * (2 * LAYERS)  # the table alone
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -96,6 +96,8 @@ class CudaPlacing(Placing):
         started = time.perf_counter()
         crossing = self._next()
         layers = _staged(layers, crossing.staging)
+        if all(side.is_cuda for kv in layers for side in kv):
+            crossing.staging.clear()  # whatever was read there has gone another way
         if turning.in_one_launch and all(_fits(each, buffer) for each in layers):
             turns = turning.flat if turning.rotary.rotates(layer) else None
             moments = self._launch(segments, layers, buffer, turns, crossing.staging)

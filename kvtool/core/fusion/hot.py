@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
 
 Key = tuple[bytes, str]  # chunk id, level
 Mark = Callable[[bytes, str], bytes | None]
@@ -20,18 +24,27 @@ class HotSource:
     """Keeps decoded, un-rotated layers of the chunks used last, as the model's own numbers.
 
     Records were verified when they were read; whether they still stand on disk is asked by :meth:`recheck`. Threads
-    may read at once.
+    may read at once. What is read may be let go of here at any time: whoever has a GPU read it keeps it until that is
+    done, since its memory then goes to the stream in which it was made.
 
     Parameters
     ----------
     limit : bytes held at most; the chunk used longest ago goes first, with all its layers.
     mark : what tells a chunk's records of a level from others of the same level; None: there are none.
+    device : a GPU on which it is held, as long as there is room; None: it is held where it was decoded.
     """
 
-    def __init__(self, inner: KVSource, limit: int, mark: Mark = lambda chunk_id, level: None) -> None:
+    def __init__(
+        self,
+        inner: KVSource,
+        limit: int,
+        mark: Mark = lambda chunk_id, level: None,
+        device: torch.device | None = None,
+    ) -> None:
         self._inner = inner
         self._limit = limit
         self._mark = mark
+        self._device = device
         self._marks: dict[Key, bytes | None] = {}
         self._held: OrderedDict[Key, dict[int, LayerKV]] = OrderedDict()
         self._bytes = 0
@@ -49,18 +62,25 @@ class HotSource:
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """One layer's keys and values of several segments (KVSource): from memory, else from the source behind it."""
-        layers = {segment.start: self._get(segment, layer) for segment in segments}
-        missing = [segment for segment in segments if layers[segment.start] is None]
+        with self._lock:
+            found = [self._get(_key(segment), layer) for segment in segments]
+        missing = [number for number, kv in enumerate(found) if kv is None]
         if missing:
-            for segment, kv in zip(missing, self._inner.read(missing, layer, stats), strict=True):
-                layers[segment.start] = kv
-                self._keep(segment, layer, kv, self._mark(*_key(segment)))
-        return [kv for kv in layers.values() if kv is not None]
+            wanted = [segments[number] for number in missing]
+            copies = self._copies(self._inner.read(wanted, layer, stats))
+            marks = [self._mark(*_key(segment)) for segment in wanted]
+            with self._lock:
+                for number, kv, mark in zip(missing, copies, marks, strict=True):
+                    found[number] = kv
+                    self._keep(_key(segments[number]), layer, kv, mark)
+        return [kv for kv in found if kv is not None]
 
     def hold(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold KV that came from elsewhere, each `[layers, kv_heads, tokens, head_dim]`, un-rotated."""
-        for layer in range(len(keys)):
-            self._keep(segment, layer, (keys[layer], values[layer]), None)
+        copies = self._copies(list(zip(keys, values, strict=True)))
+        with self._lock:
+            for layer, kv in enumerate(copies):
+                self._keep(_key(segment), layer, kv, None)
 
     def forget(self, segment: Segment) -> None:
         """Hold nothing of it any more."""
@@ -81,31 +101,37 @@ class HotSource:
         self._marks.pop(key, None)
         self._bytes -= sum(map(_size, self._held.pop(key, {}).values()))
 
-    def _get(self, segment: Segment, layer: int) -> LayerKV | None:
-        with self._lock:
-            key = _key(segment)
-            if key not in self._held:
-                return None
-            self._held.move_to_end(key)
-            kv = self._held[key].get(layer)
-            for side in kv or ():
-                if side.is_cuda:  # it may be let go of while this stream still reads it
-                    side.record_stream(torch.cuda.current_stream(side.device))
-            return kv
+    def _get(self, key: Key, layer: int) -> LayerKV | None:
+        layers = self._held.get(key)
+        if layers is None:
+            return None
+        self._held.move_to_end(key)
+        return layers.get(layer)
 
-    def _keep(self, segment: Segment, layer: int, kv: LayerKV, mark: bytes | None) -> None:
-        # A view would hold all that was decoded with it.
-        copies = kv[0].clone(), kv[1].clone()
-        if copies[0].is_cuda:  # the next question reads it from another stream
-            torch.cuda.current_stream(copies[0].device).synchronize()
-        with self._lock:
-            layers = self._held.setdefault(_key(segment), {})
-            if layer not in layers:
-                layers[layer] = copies
-                self._bytes += _size(copies)
-                self._marks.setdefault(_key(segment), mark)
-            while self._bytes > self._limit:
-                self._drop(next(iter(self._held)))
+    def _copies(self, kvs: Sequence[LayerKV]) -> list[LayerKV]:
+        """Copies to be held: a view would hold all that was decoded with it, or stand in memory that is used again."""
+        copies = [(self._copy(keys), self._copy(values)) for keys, values in kvs]
+        there = next((side for kv in copies for side in kv if side.is_cuda), None)
+        if there is not None:  # the next question reads them from another stream
+            torch.cuda.current_stream(there.device).synchronize()
+        return copies
+
+    def _copy(self, side: torch.Tensor) -> torch.Tensor:
+        if self._device is None or side.is_cuda:
+            return side.clone()
+        try:
+            return side.to(self._device, non_blocking=True)
+        except torch.OutOfMemoryError:
+            return side.clone()
+
+    def _keep(self, key: Key, layer: int, kv: LayerKV, mark: bytes | None) -> None:
+        layers = self._held.setdefault(key, {})
+        if layer not in layers:
+            layers[layer] = kv
+            self._bytes += _size(kv)
+            self._marks.setdefault(key, mark)
+        while self._bytes > self._limit:
+            self._drop(next(iter(self._held)))
 
 
 class HotChunks:
@@ -128,6 +154,11 @@ class HotChunks:
         self._sizes.move_to_end(chunk_id)
         while sum(self._sizes.values()) > self._limit:
             self._sizes.popitem(last=False)
+
+
+def held_on(decoder: Decoder) -> torch.device | None:
+    """Where a model's chunks are best held: on its GPU; None: it has none."""
+    return torch.device(decoder.device) if decoder.device.startswith("cuda") else None
 
 
 def _key(segment: Segment) -> Key:

@@ -13,7 +13,7 @@ import torch
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
-from kvtool.core.codec.levels import RAW
+from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
@@ -111,7 +111,9 @@ class StoreSource:
         started = time.perf_counter()
         chunk_ids = [segment.source.chunk_id for segment in segments]
         shapes = [(self.decoder.kv_heads, len(segment.ids), self.decoder.head_dim) for segment in segments]
-        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=stats.room)
+        # What has to be decoded does not cross as it stands.
+        room = stats.room if level_of(level).verbatim else aligned
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=room)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]

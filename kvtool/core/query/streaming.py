@@ -19,7 +19,7 @@ from kvtool.core.codec.entropy.native import compile_ahead
 from kvtool.core.codec.levels import known
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.cost import PromptRows, Span
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
@@ -95,7 +95,8 @@ def _stream(
         return Streamed(asked.plan, source)
     segments = asked.plan.segments
     if not isinstance(source, HotSource):
-        source = HotSource(source, session.decoder.kv_bytes(asked.plan.length))
+        limit = session.decoder.kv_bytes(asked.plan.length)
+        source = HotSource(source, limit, device=held_on(session.decoder))
     ahead = Ahead(source, speeds.layers, partial(compute_alone, session))
     holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
     computing = Computing(asked.plan, speeds, selector)

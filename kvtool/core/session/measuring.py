@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtool.core.codec.on_device import decodes_there
+from kvtool.core.fusion.hot import held_on
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing
@@ -118,7 +118,7 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
     """Time the loading of chunks that are held decoded, as `HotSource` holds them."""
-    there = decoder.device if decodes_there(decoder.device) else "cpu"
+    there = held_on(decoder)
     shape = (len(decoder.layers), decoder.kv_heads, _HELD_TOKENS, decoder.head_dim)
     chunks = {
         bytes([number]): ChunkKV(*(torch.ones(shape, dtype=decoder.kv_dtype, device=there) for _ in range(2)))

@@ -11,7 +11,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.arithmetic import product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
-from kvtool.core.fusion.hot import HotChunks, HotSource
+from kvtool.core.fusion.hot import HotChunks, HotSource, held_on
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
@@ -220,7 +220,7 @@ class Session:
 
     def keep_hot(self, limit: int) -> None:
         """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
-        self.source = HotSource(self.source, limit, self.store.record_mark)
+        self.source = HotSource(self.source, limit, self.store.record_mark, held_on(self.decoder))
         self.hot = HotChunks(limit)
 
     def holds(self, segment: Segment) -> bool:
