@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.compress.by_layer import Toll
+from kvtool.core.compress.by_layer import Toll, tolls
 
 
 def test_by_hand() -> None:
     keys, values = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[1.0, 0.0]]])
-    one = Toll.of((keys, values), (keys + 1, values), 3)
+    one, other = tolls([(keys, values)] * 2, [(keys + 1, values), (keys, values * 3)], [3, 1])
     assert one.to_json() == {
         "bits_per_element": 6.0,
         "k_relative_error": pytest.approx((2 / 25) ** 0.5),
         "v_relative_error": 0.0,
     }
-    other = Toll.of((keys, values), (keys, values * 3), 1)
     both = Toll() + one + other
     assert (both.bytes, both.elements) == (4, 8)
     assert both.to_json()["k_relative_error"] == pytest.approx((2 / 50) ** 0.5)

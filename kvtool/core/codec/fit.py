@@ -7,7 +7,7 @@ water-filling: what stays below the step costs next to nothing). kvtool/docs/cod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
 _MOST_COUNTERS = 2**22  # at once: a column whose numbers are far apart has one for each of 65,536
 _LEAST_USED = 5e-4  # a column with fewer numbers other than 0 is not coded; they are escapes then
 
+Each = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
 LayerSides = Callable[[int], torch.Tensor]  # layer → float32 [2, tokens, C]
 
 
@@ -46,6 +47,7 @@ def fit_profile(
     about: dict[str, Any],
     step: float = FINEST_STEP,
     advance: Callable[[int], None] = lambda layers: None,
+    each: Each = map,
 ) -> Profile:
     """Fit means, transforms and tables.
 
@@ -55,13 +57,16 @@ def fit_profile(
     sensitivity : float32 `[2, layers, C, C]`: the loss, in nats, of an error e in one token is e @ this @ e / 2.
     groups : into how many the channels are divided; those of one are transformed together.
     advance : told after each layer.
+    each : does something for each layer, `map` or that of a pool of threads; `sample` is called by whom it has do it.
     """
     layers, channels = sensitivity.shape[1:3]
     layout = Layout(groups, channels // groups)
     means = torch.empty((layers, SIDES, channels))
     basis = torch.empty((layers, SIDES, groups, layout.size, layout.size), dtype=torch.bfloat16)
     counts = _Counts(layers, layout)
-    for layer in range(layers):
+
+    def fit_layer(layer: int) -> None:
+        """Fill in one layer's part of all three."""
         sides = sample(layer)
         means[layer] = sides.mean(1)
         for side in range(SIDES):
@@ -71,6 +76,8 @@ def fit_profile(
         if forward is None:
             raise KvtoolError(f"the keys and values of layer {layer} cannot be told apart", "fit to other chunks")
         counts.add(layer, finest_numbers(layout, means[layer], forward, sides))
+
+    for _ in each(fit_layer, range(layers)):
         advance(1)
     ids, fine_ids, tables = counts.tables()
     return Profile(means, basis, counts.active(), ids, fine_ids, tables, about | {"step": step})

@@ -29,20 +29,31 @@ AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of t
 
 
 def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
-    """Numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`; by torch.
+    """Numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`.
 
     `means` and `forward` are those of the profile at this layer.
     """
+    tokens = sides.shape[1]
+    made = np.empty if layout.size == layout.padded else np.zeros
+    out = made((tokens, layout.stride), np.int16)
+    by = products.forward_by(layout, sides.dtype)
+    if by is None or not tokens:
+        _finest_by_torch(layout, means, forward, sides, out)
+        return out
+    weights = products.Weights.of([*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile)
+    heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
+    products.numbers_of(layout, by, [weights], products.Places.of([*heads]), out[None])
+    return out
+
+
+def _finest_by_torch(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor, out: I16) -> None:
     grouped = (sides - means[:, None]).view(SIDES, -1, layout.groups, layout.size).transpose(1, 2)
     values = torch.matmul(grouped, forward)  # [2, groups, tokens, size]
     nearest = values.round_().clamp_(-MOST_NUMBER, MOST_NUMBER - 1).to(torch.int16).numpy()
-    made = np.empty if layout.size == layout.padded else np.zeros
-    out = made((sides.shape[1], layout.stride), np.int16)
     for side in range(SIDES):
         for group in range(layout.groups):
             start = layout.start(side, group)
             out[:, start : start + layout.size] = nearest[side, group]
-    return out
 
 
 def sides_of(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvtool.core.codec.base import LayerKV
+from kvtool.core.codec.layout import SIDES
+from kvtool.core.codec.sides.products import squares_of
 
 
 @dataclass(slots=True)
@@ -24,17 +25,6 @@ class Toll:
     elements: int = 0
     wrong: tuple[float, float] = (0.0, 0.0)
     size: tuple[float, float] = (0.0, 0.0)
-
-    @classmethod
-    def of(cls, exact: LayerKV, lossy: LayerKV, size: int) -> Toll:
-        """Measure one chunk, whose record takes `size` bytes."""
-        pairs = [(right.float(), wrong.float()) for right, wrong in zip(exact, lossy, strict=True)]
-        return cls(
-            size,
-            sum(right.numel() for right, _ in pairs),
-            _pair([_squares(wrong - right) for right, wrong in pairs]),
-            _pair([_squares(right) for right, _ in pairs]),
-        )
 
     def __add__(self, other: Toll) -> Toll:
         return Toll(
@@ -55,8 +45,14 @@ class Toll:
         return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
 
 
-def _squares(side: torch.Tensor) -> float:
-    return float(side.square().sum(dtype=torch.float64))
+def tolls(exact: Sequence[LayerKV], lossy: Sequence[LayerKV], sizes: Sequence[int]) -> list[Toll]:
+    """Measure the layers of one chunk, whose records take so many bytes."""
+    right, wrong = ([side for kv in kvs for side in kv] for kvs in (exact, lossy))
+    sums = squares_of(wrong, right).reshape(-1, SIDES, 2).tolist()
+    return [
+        Toll(size, sum(side.numel() for side in kv), (keys[0], values[0]), (keys[1], values[1]))
+        for kv, size, (keys, values) in zip(exact, sizes, sums, strict=True)
+    ]
 
 
 def _pair(values: list[float]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.compress.fisher import fisher, probes
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
 from kvtool.core.records.reading import exact_level, read_chunk, read_records
+from kvtool.core.records.threads import working
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf, losses_by_maker
 from kvtool.core.session.session import Session
@@ -51,7 +52,8 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, eve
     events.step("fit the transform", layers, "layers")
     about = {"chunks": len(sample), "tokens": sum(map(len, tokens)), "prompts": len(made), "model": identity.model}
     groups = default_groups(decoder.kv_heads, decoder.head_dim)
-    return fit_profile(sides, information, groups, about, advance=events.advance)
+    with working() as pool:
+        return fit_profile(sides, information, groups, about, advance=events.advance, each=pool.map)
 
 
 def profile_of(path: Path, fingerprint: str) -> Profile:

@@ -188,8 +188,7 @@ class _Job:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}
         self.events.step("measure the loss", len(prompts), "questions")
-        predictor, layers = self.options.predictor, self.session.layers
-        schemes = {level: LevelScheme(level, profile, predictor, layers) for level in levels}
+        schemes = {level: LevelScheme(level, profile, self.options.predictor) for level in levels}
         rows = measure(self.session, prompts, schemes, self.events.advance)
         return {level: mean_loss(rows[level]) for level in levels}
 

@@ -14,7 +14,7 @@ from kvtool.core.codec.base import Encoded, LayerKV
 from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
-from kvtool.core.compress.by_layer import Toll
+from kvtool.core.compress.by_layer import Toll, tolls
 from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import Row, means
 from kvtool.core.evaluate.reference import Reference
@@ -43,8 +43,8 @@ class Question:
 class Scheme(Protocol):
     """Something that keys and values can be sent through."""
 
-    def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
-        """Send one layer of one chunk; returns what comes back, and how many bytes it was, all included."""
+    def round_trip(self, kvs: Sequence[LayerKV]) -> tuple[list[LayerKV], list[int]]:
+        """Send all layers of one chunk; returns what comes back, and how many bytes each was, all included."""
         ...
 
 
@@ -55,15 +55,19 @@ class LevelScheme:
     level: str
     profile: Profile | None
     predictor: str = "auto"
-    layers: int = 1
 
-    def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
-        keys, _ = kv
-        made = encode_levels([layer], [kv], [self.level], self.profile, predictor=self.predictor, layers=self.layers)
-        payload = b"".join(made[self.level][0])
-        kv_heads, tokens, head_dim = keys.shape
-        item = Encoded(payload, (kv_heads, tokens, head_dim), NAMES[keys.dtype])
-        return CODECS[self.level].decode([item], layer, self._profiles)[0], len(payload) + OVERHEAD_BYTES
+    def round_trip(self, kvs: Sequence[LayerKV]) -> tuple[list[LayerKV], list[int]]:
+        layers = range(len(kvs))
+        made = encode_levels(layers, kvs, [self.level], self.profile, predictor=self.predictor, layers=len(kvs))[
+            self.level
+        ]
+        records = [b"".join(payload) for payload in made]
+        items = [
+            Encoded(record, (keys.shape[0], keys.shape[1], keys.shape[2]), NAMES[keys.dtype])
+            for record, (keys, _) in zip(records, kvs, strict=True)
+        ]
+        back = CODECS[self.level].decode_layers(items, self._profiles)
+        return back, [len(record) + OVERHEAD_BYTES for record in records]
 
     def _profiles(self, digest: bytes) -> Profile:
         assert self.profile is not None
@@ -94,13 +98,14 @@ class Held:
         """Send it through a scheme: what comes back, and each layer's toll. The prompt's beginning is left as it is."""
         kept = {segment.start for segment in plan.cached if segment.source.chunk_id == prefix_id}
         lossy = Held([dict(kv) for kv in self.layers])
-        tolls = [Toll() for _ in self.layers]
-        for layer, kv in enumerate(lossy.layers):
-            for start in kv.keys() - kept:
-                exact = kv[start]
-                kv[start], size = scheme.round_trip(exact, layer)
-                tolls[layer] += Toll.of(exact, kv[start], size)
-        return lossy, tolls
+        totals = [Toll() for _ in self.layers]
+        for start in [start for start in self.layers[0] if start not in kept]:
+            exact = [kv[start] for kv in self.layers]
+            back, sizes = scheme.round_trip(exact)
+            totals = [total + toll for total, toll in zip(totals, tolls(exact, back, sizes), strict=True)]
+            for kv, own in zip(lossy.layers, back, strict=True):
+                kv[start] = own
+        return lossy, totals
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """Read as a KVSource does."""

@@ -30,11 +30,12 @@ class Integers:
 
     bits: int
 
-    def round_trip(self, kv: LayerKV, layer: int) -> tuple[LayerKV, int]:
-        """Round one layer of one chunk; returns what comes back, and its bytes."""
-        keys, values = kv
-        size = sum(side.numel() * self.bits // 8 + side.shape[0] * side.shape[1] * _SCALE_BYTES for side in kv)
-        return (self._rounded(keys), self._rounded(values)), size
+    def round_trip(self, kvs: Sequence[LayerKV]) -> tuple[list[LayerKV], list[int]]:
+        """Round all layers of one chunk; returns what comes back, and each layer's bytes."""
+        return [(self._rounded(keys), self._rounded(values)) for keys, values in kvs], [self._size(kv) for kv in kvs]
+
+    def _size(self, kv: LayerKV) -> int:
+        return sum(side.numel() * self.bits // 8 + side.shape[0] * side.shape[1] * _SCALE_BYTES for side in kv)
 
     def _rounded(self, side: torch.Tensor) -> torch.Tensor:
         wide = side.float()
@@ -43,24 +44,24 @@ class Integers:
         return rounded
 
 
-def schemes(profile: Profile | None, layers: int) -> dict[str, Scheme]:
+def schemes(profile: Profile | None) -> dict[str, Scheme]:
     """List all schemes by name: the profile's levels, the plain predictors' (`anchor` is the paper's), 8 and 4 bits."""
     known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
     for predictor in ("anchor", "mean"):
-        known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor, layers) for level in lossy()}
+        known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor) for level in lossy()}
     if profile is not None:
-        known |= {level: LevelScheme(level, profile, "auto", layers) for level in lossy()}
+        known |= {level: LevelScheme(level, profile) for level in lossy()}
     return known
 
 
-def chosen_schemes(names: Sequence[str], profile: Profile | None, layers: int) -> dict[str, Scheme]:
+def chosen_schemes(names: Sequence[str], profile: Profile | None) -> dict[str, Scheme]:
     """Pick the named schemes, or all.
 
     Raises
     ------
     UsageError : there is no such scheme.
     """
-    known = schemes(profile, layers)
+    known = schemes(profile)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"there is no scheme {', '.join(unknown)}", f"known: {', '.join(known)}")

@@ -33,7 +33,7 @@ def codec(desk: Desk) -> Findings:
     from kvtool.lab.measure.journal import Journal
 
     profile, session = desk.session.profiles.current(), desk.session
-    wanted = chosen_schemes(desk.get(CodecOptions).scheme, profile, session.layers)
+    wanted = chosen_schemes(desk.get(CodecOptions).scheme, profile)
     journal = Journal(
         desk.get(ResumeOptions).resume, codec_facts(session, requests, options, profile), "kvtool inspect codec"
     )

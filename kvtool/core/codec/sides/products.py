@@ -26,6 +26,7 @@ from kvtool.core.native.ir_matmul import Tile, panels
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]
 I64 = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.float64]
 _LEAST = 1e-30  # of an RMS that is divided by
 
 
@@ -254,22 +255,31 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
     ------
     ValueError : shapes or forms that do not fit.
     """
+    _check_alike(made, exact)
+    return errors_at(Places.of(made), Places.of(exact)) if made else []
+
+
+def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> Sums:
+    """Sums of the squares of made less exact, and of exact: float64 `[sides, 2]`; takes and raises as `errors_of`."""
+    _check_alike(made, exact)
+    return _squares_at(Places.of(made), Places.of(exact)) if made else np.zeros((0, 2))
+
+
+def _check_alike(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
     like = {(side.shape[0], side.shape[2], side.dtype) for side in (*made, *exact)}
     if len(like) > 1 or [side.shape[1] for side in made] != [side.shape[1] for side in exact]:
         raise ValueError("sides of different shapes or formats cannot be compared")
-    return errors_at(Places.of(made), Places.of(exact)) if made else []
 
 
 def errors_at(made: Places, exact: Places) -> list[float]:
     """What `errors_of` gives."""
-    sums = _squares(made, exact)
+    sums = _squares_at(made, exact)
     wrong, size = np.sqrt(sums / np.maximum(made.counts, 1)[:, None]).T
     errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
     return errors
 
 
-def _squares(made: Places, exact: Places) -> npt.NDArray[np.float64]:
-    """Sums of the squares of made less exact, and of exact: float64 `[sides, 2]`."""
+def _squares_at(made: Places, exact: Places) -> Sums:
     kernel = native.kernel(ir_errors.Errors(NAMES[made.dtype]))
     if kernel is None:
         pairs = [
