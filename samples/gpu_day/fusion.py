@@ -32,7 +32,7 @@ from samples.gpu_day.machine import dropped
 
 MODES = ("reuse", "epic", "union", "infoflow", "blend")
 LEVELS = ("raw", "lossless", "1")
-WORKERS = (1, 2, 4)  # threads that load
+WORKERS = (1, 2, 4, 8)  # threads that load
 
 
 def run(day: Day) -> None:

@@ -19,6 +19,7 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.raw import NAMES, Raw
 from kvtool.core.errors import KvtoolError
+from kvtool.core.fusion.staging import Staging
 from kvtool.core.model import triton_place
 from kvtool.core.model.rotary import Rotary
 from tests.fusion.making import Case
@@ -29,14 +30,28 @@ Table = npt.NDArray[np.int64]
 
 @dataclass
 class Kernel:
-    """Follows the table of addresses when the stream comes to it, as the kernel does."""
+    """Follows the table of addresses when the stream comes to it, as the kernel does.
+
+    Attributes
+    ----------
+    kept : what records crossed to; a GPU's allocator gives it away again in the order of the stream only.
+    """
 
     launches: list[Table] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def instead(cls, patch: pytest.MonkeyPatch) -> Kernel:
         """In place of the one that needs a GPU."""
         kernel = cls()
+        targets = Staging.targets
+
+        def remembered(self: Staging, device: torch.device) -> list[torch.Tensor]:
+            made = targets(self, device)
+            kernel.kept.extend(made)
+            return made
+
+        patch.setattr(Staging, "targets", remembered)
         patch.setattr(triton_place, "place", kernel.place)
         patch.setattr(Rotary, "by_kernel", True)
         return kernel

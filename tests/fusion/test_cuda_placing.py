@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtool.core.fusion import loader
+from kvtool.core.fusion import loader, staging
 from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.placing import Turning
@@ -156,21 +156,38 @@ def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel
     assert max(map(len, counts)) <= 9, counts
 
 
-def test_pinned_memory_is_given_out_once_and_grows(gpu: Log) -> None:
-    staging = Staging(1000)
-    pieces = [staging.room(size) for size in (100, 1, 700, 3000)]
-    for number, piece in enumerate(pieces):
+def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
+    memory = Staging(1000)
+
+    def pieces() -> list[memoryview]:
+        return [memory.room(size) for size in (100, 1, 700, 3000, 10)]
+
+    given = pieces()
+    for number, piece in enumerate(given):
         piece[:] = bytes([number]) * len(piece)
-    assert [set(piece) for piece in pieces] == [{0}, {1}, {2}, {3}]
-    tensors = [torch.frombuffer(piece, dtype=torch.uint8) for piece in pieces]
-    assert [staging.find(tensor) for tensor in tensors] == [(0, 0), (0, 128), (0, 192), (1, 0)]
-    assert staging.find(torch.zeros(3)) is None
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
-    targets = staging.targets(torch.device("cpu"))
-    staging.cross(targets)
+    assert [set(piece) for piece in given] == [{0}, {1}, {2}, {3}, {4}]
+    addresses = [torch.frombuffer(piece, dtype=torch.uint8).data_ptr() for piece in given]
+    assert [memory.find(address) for address in addresses] == [(0, 0), (0, 128), (0, 192), (1, 0), (2, 0)]
+    assert memory.find(torch.zeros(3).data_ptr()) is None
+    assert not any(address % 64 for address in addresses)
+    targets = memory.targets(torch.device("cpu"))
+    memory.cross(targets)
+    assert [len(target) for target in targets] == [896, 3000, 64]
     assert targets[1].unique().tolist() == [3]
     assert targets[0][192:892].unique().tolist() == [2]
-    staging.clear()
-    assert all(staging.find(tensor) is None for tensor in tensors)
-    again = [torch.frombuffer(staging.room(size), dtype=torch.uint8) for size in (100, 3000)]
-    assert [staging.find(tensor) for tensor in again] == [(0, 0), (0, 128)]
+    memory.clear()
+    assert memory.find(addresses[0]) is None
+    pieces()
+    assert [memory.find(address) for address in addresses] == [(0, 0), (0, 128), (0, 192), (1, 0), (2, 0)]
+    memory.clear()
+    memory.small(64)
+    assert [len(target) for target in memory.targets(torch.device("cpu"))] == [64]
+
+
+def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_MOST", 5000)
+    monkeypatch.setattr(staging, "_LEAST", 64)
+    own = on_gpu("llama")
+    wanted = case("llama").fuse(case("llama").plan(lead_in=BOS), Reuse()).logits
+    fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))
+    assert distance(fused.logits, wanted) <= 1e-4

@@ -130,7 +130,7 @@ class CudaPlacing(Placing):
         addresses = [target.data_ptr() for target in targets]
 
         def side(numbers: torch.Tensor) -> Side:
-            found = None if numbers.is_cuda else staging.find(numbers)
+            found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
             return Side.of(numbers, None if found is None else addresses[found[0]] + found[1])
 
         pieces = [
@@ -141,7 +141,9 @@ class CudaPlacing(Placing):
         begun = self._now()
         staging.cross(targets)
         uploaded = self._now()
-        there = targets[-1][-table.nbytes :]
+        found = staging.find(table.ctypes.data)
+        assert found is not None
+        there = targets[found[0]][found[1] : found[1] + table.nbytes]
         cos, sin = turns or (None, None)
         triton_place.place(
             table.reshape(-1, triton_place.FIELDS), there.view(torch.int64), buffer.keys, buffer.values, cos, sin
@@ -182,7 +184,7 @@ class CudaPlacing(Placing):
 
 def _staged(layers: Sequence[LayerKV], staging: Staging) -> Sequence[LayerKV]:
     """The layers on the device or in pinned memory: those in other memory are brought there, end to end."""
-    strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side) for side in layer)]
+    strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
     if not strays:
         return layers
     first, tokens = strays[0][0], sum(keys.shape[1] for keys, _ in strays)
@@ -203,7 +205,7 @@ def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
 
 def _there(numbers: torch.Tensor, staging: Staging, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor as it stands on the device, after its memory has crossed."""
-    found = None if numbers.is_cuda else staging.find(numbers)
+    found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
     if found is None:
         return numbers
     block, start = found

@@ -118,7 +118,8 @@ class Rotary:
         pieces = triton_place.described([Piece(Side.of(keys[0]), Side.of(keys[0]), 0, 4)])
         there = torch.from_numpy(pieces).to(keys.device)
         try:
-            triton_place.place(pieces, there, placed[0], placed[1], table.cos[0], table.sin[0])
+            with torch.cuda.device(keys.device):
+                triton_place.place(pieces, there, placed[0], placed[1], table.cos[0], table.sin[0])
         except Exception:  # it compiles nothing: no compiler, or a GPU that it does not know
             return False
         return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
