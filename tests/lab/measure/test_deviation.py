@@ -73,7 +73,7 @@ def test_the_metrics_are_those_of_full_prefill(name: str) -> None:
         wanted = {"v_sse": (v**2).sum((0, 2)), "k_sse": (k**2).sum((0, 2)), "k_l1": k.abs().sum((0, 2))}
         wanted["kv_sse"] = wanted["v_sse"] + wanted["k_sse"]
         for metric in METRICS:
-            assert torch.allclose(found.by_metric[metric][layer], wanted[metric], atol=1e-5, rtol=1e-4)
+            assert torch.allclose(found.by_metric[metric][layer], wanted[metric], atol=3e-5, rtol=1e-4)
     assert found.by_metric["v_sse"][0].max() < 1e-8  # layer 0 depends on the embedding alone
     assert found.by_metric["v_sse"][1:].mean() > 1e-4
 

@@ -8,7 +8,10 @@ from functools import cache
 
 import torch
 
-from kvtool.core.model.quantised import ir_codes, ir_share
+from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.model.flash.tiling import AVX512_BF16
+from kvtool.core.model.quantised import ir_codes, ir_few, ir_share
+from kvtool.core.model.quantised.ir_few import OUTPUTS, inputs
 from kvtool.core.model.quantised.ir_matvec import product
 from kvtool.core.model.quantised.ir_share import FIELDS, share
 from kvtool.core.model.quantised.ir_unpack import unpack
@@ -16,6 +19,11 @@ from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix
 from kvtool.core.native.compiling import ISAS, compiled, runnable
 from kvtool.core.native.team import run_in_team
 
+_FewJob = ctypes.c_int64 * len(ir_few.FIELDS)
+_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_LINE = 64  # bytes of a cache line
+_UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
+_FEW = 256  # rows of X at a time: both stay in a core's own cache
 _Job = ctypes.c_int64 * len(FIELDS)
 _compiling = threading.Lock()
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
@@ -44,6 +52,72 @@ def multiply(matrix: Matrix, x: torch.Tensor, isa: str | None = None) -> torch.T
     y = torch.empty(matrix.rows)
     _run(_functions(matrix.kind, isa)["product"], matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
     return y
+
+
+def multiply_few(
+    matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, isa: str | None = None
+) -> torch.Tensor:
+    """X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
+
+    Parameters
+    ----------
+    x : `[rows, columns]`, contiguous, float32 or bfloat16.
+    bias : `[matrix.rows]`.
+    isa : one of `runnable()`; None: `best_isa()`.
+
+    Raises
+    ------
+    ValueError : x or the bias does not fit, or x has fewer rows than `least_few`.
+    """
+    name = isa or best_isa()
+    if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"x is {tuple(x.shape)}, not [rows, {matrix.columns}]")
+    count, least = x.shape[0], least_few(matrix, x.dtype, name)
+    if least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
+        raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
+    added = torch.zeros(matrix.rows) if bias is None else bias.float().contiguous()
+    out = torch.empty((count, matrix.rows), dtype=x.dtype)
+    block = -(-count // -(-count // _FEW))
+    function = _few(matrix.kind, _ELEMENTS[x.dtype], name or "")
+    for first in range(0, count, block):
+        rows = slice(first, first + block)
+        _multiply_block(function, matrix, *((x, out) if block == count else (x[rows], out[rows])), added)
+    return out
+
+
+def _multiply_block(function: int, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+    """As many rows of X as stay in a core's own cache."""
+    threads = torch.get_num_threads()
+    share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
+    size = -(-share * matrix.columns * x.itemsize // _LINE) * _LINE
+    scratch = torch.empty(threads * size + _LINE, dtype=torch.uint8)
+    start = -(-scratch.data_ptr() // _LINE) * _LINE
+    parts = (part.data_ptr() for part in (matrix.data, matrix.scales, matrix.mins))
+    given = x.data_ptr(), x.shape[0], out.data_ptr(), matrix.rows, bias.data_ptr()
+    job = _FewJob(0, 0, share, matrix.rows, matrix.columns, *parts, *given, start, size)
+    run_in_team(function, ctypes.addressof(job), threads)
+
+
+def least_few(matrix: Matrix, dtype: torch.dtype, isa: str | None = None) -> int | None:
+    """The least rows of a format that `multiply_few` multiplies with a matrix, on this CPU; None: there is no code."""
+    name = isa or best_isa()
+    if name is None or dtype not in _ELEMENTS or matrix.rows % OUTPUTS:
+        return None
+    if dtype == torch.bfloat16 and (name != "avx512" or "avx512bf16" not in cpu_features()):
+        return None
+    fits = matrix.columns % (ISAS[name].width * (2 if dtype == torch.bfloat16 else 1)) == 0
+    return inputs(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
+
+
+@cache
+def _few(kind: str, element: str, name: str) -> int:
+    """The address of a kind's function, compiled at its first use."""
+    isa, function = AVX512_BF16 if element == "bfloat16" else ISAS[name], f"few_{kind}_{element}"
+    text = ir_codes.declarations() + ir_few.declarations(isa, element)
+    if not LAYOUTS[kind].dense:
+        text += unpack(isa, kind, element)
+    with _compiling:
+        return compiled(text + ir_few.few(isa, kind, element), isa, function)[0]
 
 
 def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: str | None = None) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.rowwise.native import Code, code_for
 from kvtool.core.model.stepping.family import (
     ATTENTION_PARTS,
@@ -108,8 +109,8 @@ class QuickLayer:
         attended = self._attended(normed, tables, cache, rows)
         hidden, normed = code.norm(hidden, between.weight, between.epsilon, more=attended)
         mlp = self.layer.mlp
-        out: torch.Tensor = mlp.down_proj(code.gate(mlp.gate_proj(normed), mlp.up_proj(normed)))
-        return out.add_(hidden)
+        gated = code.gate(_product(mlp.gate_proj, normed), _product(mlp.up_proj, normed))
+        return _product(mlp.down_proj, gated).add_(hidden)
 
     def _attended(
         self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: Rows
@@ -117,7 +118,7 @@ class QuickLayer:
         attention = self.layer.self_attn
         heads = normed.shape[1], -1, attention.head_dim
         queries, keys, values = (
-            product(normed).view(heads) for product in (attention.q_proj, attention.k_proj, attention.v_proj)
+            _product(product, normed).view(heads) for product in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if self.head_norms is not None:
             own = zip((queries, keys), self.head_norms, strict=True)
@@ -127,8 +128,13 @@ class QuickLayer:
         side_by_side = (side.transpose(0, 1)[None] for side in (keys, values))
         keys, values = cache.update(*side_by_side, attention.layer_idx)
         out = rows.attend(attention.layer_idx, queries.transpose(0, 1)[None], keys, values, self.scale)
-        projected: torch.Tensor = attention.o_proj(out.transpose(1, 2).reshape(1, len(queries), -1))
-        return projected
+        return _product(attention.o_proj, out.transpose(1, 2).reshape(1, len(queries), -1))
+
+
+def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
+    packed = isinstance(linear, PackedLinear) and not _is_touched(linear)
+    out: torch.Tensor = linear.rows_product(rows) if packed else linear(rows)
+    return out
 
 
 def _is_touched(module: torch.nn.Module) -> bool:

@@ -46,8 +46,9 @@ class FusedRunner:
         self._fused = self._stepper = None
         prefix, *chunks = (Stored(bytes.fromhex(piece.chunk_id), piece.ids, piece.level) for piece in prompt.pieces)
         source = StoreSource(self._store, self._decoder, self._profiles)
-        laid_out = BenchPrompt(len(prompt.ids), prefix, tuple(chunks), prompt.question).plan(self._store)
-        self._fused = fuse(self._decoder, laid_out, self._selector, source, self._room)
+        with self._store.view():  # as a question has one
+            laid_out = BenchPrompt(0, prefix, tuple(chunks), prompt.question).plan(self._store)
+            self._fused = fuse(self._decoder, laid_out, self._selector, source, self._room)
         return int(self._fused.logits.argmax())
 
     def next(self, token: int) -> int:
