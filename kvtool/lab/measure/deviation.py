@@ -14,6 +14,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.lab.measure.reused import Queries, ReusedPrompt
 
 METRICS = ("v_sse", "k_sse", "kv_sse", "k_l1")  # as `blend` knows them
+_ROUNDING = 1e-6  # relative: what another order of a sum makes of the same numbers in float32
 SHARES = (0.01, 0.02, 0.05, 0.10, 0.15, 0.25, 0.50)
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.25, 0.50)
 CHOICES = ("hkvd", "random", "first")
@@ -157,11 +158,13 @@ def _layer(whole: Deviation, number: int) -> dict[str, Any]:
     sse = {name: rows[number] for name, rows in whole.by_metric.items()}
     v, layers = sse["v_sse"], len(whole.by_metric["v_sse"])
     k_size, v_size = whole.size[:, number].tolist()
-    after = spearman(v, whole.by_metric["v_sse"][number + 1]) if number + 1 < layers and v.any() else None
+    relative = (float(v.sum()) / v_size) ** 0.5 if v_size else 0.0
+    ranked = number + 1 < layers and relative > _ROUNDING
+    after = spearman(v, whole.by_metric["v_sse"][number + 1]) if ranked else None
     return {
         "layer": number,
         **{name: float(rows.mean()) for name, rows in sse.items()},
-        "v_relative": (float(v.sum()) / v_size) ** 0.5 if v_size else 0.0,
+        "v_relative": relative,
         "k_relative": (float(sse["k_sse"].sum()) / k_size) ** 0.5 if k_size else 0.0,
         "quantiles": {str(q): float(v.sqrt().quantile(q)) for q in QUANTILES},
         "top_share": {str(share): top_share(v, share) for share in SHARES},

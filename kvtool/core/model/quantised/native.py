@@ -9,7 +9,6 @@ from functools import cache
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.model.flash.tiling import AVX512_BF16
 from kvtool.core.model.quantised import ir_codes, ir_few, ir_share
 from kvtool.core.model.quantised.ir_few import OUTPUTS, inputs
 from kvtool.core.model.quantised.ir_matvec import product
@@ -17,6 +16,7 @@ from kvtool.core.model.quantised.ir_share import FIELDS, share
 from kvtool.core.model.quantised.ir_unpack import unpack
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix
 from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.ir import AVX512_BF16
 from kvtool.core.native.team import run_in_team
 
 _FewJob = ctypes.c_int64 * len(ir_few.FIELDS)
