@@ -154,6 +154,12 @@ def new_case(name: str, dtype: str = "float32") -> Case:
 case = cache(new_case)  # shared by tests that leave it whole
 
 
+@cache
+def on_cpu(name: str) -> Case:
+    """A shared case of a model that computes on the CPU, whatever device is tested."""
+    return Case(name, "float32", decoder_of(tiny_model(name), "cpu"))
+
+
 # What "recompute everything" and "recompute nothing" mean is read off a selector's parameters, so that a new selector
 # is tested by being registered.
 _EVERYTHING: dict[str, Any] = {"ratio": 1.0, "link_tokens": 10_000}

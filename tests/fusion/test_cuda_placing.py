@@ -19,7 +19,7 @@ from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
 from kvtool.core.fusion.staging import Staging
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
-from tests.fusion.making import BOS, CHUNKS, Case, SpySource, assert_full, case, decoder_of, distance, needed
+from tests.fusion.making import BOS, CHUNKS, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
 from tests.pretended import pretended
 from tests.pretended.streams import Log
 
@@ -48,7 +48,7 @@ def sources(own: Case) -> dict[str, KVSource]:
 @pytest.mark.parametrize("source", ["memory", "records"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str, source: str) -> None:
-    wanted = case(family).fuse(case(family).plan(lead_in=BOS), Epic()).logits
+    wanted = on_cpu(family).fuse(on_cpu(family).plan(lead_in=BOS), Epic()).logits
     own = on_gpu(family)
     plan = own.plan(lead_in=BOS)
     fused = own.fuse(plan, Epic(), sources(own)[source])
@@ -70,7 +70,7 @@ def test_records_held_are_read_from_where_they_are(
     spy = SpySource(StoreSource(Records(own), own.decoder))
     hot = HotSource(spy, limit, device=held_on(own.decoder) if there else None)
     for chunks in (CHUNKS[:2], CHUNKS, CHUNKS[::-1]):
-        wanted = case("llama").fuse(case("llama").plan(chunks, lead_in=BOS), Reuse()).logits
+        wanted = on_cpu("llama").fuse(on_cpu("llama").plan(chunks, lead_in=BOS), Reuse()).logits
         assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Reuse(), hot).logits, wanted) <= 1e-4
     if limit == 10**9:
         assert len(spy.reads) == 2 * LAYERS
@@ -104,7 +104,7 @@ def test_memory_is_used_again_only_when_its_layer_stands(
     monkeypatch.setattr(loader, "default_workers", lambda: 1)
     own = on_gpu("llama")
     plan, source = own.plan(lead_in=BOS), StoreSource(Records(own), own.decoder)
-    wanted = case("llama").fuse(case("llama").plan(lead_in=BOS), Reuse()).logits
+    wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
     assert distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
     monkeypatch.setattr("tests.pretended.streams.Event.synchronize", lambda self: None)
     assert not distance(own.fuse(plan, Reuse(), source).logits, wanted) <= 1e-4
@@ -188,6 +188,6 @@ def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch:
     monkeypatch.setattr(staging, "_MOST", 5000)
     monkeypatch.setattr(staging, "_LEAST", 64)
     own = on_gpu("llama")
-    wanted = case("llama").fuse(case("llama").plan(lead_in=BOS), Reuse()).logits
+    wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
     fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))
     assert distance(fused.logits, wanted) <= 1e-4

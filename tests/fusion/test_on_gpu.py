@@ -17,7 +17,7 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.source import KVSource
 from tests.families import tiny_model
-from tests.fusion.making import BOS, Case, case, decoder_of, distance
+from tests.fusion.making import BOS, Case, decoder_of, distance, on_cpu
 from tests.pretended import pretended
 from tests.pretended.streams import Log
 
@@ -43,7 +43,7 @@ def logits_of(own: Case, selector: Selector, source: KVSource | None = None) -> 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
-    wanted = logits_of(case(family), SELECTORS[name]())
+    wanted = logits_of(on_cpu(family), SELECTORS[name]())
     own = on_gpu(family)
     plan = own.plan(lead_in=BOS)
     gpu.waits.clear()
@@ -56,7 +56,7 @@ def test_records_held_on_the_device(gpu: Log) -> None:
     """The second question reads, from another stream, what the first one kept."""
     own = on_gpu("llama")
     hot = HotSource(own.source, 10**9)
-    wanted = logits_of(case("llama"), Epic())
+    wanted = logits_of(on_cpu("llama"), Epic())
     assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
     assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
 
@@ -86,7 +86,7 @@ def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("broken", [_no_wait_for_layers, _no_wait_for_the_copy, _table_in_another_stream])
 def test_a_race_shows(gpu: Log, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]) -> None:
-    wanted = logits_of(case("llama"), Epic())
+    wanted = logits_of(on_cpu("llama"), Epic())
     own = on_gpu("llama")
     plan = own.plan(lead_in=BOS)
     broken(monkeypatch)

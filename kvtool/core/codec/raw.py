@@ -22,5 +22,5 @@ class Raw(SelfContained):
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer; they share `payload`'s memory and must not be written to."""
         flat = torch.frombuffer(payload, dtype=DTYPES[dtype])
-        keys, values = flat.view(2, *shape)
+        keys, values = flat.view(2, *shape).unbind()
         return keys, values
