@@ -194,7 +194,7 @@ def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: 
         # At one step their errors are alike, so the bits decide.
         step = plain.step_of(wanted[0], number, layer, layers, spread)
         made = [plain.quantise(predicted, side, step) for predicted in wanted]
-        chosen.append(min(made, key=plain.bits) if len(made) > 1 else made[0])
+        chosen.append(min(made, key=lambda one: one.bits))
     restored = torch.stack([torch.from_numpy(quantised.values) for quantised in chosen]).to(dtype).float()
     return plain.pack((chosen[0], chosen[1]), number, sides.shape[1], _errors(sides, restored))
 

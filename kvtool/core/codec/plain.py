@@ -10,6 +10,7 @@ Then u8 table ids of every stream's columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,10 @@ import torch
 from kvtool.core.codec import integers as whole
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import Decoding, decode
-from kvtool.core.codec.entropy.encoder import encode
-from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.codec.entropy.encoder import Encoding, encode_all
+from kvtool.core.codec.entropy.reference import LANES
 from kvtool.core.codec.entropy.symbols import to_symbols
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
+from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
 from kvtool.core.errors import DamagedError
@@ -44,17 +45,40 @@ class Side:
 
     Attributes
     ----------
-    rows : numbers `[rows, columns]`, columns padded to a multiple of 64; for ANCHOR without the anchors' rows.
-    anchors : numbers of the anchors, `[groups, columns]`, or None.
+    rows : for ANCHOR without the anchors' rows.
+    anchors : a row each, or None.
     about : side information without table ids.
+    values : what a decoder makes of it, `[tokens, C]`.
     """
 
     predictor: Predictor
     step: float
-    rows: I16
-    anchors: I16 | None
+    rows: Coding
+    anchors: Coding | None
     about: bytes
-    values: F32  # what a decoder makes of it, [tokens, C]
+    values: F32
+
+    @property
+    def bits(self) -> float:
+        """Bits that it will take, states and side information left out."""
+        return self.rows.bits + (0.0 if self.anchors is None else self.anchors.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Numbers of a stream, int16 `[rows, columns]`, columns padded to a multiple of 64; each column's table, and what
+    they will take together."""
+
+    numbers: I16
+    ids: npt.NDArray[np.uint16]
+    bits: float
+
+    @classmethod
+    def of(cls, rows: I16) -> Coding:
+        """Take the cheapest table for each column of numbers that are yet to be padded."""
+        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
+        numbers[:, : rows.shape[1]] = rows
+        return cls(numbers, *cheapest(numbers))
 
 
 def padded(channels: int) -> int:
@@ -87,7 +111,7 @@ def _mean(side: F32, step: float) -> Side:
     return Side(
         Predictor.MEAN,
         step,
-        _pad(rows),
+        Coding.of(rows),
         None,
         means.view(torch.uint8).numpy().tobytes(),
         rows * np.float32(step) + offset,
@@ -104,8 +128,8 @@ def _anchor(side: F32, step: float) -> Side:
     return Side(
         Predictor.ANCHOR,
         step,
-        _pad(rows[~anchors]),
-        _pad(quantised),
+        Coding.of(rows[~anchors]),
+        Coding.of(quantised),
         widths.astype("<f4").tobytes(),
         rows * np.float32(step) + base,
     )
@@ -115,35 +139,34 @@ def _spread(anchors: F32, tokens: int) -> F32:
     return np.repeat(anchors, GROUP, 0)[:tokens]
 
 
-def _pad(rows: I16) -> I16:
-    return np.pad(rows, ((0, 0), (0, padded(rows.shape[1]) - rows.shape[1])))
-
-
 # ---- tables ------------------------------------------------------------------------------------------------------
 
 
-def choose_tables(rows: I16, tables: TableSet) -> npt.NDArray[np.uint16]:
-    """The cheapest table of each column, escapes counted."""
-    symbols = np.clip(rows, -ZERO, ESCAPE - ZERO).astype(np.int32) + ZERO
-    columns = rows.shape[1]
-    flat = symbols + np.arange(columns, dtype=np.int32) * ALPHABET
-    counts = np.bincount(flat.reshape(-1), minlength=columns * ALPHABET).reshape(columns, ALPHABET)
-    costs = np.where(np.isfinite(tables.costs), tables.costs, tables.costs[:, ESCAPE, None] + 16)
+def cheapest(numbers: I16) -> tuple[npt.NDArray[np.uint16], float]:
+    """The cheapest table of each column, escapes counted; and the bits of all numbers with these."""
+    columns = numbers.shape[1]
+    if not numbers.size:
+        return np.zeros(columns, np.uint16), 0.0
+    first, last = max(int(numbers.min()), -ZERO), min(int(numbers.max()), ESCAPE - ZERO)
+    first, last = min(first, last), max(first, last)
+    width = last - first + 1
+    places = np.clip(numbers, first, last) + (np.arange(columns) * width - first)
+    counts = np.bincount(places.reshape(-1), minlength=columns * width).reshape(columns, width)
     # float64: the sums are as good as exact, whoever adds them up. By torch: numpy's threads would wait for each other.
-    bits = torch.from_numpy(counts).double() @ torch.from_numpy(costs).double().T
-    return np.asarray(bits.numpy().argmin(1), np.uint16)
+    costs = torch.from_numpy(_costs()[:, first + ZERO : last + ZERO + 1])
+    bits, ids = (torch.from_numpy(counts).double() @ costs.T).min(1)
+    return ids.numpy().astype(np.uint16), float(bits.sum())
 
 
-def bits(side: Side) -> float:
-    """Bits that a side will take, states and side information left out."""
-    tables = shipped()
-    total = 0.0
-    for rows in (side.rows, side.anchors):
-        if rows is not None and rows.size:
-            chosen = choose_tables(rows, tables)
-            symbols, escapes = to_symbols(rows, in_order(chosen, tables))
-            total += float(tables.costs[chosen[None], symbols].sum()) + 16 * len(escapes)
-    return total
+@cache
+def _costs() -> npt.NDArray[np.float64]:
+    """Bits of each symbol by the tables that come with kvtool, float64 `[tables, 256]`: what is beyond a table, or is
+    the escape's own symbol, is an escape and 16 bits beside the stream."""
+    costs = shipped().costs.astype(np.float64)
+    escape = costs[:, ESCAPE, None] + 16
+    costs = np.where(np.isfinite(costs), costs, escape)
+    costs[:, ESCAPE, None] = escape
+    return costs
 
 
 # ---- records -----------------------------------------------------------------------------------------------------
@@ -153,27 +176,20 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
     """The record of two quantised sides."""
     tables = shipped()
     parts = [sides[0].rows, sides[1].rows, *(side.anchors for side in sides if side.anchors is not None)]
-    streams: list[Stream] = []
-    ids: list[bytes] = []
-    marked: list[I16] = []
-    for part in parts:
-        chosen = choose_tables(part, tables)
-        columns = in_order(chosen, tables)
-        symbols, escapes = to_symbols(part, columns)
-        streams.append(encode(symbols, columns))
-        ids.append(chosen.astype(np.uint8).tobytes())
-        marked.append(escapes)
+    columns = [in_order(part.ids, tables) for part in parts]
+    found = [to_symbols(part.numbers, of) for part, of in zip(parts, columns, strict=True)]
+    streams = encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])
     return Coded(
         predictors=(sides[0].predictor, sides[1].predictor),
         level=level,
         base=0,
         tokens=tokens,
-        columns=sides[0].rows.shape[1],
+        columns=sides[0].rows.numbers.shape[1],
         streams=tuple(streams),
-        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
+        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate([marked for _, marked in found])),
         steps=(sides[0].step, sides[1].step),
         errors=errors,
-        side=b"".join([sides[0].about, sides[1].about, *ids]),
+        side=b"".join([sides[0].about, sides[1].about, *(part.ids.astype(np.uint8).tobytes() for part in parts)]),
     )
 
 
