@@ -86,7 +86,7 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
 def _by_workers(day: Day) -> dict[str, Any]:
     """Milliseconds of `reuse` and where they go, by how many threads load: page cache warm, and held on the device."""
     decoder = shapes.decoder(day, shapes.shapes(day)[0])
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"in one launch": decoder.rotary.by_kernel}
     with shapes.stored(day, decoder, shapes.contexts(day)[0], "raw") as (store, prompt, _):
         on_disk = StoreSource(store, decoder, ProfileShelf(store))
         held = HotSource(on_disk, sys.maxsize, device=held_on(decoder))

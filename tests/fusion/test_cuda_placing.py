@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
 from kvtool.core.fusion.staging import Staging
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
-from tests.fusion.making import BOS, CHUNKS, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
+from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
 from tests.pretended import pretended
 from tests.pretended.streams import Log
 
@@ -43,6 +44,16 @@ def on_gpu(name: str) -> Case:
 
 def sources(own: Case) -> dict[str, KVSource]:
     return {"memory": own.source, "records": StoreSource(Records(own), own.decoder)}
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="needs a GPU and triton"
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "phi3", "llama-yarn", "gemma"])
+def test_a_real_gpu_places_in_one_launch(family: str) -> None:
+    """What is tried turns out well: otherwise torch's operations would do it, and nobody would notice."""
+    for dtype in DTYPES:
+        assert decoder_of(tiny_model(family, dtype), "cuda").rotary.by_kernel
 
 
 @pytest.mark.parametrize("source", ["memory", "records"])
