@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from kvtool.core.model.rowwise.panels import Panels
 
 _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -51,14 +53,36 @@ def pack_weights(model: torch.nn.Module) -> int:
 def _pack(linear: torch.nn.Linear, keep: bool) -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _ROWS)
     changed: Any = linear
-    changed.forward = functools.partial(_product, packed, linear.bias)
+    changed.forward = LaidOut(packed, linear.bias, Panels.of(packed, linear.weight, linear.bias))
     if not keep:  # its shape stays known
         changed.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
-def _product(weight: torch.Tensor, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return out
+@dataclass(frozen=True, slots=True, eq=False)
+class LaidOut:
+    """The product of a linear layer whose weight oneDNN has laid out, in place of its own forward.
+
+    Attributes
+    ----------
+    panels : the same memory, as our own kernel for few rows reads it; None: it does not.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    panels: Panels | None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Compute `[..., outputs]` of `[..., columns]`, as torch would, bit for bit."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+        return out
+
+    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows of a prompt in the way that is fast for so many: sums may come in another order."""
+        panels = self.panels
+        if panels is None or not panels.serves(rows.numel() // panels.columns):
+            return self(rows)
+        few = rows.reshape(-1, panels.columns).contiguous()
+        return panels.multiply(few).view(*rows.shape[:-1], panels.outputs)
 
 
 def keep_few_kernels() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.packed import LaidOut
 from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.rowwise.native import Code, code_for
 from kvtool.core.model.stepping.family import (
@@ -132,8 +133,17 @@ class QuickLayer:
 
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
-    packed = isinstance(linear, PackedLinear) and not _is_touched(linear)
-    out: torch.Tensor = linear.rows_product(rows) if packed else linear(rows)
+    """A linear layer's product, in the way that is fast for few rows where its weight is kept for that."""
+    laid_out = vars(linear).get("forward")
+    out: torch.Tensor
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        out = linear(rows)
+    elif isinstance(laid_out, LaidOut):
+        out = laid_out.rows_product(rows)
+    elif isinstance(linear, PackedLinear) and laid_out is None:
+        out = linear.rows_product(rows)
+    else:
+        out = linear(rows)
     return out
 
 
