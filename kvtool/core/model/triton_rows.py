@@ -125,9 +125,9 @@ def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
     """One result `[1, heads, rows, head_dim]` of those of the parts of the keys, by their log2-sum-exps."""
     splits, _, heads, rows, head_dim = parts.shape
     joining()[(rows, heads)](
-        parts, sums, out, rows,
+        parts, sums, out, rows, splits,
         parts.stride(0), parts.stride(2), parts.stride(3), out.stride(1), out.stride(2),
-        SPLITS=splits, SIZE=_power(splits), DIM=head_dim, WIDTH=_power(head_dim), num_warps=4,
+        SIZE=_power(_MOST_SPLITS), DIM=head_dim, WIDTH=_power(head_dim), num_warps=4,
     )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def joining() -> Any:
     kernel()  # which looks for triton
     import triton
 
-    return triton.jit(do_not_specialize=["rows"])(_joined)
+    return triton.jit(do_not_specialize=["rows", "splits"])(_joined)  # else one more kernel for every number of parts
 
 
 # Below: Triton, which takes no numbers of this module.
@@ -215,12 +215,12 @@ def _joined(
     sums: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
+    splits: tl.tensor,
     part_split: tl.tensor,
     part_head: tl.tensor,
     part_row: tl.tensor,
     out_head: tl.tensor,
     out_row: tl.tensor,
-    SPLITS: tl.constexpr,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -228,7 +228,7 @@ def _joined(
     """One row of one head: a part of which it sees nothing has -inf, and no share."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     split, column = tl.arange(0, SIZE).to(tl.int64), tl.arange(0, WIDTH)
-    here = split < SPLITS
+    here = split < splits
     found = tl.load(sums + (split * tl.num_programs(1) + head) * rows + row, mask=here, other=float("-inf"))
     share = tl.exp2(found - tl.max(found, 0))
     place = split[:, None] * part_split + head * part_head + row * part_row + column[None, :]
