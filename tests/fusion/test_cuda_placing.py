@@ -14,8 +14,10 @@ from kvtool.core.fusion import loader, staging
 from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.placing import Turning
+from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
 from kvtool.core.fusion.staging import Staging
 from tests.families import tiny_model
@@ -103,7 +105,22 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
     plan = own.plan(lead_in=BOS)
     for _ in range(2):  # the first question brings the records to where they are held
         own.fuse(plan, Reuse(), hot)
-    assert crossed == [64 * len(plan.cached)] * (2 * LAYERS)  # the table alone
+    assert crossed == [64 * len(plan.cached)] * LAYERS  # the table alone; the second question needs no thread
+
+
+@pytest.mark.parametrize("selector", [Reuse, Epic, Union])
+def test_what_is_held_is_placed_before_the_pass_by_no_thread(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, selector: type[Selector]
+) -> None:
+    own = on_gpu("qwen3")
+    wanted = case("qwen3").fuse(case("qwen3").plan(lead_in=BOS), selector()).logits
+    hot = HotSource(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
+    plan = own.plan(lead_in=BOS)
+    own.fuse(plan, Reuse(), hot)
+    kernel.launches.clear()
+    monkeypatch.setattr(loader.Loader, "_run", None)
+    assert distance(own.fuse(plan, selector(), hot).logits, wanted) <= 1e-4
+    assert len(kernel.launches) == LAYERS
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -66,6 +66,7 @@ class CudaPlacing(Placing):
 
     def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
         super().__init__()
+        self._compute = compute
         self._stream = torch.cuda.Stream(compute.device)
         self._stream.wait_stream(compute)
         self._crossings = [_Crossing(Staging(layer_bytes)) for _ in range(2)]
@@ -108,6 +109,44 @@ class CudaPlacing(Placing):
         self._moments.append(moments)
         self.upload_s += time.perf_counter() - started
         return len(self._moments) - 1
+
+    def place_held(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[Sequence[LayerKV]],
+        buffers: Sequence[BufferLayer],
+        turning: Turning,
+    ) -> bool:
+        """Place all layers from where they are held on the device, in the stream of the computing.
+
+        Returns
+        -------
+        False: some of it does not fit one launch a layer; nothing was placed.
+        """
+        if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
+            return False
+        started = time.perf_counter()
+        self._crossings[0].read = [kv for kvs in layers for kv in kvs]  # until it is waited for
+        table = triton_place.described(
+            [
+                Piece(Side.of(keys), Side.of(values), segment.start, segment.stop - segment.start)
+                for kvs in layers
+                for segment, (keys, values) in zip(segments, kvs, strict=True)
+            ]
+        )
+        there = torch.from_numpy(table).to(buffers[0].keys.device, non_blocking=True)
+        begun, uploaded, placed = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        begun.record(self._compute)
+        uploaded.record(self._compute)
+        for layer, buffer in enumerate(buffers):
+            cos, sin = turning.flat if turning.rotary.rotates(layer) else (None, None)
+            some = slice(layer * len(segments), (layer + 1) * len(segments))
+            triton_place.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
+        placed.record(self._compute)
+        self._crossings[0].placed = placed
+        self._moments.append((begun, uploaded, placed))
+        self.upload_s += time.perf_counter() - started
+        return True
 
     def wait(self, mark: int) -> None:
         self._moments[mark][2].wait()

@@ -75,6 +75,13 @@ class HotSource:
                     self._keep(_key(segments[number]), layer, kv, mark)
         return [kv for kv in found if kv is not None]
 
+    def whole(self, segments: Sequence[Segment], layers: int) -> list[list[LayerKV]] | None:
+        """All layers of several segments, by layer; None: some are not held, or not on a GPU."""
+        with self._lock:
+            found = [[self._get(_key(segment), layer) for segment in segments] for layer in range(layers)]
+        whole = [[kv for kv in kvs if kv is not None and kv[0].is_cuda] for kvs in found]
+        return whole if all(len(kvs) == len(segments) for kvs in whole) else None
+
     def hold(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold KV that came from elsewhere, each `[layers, kv_heads, tokens, head_dim]`, un-rotated."""
         copies = self._copies(list(zip(keys, values, strict=True)))

@@ -15,6 +15,7 @@ import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.cuda_placing import CudaPlacing
+from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
@@ -70,6 +71,8 @@ class Loader:
         ]
 
     def __enter__(self) -> Loader:
+        if self._is_held():
+            return self
         for thread in self._threads:
             thread.start()
         return self
@@ -80,7 +83,7 @@ class Loader:
         # A thread in the middle of a slow read ends after it; the buffers it fills are given up.
         slow = isinstance(error, RecordMissing) and error.stored
         for thread, worker in zip(self._threads, self._workers, strict=True):
-            if not slow:
+            if not slow and thread.ident is not None:
                 thread.join()
             if self._given_up and not thread.is_alive():
                 worker.placing.finish()
@@ -136,6 +139,24 @@ class Loader:
                 ready.set()
         if self._given_up:
             worker.placing.finish()
+
+    @torch.inference_mode()
+    def _is_held(self) -> bool:
+        """Place all layers here and now where they are held on the device: a thread would only take turns with this
+        one, for work that is over before the first layer has computed."""
+        if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, HotSource):
+            return False
+        layers = self._source.whole(self._segments, len(self._ready))
+        placing = self._workers[0].placing
+        if layers is None or not isinstance(placing, CudaPlacing):
+            return False
+        started = time.perf_counter()
+        if not placing.place_held(self._segments, layers, self._cache.buffers, self._turning):
+            return False
+        add_span(self._timeline, "place", started)
+        for ready in self._ready:
+            ready.set()
+        return True
 
     def _next(self) -> int | None:
         with self._turn:
