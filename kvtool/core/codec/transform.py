@@ -251,9 +251,9 @@ def _base_of(coded: Coded, item: Encoded) -> Parsed:
 
 def add_outside(profile: Profile, layer: int, level: str, records: Sequence[Coded], out: torch.Tensor) -> None:
     """Add to sides `[2, tokens, groups, size]` of some records, end to end, the escapes that stand in columns which are
-    not coded: few, so each is a row of the basis."""
+    not coded: few, so each is a row of the basis. They are large and cancel each other: summed up in float32."""
     layout, widths = profile.layout, np.asarray(profile.coded(level, layer).widths)
-    back, _ = profile.backward(layer, level, out.dtype, out.device)
+    back, _ = profile.backward(layer, level, torch.float32, out.device)
     first = 0
     for coded in records:
         rows, columns = np.divmod(coded.escapes.places.astype(np.int64), layout.stride)
@@ -262,7 +262,9 @@ def add_outside(profile: Profile, layer: int, level: str, records: Sequence[Code
         for number in np.unique(group[outside]):
             here = outside & (group == number)
             side, part = divmod(int(number), layout.groups)
-            times = torch.from_numpy(coded.escapes.placed[here].astype(np.float32))[:, None].to(out.device, out.dtype)
+            times = torch.from_numpy(coded.escapes.placed[here].astype(np.float32))[:, None].to(out.device)
             rows_here, which = (torch.from_numpy(some).to(out.device) for some in (rows[here] + first, within[here]))
-            out[side, :, part].index_add_(0, rows_here, back[side, part, which] * times)
+            wide = out[side, first : first + coded.tokens, part].float()
+            wide.index_add_(0, rows_here - first, back[side, part, which] * times)
+            out[side, first : first + coded.tokens, part] = wide.to(out.dtype)
         first += coded.tokens
