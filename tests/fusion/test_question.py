@@ -18,6 +18,7 @@ from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.model import attention
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, plain_model, same_bits, tokens
 
 LAYERS = 4
@@ -75,6 +76,26 @@ def test_questions_of_any_length(llama: Case, length: int, pooling: Pooling) -> 
 def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
     plan = llama.plan(lead_in=BOS, holes=(1,))
     assert torch.allclose(ours(llama, plan, range(LAYERS)), eager(llama, plan, range(LAYERS)), atol=2e-6, rtol=1e-4)
+
+
+def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its queries and keys, before it attends to anything; a hole's rows are computed to the end."""
+    one, attended = case("llama"), []
+    attend = attention.attend_rows
+
+    def counted(*given: Any) -> torch.Tensor:
+        attended.append(1)
+        return attend(*given)
+
+    monkeypatch.setattr(attention, "attend_rows", counted)
+    for plan, layers, count in (
+        (one.plan(lead_in=BOS), range(1, 3), 2),
+        (one.plan(lead_in=BOS), range(LAYERS), LAYERS - 1),
+        (one.plan(lead_in=BOS, holes=(1,)), range(1, 3), LAYERS),
+    ):
+        attended.clear()
+        ours(one, plan, layers)
+        assert len(attended) == count
 
 
 @pytest.mark.parametrize("ratio", [0.02, 0.15, 0.5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -17,12 +18,16 @@ from kvtool.core.model.weights import mean_weights
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
 
-class _Watch:
-    """Sums up the attention of the last rows of a pass, layer by layer."""
+class _Seen(Exception):
+    """Ends a pass at the last layer that is asked: all behind its queries and keys would be computed for nothing."""
 
-    def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling) -> None:
+
+class _Watch:
+    """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one."""
+
+    def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
         self._positions = rows.positions[-count:]
-        self._layers, self._pooling = layers, pooling
+        self._layers, self._pooling, self._ends = layers, pooling, ends
         self._total = torch.zeros(length, device=rows.positions.device)
 
     @property
@@ -45,6 +50,8 @@ class _Watch:
             last = weights[-1]
         pooled = squares.sqrt_()
         self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
+        if self._ends and layer == self._layers[-1]:
+            raise _Seen
 
 
 def question_attention(
@@ -52,7 +59,7 @@ def question_attention(
 ) -> torch.Tensor:
     """Attention of the question over the whole prompt, cached rows as they are reused, at their true positions.
 
-    Question and holes are computed; their rows in the cache are those of this pass.
+    Question and holes are computed, these at every layer; their rows in the cache are those of this pass.
 
     Parameters
     ----------
@@ -65,9 +72,11 @@ def question_attention(
     float32 `[plan.length]`.
     """
     rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device)
-    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling)
+    ends = not bool(plan.mask("miss").any())
+    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
     cache.before_update = lambda layer, count: loader.wait(layer)
     ids = plan.ids
-    decoder.walk([ids[position] for position in rows.order], replace(rows, watch=watch), cache)
+    with suppress(_Seen):
+        decoder.walk([ids[position] for position in rows.order], replace(rows, watch=watch), cache)
     cache.before_update = None
     return watch.mean.cpu()

@@ -96,7 +96,9 @@ def fused_work(fused: Fused, selector: Selector) -> list[Work]:
     main = tuple(_layer_work(rows, fresh, fused) for rows in fused.tokens.rows)
     if not asked or not selector.uses_cache:
         return [main]
-    return [(LayerWork(len(fresh), keys_seen(fresh)),) * asked.stop, main]
+    # It ends with the last layer's queries and keys, which are left out here; a hole is computed to the end.
+    whole = len(fused.tokens.rows) if bool(fused.plan.mask("miss").any()) else asked.stop - 1
+    return [(LayerWork(len(fresh), keys_seen(fresh)),) * whole, main]
 
 
 def _layer_work(rows: int, fresh: list[int], fused: Fused) -> LayerWork:
