@@ -113,7 +113,7 @@ def test_what_is_held_is_placed_before_the_pass_by_no_thread(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, selector: type[Selector]
 ) -> None:
     own = on_gpu("qwen3")
-    wanted = case("qwen3").fuse(case("qwen3").plan(lead_in=BOS), selector()).logits
+    wanted = on_cpu("qwen3").fuse(on_cpu("qwen3").plan(lead_in=BOS), selector()).logits
     hot = HotSource(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
     plan = own.plan(lead_in=BOS)
     own.fuse(plan, Reuse(), hot)
