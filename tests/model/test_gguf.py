@@ -21,7 +21,7 @@ from kvtool.core.model import gguf as conversion
 from kvtool.core.model.files import PACKED
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.gguf import converted
-from kvtool.core.model.gguf_header import read_header
+from kvtool.core.model.gguf_header import GgufHeader, read_header
 from kvtool.core.model.load import load_model, load_tokenizer
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.tokens import encode
@@ -312,3 +312,13 @@ def test_packaged_model() -> None:
     assert time.monotonic() - started < 5
     ids = torch.tensor([encode(loaded.tokenizer, "The capital of France is")])
     assert "Paris" in loaded.tokenizer.decode(loaded.model.generate(ids, max_new_tokens=4, do_sample=False)[0])
+
+
+def test_texts_begin_as_the_file_says() -> None:
+    """`transformers`' reader passed the header's word over before 5.23."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_bos_token = False
+    assert tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id
+    for told, begins in ((False, False), (True, True)):
+        conversion._begin_as_told(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
+        assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) is begins

@@ -135,6 +135,7 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
         # AutoTokenizer would read the whole header once more
         tokenizer = TokenizersBackend.from_pretrained(**source, trust_remote_code=False)
         _split_digits(header, tokenizer)
+        _begin_as_told(header, tokenizer)
         model, report = AutoModelForCausalLM.from_pretrained(
             **source,
             config=config,
@@ -254,6 +255,12 @@ def _split_digits(header: GgufHeader, tokenizer: Any) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
+
+
+def _begin_as_told(header: GgufHeader, tokenizer: Any) -> None:
+    """Begin texts with BOS where the file says so, which `transformers`' GGUF reader passed over before 5.23."""
+    if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
+        tokenizer.add_bos_token = True
 
 
 _OTHER_MODEL = "use the model's original safetensors, or another model"
