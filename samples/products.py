@@ -3,9 +3,10 @@
 For every kind of weights that a GGUF file may have: what one row takes, multiplied with the packed weights, and what
 unpacking them takes, on each instruction set that this CPU runs; GB/s count the packed weights read, `of sum` is that
 by what a plain sum over memory of the same size reads. Then, for `--kind`, a pass of several rows through all weights
-by three ways: plain weights (`dense`), unpacked before each product (`unpacked`, as `PackedLinear` does it) and one
-packed product for each row (`by row`); in bfloat16 also with weights that oneDNN has laid out (`onednn`). All take
-turns, and the least time of each counts.
+by several ways: plain weights (`dense`), unpacked before each product (`unpacked`, as an ingest does it), unpacked some
+at a time and multiplied in the cache (`few`, as a question's rows are) and one packed product for each row (`by row`);
+in bfloat16 also with weights that oneDNN has laid out, by its own products (`onednn`) and, up to 320 rows, by ours over
+the same memory (`panels`). All take turns, and the least time of each counts.
 """
 
 from __future__ import annotations
@@ -93,8 +94,11 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
             "dense": lambda g=given: [F.linear(g[weight.shape[1]], weight) for weight in plain],
             "unpacked": lambda g=given: [layer.unpacked_product(g[layer.in_features]) for layer in packed],
         }
+        if number > 1:
+            calls["few"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in packed]
         if laid_out:
             calls["onednn"] = lambda g=given: [layer(g[layer.in_features]) for layer in laid_out]
+            calls["panels"] = lambda g=given: [layer.forward.rows_product(g[layer.in_features]) for layer in laid_out]
         if number <= 16:
             calls["by row"] = lambda g=given: [
                 layer(row[None]) for layer in packed for row in g[layer.in_features].unbind()

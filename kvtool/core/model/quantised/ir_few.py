@@ -34,6 +34,7 @@ def declarations(isa: Isa, element: str) -> str:
         floats = vector(isa.width, "float")
         pairs = vector(2 * isa.width, "bfloat")
         text += f"declare {floats} @llvm.x86.avx512bf16.dpbf16ps.512({floats}, {pairs}, {pairs})\n"
+        text += f"declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512({floats})\n"
     return text
 
 

@@ -71,6 +71,12 @@ class _Unpacking:
 
     def _store(self, weights: str, place: str, at: int) -> None:
         body, width = self._body, self._isa.width
+        if (
+            self.element == "i16" and "avx512bf16" in self._isa.features
+        ):  # which a module then declares: one instruction
+            short = body(f"call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> {weights})")
+            body.store("<16 x i16>", body(f"bitcast <16 x bfloat> {short} to <16 x i16>"), place, at)
+            return
         words, floats = vector(width, "i32"), vector(width, "float")
         bits = body(f"bitcast {floats} {weights} to {words}")
         odd = body(f"and {words} {body(f'lshr {words} {bits}, {splat(16)}')}, {splat(1)}")  # ties go to even
