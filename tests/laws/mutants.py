@@ -17,8 +17,9 @@ def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
     """The loader rotates every cached key once more."""
     load = loader.Loader._load
 
-    def twice(self: Any, layer: int, table: Table, worker: Any) -> None:
-        load(self, layer, table, worker)
+    def twice(self: Any, layer: int, turning: Any, worker: Any) -> None:
+        load(self, layer, turning, worker)
+        table = turning.table
         for segment in self._segments:
             span = self._cache.buffers[layer].keys[:, :, segment.start : segment.stop]
             span.copy_(self._decoder.rotary.rotate(span, table[segment.start : segment.stop], layer))
