@@ -119,13 +119,15 @@ def test_few_blocks_split_the_keys_and_many_do_not() -> None:
     assert splits_for(4096, 65536, tile, 132) == 1
 
 
-def compiled(dtype: torch.dtype, head_dim: int, rows: int, capability: int) -> tuple[str, int]:
+def compiled(
+    dtype: torch.dtype, head_dim: int, rows: int, capability: int, memory: int = 100 * 1024
+) -> tuple[str, int]:
     """PTX and bytes of shared memory; runs in a process that compiles."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, tile = triton_rows.kernel(), tile_for(rows, head_dim, dtype)
+    kernel, tile = triton_rows.kernel(), tile_for(rows, head_dim, dtype, memory)
     constants = triton_rows.constants(4, head_dim, tile, 4, dtype)
     of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
     known = {"query": of, "key": of, "value": of, "out": "*fp32", "sums": "*fp32", "at": "*i64"}
@@ -148,6 +150,8 @@ def test_it_compiles_for_the_gpus_it_is_meant_for(tmp_path: Path) -> None:
         many = process.submit(compiled, torch.bfloat16, 128, 512, 90).result()
         few = process.submit(compiled, torch.bfloat16, 64, 4, 80).result()
         wide = process.submit(compiled, torch.float32, 96, 512, 90).result()
+        large = [process.submit(compiled, torch.bfloat16, 128, 512, sm, kb * 1024) for sm, kb in ((80, 163), (90, 227))]
+        assert [one.result()[1] < kb * 1024 for one, kb in zip(large, (163, 227), strict=True)] == [True, True]
     assert "wgmma.mma_async" in many[0]  # Hopper's own products
     assert "mma.sync" in few[0]
     assert few[1] < 100 * 1024

@@ -177,8 +177,11 @@ def _projection(
 def _linear(module: Any) -> Map:
     if type(module) is not torch.nn.Linear:
         raise Unfit(f"{type(module).__name__} is no plain linear layer")
-    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-    return lambda rows: F.linear(rows, weight, bias)
+    across = module.weight.detach().t()  # turned once: at each call it would cost a fifth of what a product does
+    if module.bias is None:
+        return lambda rows: torch.mm(rows, across)
+    bias = module.bias.detach()
+    return lambda rows: torch.addmm(bias, rows, across)
 
 
 def _mlp(module: Any) -> Map:
