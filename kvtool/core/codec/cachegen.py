@@ -215,7 +215,7 @@ def _rms(side: plain.F32) -> float:
 def _flat(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """float32 `[2, tokens, C]`."""
     kv_heads, tokens, head_dim = keys.shape
-    sides = torch.empty((2, tokens, kv_heads, head_dim))
+    sides = torch.empty((2, tokens, kv_heads, head_dim), dtype=torch.float32)
     for out, side in zip(sides, (keys, values), strict=True):
         out.copy_(side.transpose(0, 1))
     return sides.view(2, tokens, -1)

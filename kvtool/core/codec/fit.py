@@ -61,7 +61,7 @@ def fit_profile(
     """
     layers, channels = sensitivity.shape[1:3]
     layout = Layout(groups, channels // groups)
-    means = torch.empty((layers, SIDES, channels))
+    means = torch.empty((layers, SIDES, channels), dtype=torch.float32)
     basis = torch.empty((layers, SIDES, groups, layout.size, layout.size), dtype=torch.bfloat16)
     counts = _Counts(layers, layout)
 
@@ -85,7 +85,7 @@ def fit_profile(
 
 def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, step: float) -> torch.Tensor:
     """Rows of one step of a coefficient each, `[groups, size, size]`, the coefficient of the widest spread first."""
-    out = torch.empty((layout.groups, layout.size, layout.size))
+    out = torch.empty((layout.groups, layout.size, layout.size), dtype=torch.float32)
     for group in range(layout.groups):
         channels = slice(group * layout.size, (group + 1) * layout.size)
         root, inverse = _roots(sensitivity[channels, channels])

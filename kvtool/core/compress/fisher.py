@@ -71,7 +71,7 @@ def fisher(
     float32 `[2, layers, C, C]`, C = kv_heads * head_dim: the mean over the chunks' tokens.
     """
     size = decoder.kv_heads * decoder.head_dim
-    total = torch.zeros((2 * len(decoder.layers), size, size))
+    total = torch.zeros((2 * len(decoder.layers), size, size), dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
     before = [] if prefix is None else [prefix]
     lead = sum(part.keys.shape[2] for part in before)

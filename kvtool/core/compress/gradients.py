@@ -104,7 +104,7 @@ def _logits(decoder: Decoder, prompts: Sequence[Asked], rows: _Rows) -> torch.Te
 def _pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """The gradient, with respect to the logits, of the log-chances of tokens drawn from them."""
     chances = torch.softmax(logits, -1)
-    lot = torch.rand((len(chances), 1), generator=draw).to(chances)
+    lot = torch.rand((len(chances), 1), generator=draw, dtype=torch.float32).to(chances)
     said = torch.searchsorted(chances.cumsum(-1), lot).clamp_max_(chances.shape[-1] - 1)
     return (-chances).scatter_add_(1, said, torch.ones_like(lot))
 

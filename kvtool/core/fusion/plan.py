@@ -117,7 +117,7 @@ class Plan:
 
     def sensitivity(self) -> torch.Tensor:
         """float32 `[length]`: what was kept of each cached token, the mean of these where nothing was."""
-        values = torch.full((self.length,), torch.nan)
+        values = torch.full((self.length,), torch.nan, dtype=torch.float32)
         for segment in self.cached:
             if segment.source.sensitivity:
                 kept = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)

@@ -28,7 +28,7 @@ class _Watch:
     def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
         self._positions = rows.positions[-count:]
         self._layers, self._pooling, self._ends = layers, pooling, ends
-        self._total = torch.zeros(length, device=rows.positions.device)
+        self._total = torch.zeros(length, device=rows.positions.device, dtype=torch.float32)
 
     @property
     def mean(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ _DTYPES = {
 }
 _SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_CODE = "it needs code from its own folder, which kvtool does not run"
+_settings = threading.RLock()
 _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 
@@ -278,9 +280,18 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings."""
+    """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings.
+
+    One thread at a time: of what is restored, and of torch's default dtype, which loading a model sets and restores,
+    there is one a process. Two that loaded at once left it at bfloat16, and computed other numbers from then on.
+    """
     from transformers.utils import logging
 
+    with _settings:
+        yield from _quietly(logging)
+
+
+def _quietly(logging: Any) -> Iterator[None]:
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -112,7 +112,7 @@ class Rotary:
         if not self._device.startswith("cuda") or importlib.util.find_spec("triton") is None:
             return False
         table = self.table(torch.tensor([0, 1, 77, 1999], device=self._device))
-        keys = torch.randn((1, 2, 4, self._head_dim), generator=torch.Generator().manual_seed(0))
+        keys = torch.randn((1, 2, 4, self._head_dim), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         keys = keys.to(self._dtype).to(self._device)
         placed = torch.empty((2, *keys.shape), dtype=keys.dtype, device=keys.device)
         pieces = triton_place.described([Piece(Side.of(keys[0]), Side.of(keys[0]), 0, 4)])
@@ -146,7 +146,7 @@ class Rotary:
             return False
         table = self.table(torch.tensor([0, 1, 77, 1999]))
         draw = torch.Generator().manual_seed(0)
-        keys = torch.randn((1, 2, 4, self._head_dim), generator=draw)
+        keys = torch.randn((1, 2, 4, self._head_dim), generator=draw, dtype=torch.float32)
         out = torch.empty_like(keys)
         if not Move(out[0], keys[0], table.cos[0], table.sin[0]).fits or not _both_halves_alike(table):
             return False

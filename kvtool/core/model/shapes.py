@@ -185,7 +185,7 @@ def _compute_rotary(model: Any, config: Any, device: str) -> None:
 def _fill(model: Any, device: str, seed: int) -> None:
     """Norms 1, all else random. One block serves all weights: to draw 8e9 numbers takes a minute."""
     draw = torch.Generator().manual_seed(seed)
-    block = (torch.randn(_BLOCK, generator=draw) * _SPREAD).to(model.dtype).to(device)
+    block = (torch.randn(_BLOCK, generator=draw, dtype=torch.float32) * _SPREAD).to(model.dtype).to(device)
     for path, weight in model.named_parameters():
         if path.endswith("norm.weight"):
             weight.fill_(1)

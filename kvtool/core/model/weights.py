@@ -42,7 +42,7 @@ def mean_weights(
     group, scale = heads // kv_heads, head_dim**-0.5 if scaling is None else scaling
     first = int(positions[0]) + 1
     hidden = torch.arange(first, keys) > positions[:, None]
-    total = torch.zeros((rows, keys))
+    total = torch.zeros((rows, keys), dtype=torch.float32)
     step = max(1, _SCORE_BYTES // (total.itemsize * group * keys))
     for begin in range(0, rows, step):
         some = slice(begin, min(begin + step, rows))

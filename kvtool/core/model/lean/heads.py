@@ -103,7 +103,7 @@ def in_halves(heads: torch.Tensor, table: Table) -> torch.Tensor:
 def _rotating(decoder: Decoder) -> list[bool]:
     """Which layers rotate: tried with the model's own function, whose halves must be those of `in_halves`."""
     table = decoder.rotary.table(torch.tensor([37], device=decoder.device))
-    probe = torch.linspace(-1, 1, decoder.head_dim, device=decoder.device)[None, None, None]
+    probe = torch.linspace(-1, 1, decoder.head_dim, device=decoder.device, dtype=torch.float32)[None, None, None]
     halves, found = in_halves(probe, table), []
     for layer in range(len(decoder.layers)):
         given = decoder.rotary.rotate(probe, table, layer)

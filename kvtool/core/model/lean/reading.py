@@ -126,7 +126,7 @@ def _multiplies(kind: type, module: Any, epsilon: float) -> bool:
     if (kind, weight.dtype) not in _found:
         with torch.inference_mode():
             probe = torch.linspace(-2, 3, weight.numel(), dtype=torch.float32).to(weight.device, weight.dtype)
-            factor = torch.linspace(0.5, 2, weight.numel()).to(weight.device, weight.dtype)
+            factor = torch.linspace(0.5, 2, weight.numel(), dtype=torch.float32).to(weight.device, weight.dtype)
             # With a weight that tells: the module's own may be all ones.
             given = torch.func.functional_call(module, {"weight": factor}, (probe,)).float()
             wanted = F.rms_norm(probe, probe.shape, factor, epsilon).float()

@@ -49,7 +49,7 @@ def multiply(matrix: Matrix, x: torch.Tensor, isa: str | None = None) -> torch.T
     """
     if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
-    y = torch.empty(matrix.rows)
+    y = torch.empty(matrix.rows, dtype=torch.float32)
     _run(_functions(matrix.kind, isa)["product"], matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
     return y
 
@@ -75,7 +75,7 @@ def multiply_few(
     count, least = x.shape[0], least_few(matrix, x.dtype, name)
     if least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
         raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
-    added = torch.zeros(matrix.rows) if bias is None else bias.float().contiguous()
+    added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
     out = torch.empty((count, matrix.rows), dtype=x.dtype)
     block = -(-count // -(-count // _FEW))
     function = _few(matrix.kind, _ELEMENTS[x.dtype], name or "")

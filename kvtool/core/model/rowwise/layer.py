@@ -211,7 +211,7 @@ def _is_alike(decoder: Decoder, quick: QuickLayer) -> bool:
     rows = Rows.of(torch.arange(_TRIED), decoder.device)
     draw = torch.Generator().manual_seed(0)
     size = quick.norms[0].weight.numel()
-    hidden = torch.randn((1, _TRIED, size), generator=draw).to(decoder.dtype)
+    hidden = torch.randn((1, _TRIED, size), generator=draw, dtype=torch.float32).to(decoder.dtype)
     tables = decoder.base.rotary_emb(hidden, position_ids=rows.positions[None])
     results = []
     for forward in (quick.layer, quick):

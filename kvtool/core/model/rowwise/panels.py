@@ -56,7 +56,7 @@ class Panels:
         address = int(torch.ops.mkldnn.data_ptr(packed))
         if not _lies_in_panels(address, weight):
             return None
-        added = torch.zeros(outputs) if bias is None else bias.detach().float().contiguous()
+        added = torch.zeros(outputs, dtype=torch.float32) if bias is None else bias.detach().float().contiguous()
         return cls(packed, address, outputs, columns, added)
 
     def serves(self, rows: int) -> bool:

@@ -33,7 +33,7 @@ class CudaGraphStepper:
         self._plain = TorchStepper(decoder, cache)
         self._step: StaticStep | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, dtype=torch.float32)
         self._warm = 0
         self.why = ""
 

@@ -199,7 +199,7 @@ def norm_of(module: Any) -> Norm:
 def activation_of(mlp: Any) -> str:
     """Which function the gate goes through, by what it gives."""
     function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    probe = torch.linspace(-6, 6, 49)
+    probe = torch.linspace(-6, 6, 49, dtype=torch.float32)
     known: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": F.silu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -234,7 +234,7 @@ def rotaries_of(decoder: Decoder) -> list[int]:
     """How many numbers of a head each layer rotates, if it does so in halves as is usual."""
     table = decoder.rotary.table(torch.tensor([37]))
     width, half = table.cos.shape[-1], table.cos.shape[-1] // 2
-    probe = torch.linspace(-1, 1, decoder.head_dim)[None, None, None]
+    probe = torch.linspace(-1, 1, decoder.head_dim, dtype=torch.float32)[None, None, None]
     turned = torch.cat([-probe[..., half:width], probe[..., :half]], -1)
     halves = torch.cat([probe[..., :width] * table.cos + turned * table.sin, probe[..., width:]], -1)
     found = []

@@ -98,5 +98,5 @@ def _is_same(weight: torch.Tensor, mapped: torch.Tensor) -> bool:
         return False
     if weight.device.type != "cpu":
         return True  # the first step is compared in any case
-    rows = torch.linspace(0, len(weight) - 1, _PROBED).long()
+    rows = torch.linspace(0, len(weight) - 1, _PROBED, dtype=torch.float32).long()
     return torch.equal(weight[rows].float(), mapped[rows].float())

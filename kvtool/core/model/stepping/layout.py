@@ -54,12 +54,12 @@ class Buffers:
         self.output = self._shared(family.hidden)
 
     def _shared(self, count: int) -> Place:
-        self.tensors.append(torch.zeros(count))
+        self.tensors.append(torch.zeros(count, dtype=torch.float32))
         return Place(self.tensors[-1].data_ptr())
 
     def _own(self, count: int) -> Place:
         rows = -(-count // _LINE) * _LINE
-        self.tensors.append(torch.zeros(self._threads, rows))
+        self.tensors.append(torch.zeros(self._threads, rows, dtype=torch.float32))
         return Place(self.tensors[-1].data_ptr(), 4 * rows)
 
 

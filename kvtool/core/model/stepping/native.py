@@ -68,7 +68,7 @@ class Engine:
         kinds = sorted({one.kind for one in operations})
         self._uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
         self._context = np.zeros(len(CONTEXT), np.int64)
-        self._parts = torch.empty(0)
+        self._parts = torch.empty(0, dtype=torch.float32)
         self._tables: dict[int, torch.Tensor] = {}
 
     def step(self, decoder: Decoder, token: int, cache: PromptCache) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Engine:
         blocks = -(-capacity // BLOCK)
         size = self._family.heads * blocks * (HEADROOM + self._family.head_dim)
         if self._parts.numel() < size:
-            self._parts = torch.empty(size)
+            self._parts = torch.empty(size, dtype=torch.float32)
         keys = [buffer.keys.data_ptr() for buffer in cache.buffers]
         values = [buffer.values.data_ptr() for buffer in cache.buffers]
         for kind in ("keys", "attend"):

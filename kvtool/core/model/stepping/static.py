@@ -77,7 +77,7 @@ class _DeviceRow:
 
     def __init__(self, positions: torch.Tensor, capacity: int, dtype: torch.dtype) -> None:
         self.positions, self.capacity, self._dtype = positions, capacity, dtype
-        self._mask = torch.empty(0)
+        self._mask = torch.empty(0, dtype=torch.float32)
 
     def look(self) -> None:
         """Make the mask of the position as it is now: numbers, of which a kernel would make some for every layer.
