@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results go")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages to be put before those that are here")
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=[*STAGES], help="default: all, in this order")
+    parser.add_argument("--steps", default="", metavar="REGEX", help="only steps whose names contain it")
     parser.add_argument("--minutes", type=float, default=9.0, help="for this call; each stage has 8 at most")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="an earlier results.json; else that in OUT goes on")
     parser.add_argument("--model", type=Path, help="a GGUF file or folder for the stage `models`")
@@ -95,7 +97,7 @@ def run_stage(stage: str, options: argparse.Namespace, end: float) -> None:
         command = [sys.executable, __file__, "--only", stage, "--run", options.run, "--out", str(options.out)]
         command += ["--minutes", str((left - 5) / 60), "--device", options.device]
         command += ["--dry"] if options.dry else []
-        for name in ("model", "scratch"):
+        for name in ("model", "scratch", "steps"):
             value = getattr(options, name)
             command += [f"--{name}", str(value)] if value else []
         try:
@@ -143,6 +145,7 @@ def one_stage(options: argparse.Namespace) -> int:
         run=options.run,
         scratch=scratch.resolve(),
         model=options.model.resolve() if options.model else None,
+        only=re.compile(options.steps),
     )
     module = importlib.import_module(f"samples.gpu_day.{options.only}")
     try:
@@ -151,8 +154,9 @@ def one_stage(options: argparse.Namespace) -> int:
     except OutOfTime as late:
         print(f"{options.only}: out of time before {late}", flush=True)
         return 0
+    day.results.stages.setdefault(options.only, {"steps": {}})
     failed = [name for name, step in day.results.stages[options.only]["steps"].items() if "value" not in step]
-    day.results.stages[options.only]["finished"] = not failed
+    day.results.stages[options.only]["finished"] = not failed and not options.steps
     day.results.write()
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 import traceback
@@ -49,6 +50,7 @@ class Day:
     deadline : of `time.monotonic`.
     run : names this call; a step that failed in it is not tried twice.
     scratch : a folder on the disk whose speed counts.
+    only : steps whose names it is found in; the others are passed over.
     model : a GGUF file or a model's folder; None: random weights serve.
     """
 
@@ -60,6 +62,7 @@ class Day:
     run: str
     scratch: Path
     model: Path | None = None
+    only: re.Pattern[str] = re.compile("")
 
     def step(self, name: str, work: Callable[[], Any], least_s: float = 5.0) -> Any:
         """Do a piece of work unless an earlier call did; its value (JSON), or None where it failed.
@@ -71,7 +74,7 @@ class Day:
         """
         steps = self.results.stages.setdefault(self.stage, {"steps": {}})["steps"]
         known = steps.get(name, {})
-        if "value" in known or known.get("run") == self.run:
+        if "value" in known or known.get("run") == self.run or not self.only.search(name):
             return known.get("value")
         if time.monotonic() + least_s > self.deadline:
             raise OutOfTime(name)

@@ -31,6 +31,7 @@ from samples.gpu_day.day import Day
 from samples.gpu_day.machine import dropped
 
 MODES = ("reuse", "epic", "union", "infoflow", "blend")
+LONG = ("reuse", "epic", "union")  # what is measured of longer prompts
 LEVELS = ("raw", "lossless", "1")
 WORKERS = (1, 2, 4, 8)  # threads that load
 
@@ -60,17 +61,18 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
     with shapes.stored(day, decoder, context, level) as (store, prompt, path):
         filled_s = time.perf_counter() - started
         answerer = Answerer(decoder, store, QueryOptions())
-        modes = (PLAIN, REFERENCE, *MODES)
+        chosen = MODES if prompt.length <= 4096 else LONG
+        modes = (PLAIN, REFERENCE, *chosen)
         warm_up(answerer, prompt, modes)
         machine = measure_machine(decoder)
         repeat = 1 if day.dry else 5 if prompt.length <= 4096 else 3 if prompt.length <= 16384 else 2
         facts = {mode: answerer.facts(prompt, mode) for mode in modes}
         samples = {mode: [answerer.sample(prompt, mode) for _ in range(repeat)] for mode in modes}
         measured, about = Measured(prompt, samples, facts), About(Architecture.of(decoder), machine, decoder)
-        rows = {row.fusion: asdict(row) for row in rows_of(measured, about, MODES)}
-        held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in MODES}
+        rows = {row.fusion: asdict(row) for row in rows_of(measured, about, chosen)}
+        held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
         store.close()
-        cold = {mode: _cold(decoder, path, prompt, mode, repeat) for mode in MODES}
+        cold = {mode: _cold(decoder, path, prompt, mode, min(repeat, 3)) for mode in chosen}
     for mode, row in rows.items():
         row.pop("rows_by_layer")
         row |= {"cold_ms": cold[mode], "held_ms": held[mode]}
