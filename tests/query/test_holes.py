@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache import chunks as chunks_module
+from kvtool.core.cache.buffers import Room
 from kvtool.core.cache.keys import record_key
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
@@ -146,9 +147,9 @@ def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.Mo
     whole = ask(store, "--fusion", "reuse").json
     copy, wanted = chunks_module._copy, record_key(bytes.fromhex(chunk), "raw", 1)
 
-    def slowly(snapshot: Snapshot, key: bytes) -> memoryview | DamagedError | None:
+    def slowly(snapshot: Snapshot, key: bytes, room: Room) -> memoryview | DamagedError | None:
         time.sleep(0.6 if key == wanted else 0)
-        return copy(snapshot, key)
+        return copy(snapshot, key, room)
 
     monkeypatch.setattr(chunks_module, "_copy", slowly)
     done = ask(store, "--fusion", "reuse", "--load-timeout", "0.2")
