@@ -130,4 +130,7 @@ def table_row(run: dict[str, Any], full: float) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # the command that ran has said what it leaves
+        sys.exit(130)
