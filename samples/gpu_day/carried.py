@@ -22,7 +22,9 @@ THERE = {
     "numpy": "numpy",
 }
 CARRIED = {
+    "accelerate": "accelerate",
     "annotated-doc": "annotated_doc",
+    "annotated-types": "annotated_types",
     "charset-normalizer": "charset_normalizer",
     "click": "click",
     "filelock": "filelock",
@@ -35,6 +37,9 @@ CARRIED = {
     "packaging": "packaging",
     "platformdirs": "platformdirs",
     "pluggy": "pluggy",
+    "psutil": "psutil",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic_core",
     "Pygments": "pygments",
     "pytest": "pytest",
     "PyYAML": "yaml",
@@ -43,6 +48,7 @@ CARRIED = {
     "sortedcontainers": "sortedcontainers",
     "tqdm": "tqdm",
     "typer": "typer",
+    "typing-inspection": "typing_inspection",
     "xxhash": "xxhash",
     "zstandard": "zstandard",
 }

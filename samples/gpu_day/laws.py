@@ -47,7 +47,7 @@ def run(day: Day) -> None:
 def _result(job: Future[dict[str, Any]] | None) -> dict[str, Any]:
     assert job is not None
     found = job.result()
-    if found["status"] not in (0, 1):
+    if found["status"] not in (0, 1) or not found.get("passed"):
         raise RuntimeError(found["end"])
     return found
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from samples.gpu import STAGES
 from samples.gpu_day import carried, table
@@ -100,3 +103,18 @@ def test_a_dry_day(tmp_path: Path) -> None:
     stages = Results.read(tmp_path / "results.json").stages
     assert [stages[name]["finished"] for name in ("machine", "answers")] == [True, True]
     assert "static ms_a_token" in (tmp_path / "table.md").read_text(encoding="utf-8")
+
+
+def test_what_is_carried_lacks_nothing_that_it_needs() -> None:
+    """Beside what torch and transformers have brought, and requests, which gguf wants only to download."""
+    brought = {re.sub(r"[-_.]+", "-", name).lower() for name in (*carried.THERE, *carried.CARRIED, *carried.LARGE)}
+    brought |= {"typing-extensions", "huggingface-hub", "requests"}
+    needed = {"kvtool": requires("kvtool")} | {name: requires(name) for name in carried.CARRIED}
+    missing = {
+        (name, need.name)
+        for name, needs in needed.items()
+        for need in map(Requirement, needs or ())
+        if need.marker is None or need.marker.evaluate({"extra": ""})
+        if re.sub(r"[-_.]+", "-", need.name).lower() not in brought
+    }
+    assert not missing
