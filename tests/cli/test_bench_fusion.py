@@ -113,10 +113,11 @@ def test_flops_ratios_by_hand() -> None:
     links = sum(keys_of(range(start, start + LINKS)) for start in (prefix, prefix + 40))  # 80 tokens: two chunks
     assert rows["epic"]["flops"] == by_hand([(question[0] + 2 * LINKS, question[1] + links)] * LAYERS)
     assert rows["prefix"]["flops"] == by_hand([(120 - prefix, keys_of(range(prefix, 120)))] * LAYERS)
-    infoflow = rows["infoflow"]  # 8 rows of 80, wherever they are, and the question twice in every layer
+    infoflow = rows["infoflow"]  # 8 rows of 80, wherever they are, and the question twice in every layer but the last
     assert infoflow["rows_by_layer"] == [QUESTION + 8] * LAYERS
     least, most = keys_of(range(prefix, prefix + 8)), keys_of(range(104, 112))
-    bounds = [by_hand([question, (question[0] + 8, question[1] + keys)] * LAYERS) for keys in (least, most)]
+    twice = [question] * (LAYERS - 1)
+    bounds = [by_hand(twice + [(question[0] + 8, question[1] + keys)] * LAYERS) for keys in (least, most)]
     assert bounds[0] <= infoflow["flops"] <= bounds[1]
 
 
