@@ -32,12 +32,14 @@ class Rows:
     order : the same positions as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
     watch : is shown every layer's queries and keys: (layer, query, key, scaling), as `attend` has them.
+    stored : what they give is kept: it is computed by the model's own forward, so that it stays the same to the bit.
     """
 
     positions: torch.Tensor
     order: list[int] = field(repr=False)
     dense: bool
     watch: Callable[[int, torch.Tensor, torch.Tensor, float | None], None] | None = None
+    stored: bool = False
 
     @classmethod
     def of(cls, positions: torch.Tensor, device: torch.device | str) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,6 +160,16 @@ class Decoder:
             )
         finally:
             cache.rows = None
+
+    @torch.inference_mode()
+    def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
+        """Prefill what is kept in a store or what stands before it, by the model's own forward: see `Rows.stored`."""
+        cache = self.new_cache(len(ids))
+        cache.set_length(len(ids))
+        rows = replace(Rows.of(torch.arange(len(ids)), self.device), stored=True)
+        with out_of_memory_hint(len(ids)):
+            self._run(self.base, self._there(ids), rows, cache)
+        return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
         """Plain full prefill: logits of the last token, float32 `[vocabulary]`, and the cache."""

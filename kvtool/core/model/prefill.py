@@ -50,8 +50,7 @@ class LeadIn:
         self.ids = tuple(ids)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = layers or []
         if self.ids and not self.layers:
-            _, cache = decoder.prefill(self.ids)
-            self.layers = [buffer.view() for buffer in cache.buffers]
+            self.layers = [buffer.view() for buffer in decoder.prefill_stored(self.ids).buffers]
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -73,7 +73,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it(
     monkeypatch.setattr(native, "_FEW", 9)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(multiply_few(matrix, x, isa=isa), whole)
-    assert blocks == [8, 8, 7]
+    assert blocks == [7, 8, 8]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -114,3 +114,23 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
     ):
         with pytest.raises(ValueError, match=r"x is|no product"):
             multiply_few(*wrong, isa=isa)
+
+
+@pytest.mark.parametrize("count", [9, 57, 65, 73])
+def test_no_block_has_fewer_rows_than_the_code_takes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Blocks of as many rows as fit would leave one row behind them, and the code reads whole tiles."""
+    monkeypatch.setattr(native, "_FEW", 8)
+    matrix, x = random_matrix("q8_0", 40, 576), random(count, 576, dtype=torch.float32)
+    least, sizes = least_few(matrix, x.dtype), []
+    if least is None:
+        pytest.skip("no code here")
+    run = native._multiply_block
+
+    def noted(function: int, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+        sizes.append(len(x))
+        assert len(x) >= least
+        run(function, matrix, x, out, bias)
+
+    monkeypatch.setattr(native, "_multiply_block", noted)
+    close(multiply_few(matrix, x), x, matrix)
+    assert sum(sizes) == count

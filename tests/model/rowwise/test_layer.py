@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.rowwise.layer import QuickLayer, quicken
 from tests.fusion.making import NAMES, new_case
 
@@ -112,3 +114,55 @@ def test_a_layer_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(decoder.layers[0]), "forward", lambda *given, **more: 1.01 * own(*given, **more))
     assert not quicken(decoder)
     assert not any("forward" in vars(layer) for layer in decoder.layers)
+
+
+def test_what_is_stored_is_the_models_own_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lead-in stands before every chunk of a store: with other numbers a store would be continued by another one."""
+    decoder = new_case("llama", "bfloat16").decoder
+    decoder._quick = False
+    expected = LeadIn(decoder, IDS).layers
+    decoder._quick = None
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    found = LeadIn(decoder, IDS).layers
+    assert decoder._quick
+    assert not quick
+    for ours, own in zip(found, expected, strict=True):
+        assert torch.equal(ours[0], own[0])
+        assert torch.equal(ours[1], own[1])
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+def test_norms_that_were_changed_are_the_models(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    decoder = new_case("llama", "bfloat16").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    weight = decoder.layers[1].input_layernorm.weight
+    if change == "in place":
+        with torch.no_grad():
+            weight.mul_(1.7)
+    else:
+        weight.data = weight.data * 1.7
+    prefilled(decoder)
+    assert set(quick) == {0, 2, 3}
+
+
+def test_who_listens_deep_inside_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("qwen3", "float32").decoder
+    prefilled(decoder)
+    heard: list[int] = []
+    decoder.layers[1].self_attn.q_norm.register_forward_hook(lambda *ignored: heard.append(1))
+    prefilled(decoder)
+    assert heard
+
+
+def test_a_copy_of_a_model_computes_by_itself() -> None:
+    decoder = new_case("llama", "float32").decoder
+    prefilled(decoder)
+    assert isinstance(vars(decoder.layers[0])["forward"], QuickLayer)
+    copied = copy.deepcopy(decoder.model)
+    assert copied.model.layers[0].forward.__self__ is copied.model.layers[0]
+    ids = torch.tensor([IDS])
+    with torch.inference_mode(), decoder.plain_attention():
+        copied.set_attn_implementation("sdpa")
+        assert torch.equal(copied(ids).logits, decoder.model(ids).logits)

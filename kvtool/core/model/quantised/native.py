@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -77,11 +78,10 @@ def multiply_few(
         raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
     added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
     out = torch.empty((count, matrix.rows), dtype=x.dtype)
-    block = -(-count // -(-count // _FEW))
     function = _few(matrix.kind, _ELEMENTS[x.dtype], name or "")
-    for first in range(0, count, block):
-        rows = slice(first, first + block)
-        _multiply_block(function, matrix, *((x, out) if block == count else (x[rows], out[rows])), added)
+    blocks = -(-count // _FEW)  # as even as can be: the last one must not have fewer rows than the code takes
+    for first, stop in pairwise(count * number // blocks for number in range(blocks + 1)):
+        _multiply_block(function, matrix, x[first:stop], out[first:stop], added)
     return out
 
 

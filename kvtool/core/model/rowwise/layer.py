@@ -7,7 +7,9 @@ layer, each of a few microseconds of work. Here it is four.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,13 @@ class QuickLayer:
     head_norms: tuple[Norm, Norm] | None
     rotates: bool
     scale: float
+    _inside: tuple[torch.nn.Module, ...]  # but its products, which are asked at each call
+    _normed: tuple[Any, ...]
+    _weighed: tuple[tuple[int, int], ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the layer has its own forward: machine code stays where it is."""
+        return MethodType, (type(self.layer).forward, self.layer)
 
     def __call__(
         self,
@@ -92,6 +101,7 @@ class QuickLayer:
         """Whether rows of a prompt are computed over its cache, and nobody listens to what is inside the layer."""
         return (
             isinstance(rows, Rows)
+            and not rows.stored
             and cache is not None
             and tables is not None
             and not more
@@ -99,7 +109,8 @@ class QuickLayer:
             and hidden.dtype == self.code.dtype
             and len(hidden) == len(tables[0]) == 1
             and self.layer.self_attn.config._attn_implementation == IMPLEMENTATION
-            and not any(map(_is_touched, self.layer.children()))
+            and not any(map(_is_touched, self._inside))
+            and self._weighed == _weighed(self._normed)
         )
 
     def _computed(
@@ -147,6 +158,12 @@ def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Where the weights of norms are, and how often they were written: copies of them are computed with."""
+    weights = [norm.weight for norm in norms]
+    return tuple((weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in weights)
+
+
 def _is_touched(module: torch.nn.Module) -> bool:
     """Whether someone listens to a module, or has given it another forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
@@ -176,7 +193,8 @@ def _quick_layers(decoder: Decoder) -> list[QuickLayer]:
     if isa is None or decoder.device != "cpu" or decoder.dtype not in _CLOSE:
         raise Unfit(f"{decoder.dtype} on {decoder.device}")
     activations = {activation_of(layer.mlp) for layer in decoder.layers}
-    if len(activations) != 1 or len({type(layer) for layer in decoder.layers}) != 1:
+    kinds = {(type(layer), type(layer.self_attn), type(layer.mlp)) for layer in decoder.layers}  # only one is tried
+    if len(activations) != 1 or len(kinds) != 1:
         raise Unfit("layers of different kinds")
     name = next(name for name, one in ISAS.items() if one is isa)
     code = code_for(name, decoder.dtype, activations.pop())
@@ -202,7 +220,14 @@ def _quick(layer: Any, code: Code, rotary: int) -> QuickLayer:
         raise Unfit("its norms or sums stand elsewhere")
     norms = tuple(norm for norm in before if norm is not None)
     assert len(norms) == 2
-    return QuickLayer(layer, code, (norms[0], norms[1]), head_norms, rotary > 0, float(layer.self_attn.scaling))
+    inside = tuple(
+        module for module in layer.modules() if module is not layer and not isinstance(module, torch.nn.Linear)
+    )
+    normed = tuple(module for module in inside if getattr(module, "weight", None) is not None)
+    scale = float(layer.self_attn.scaling)
+    return QuickLayer(
+        layer, code, (norms[0], norms[1]), head_norms, rotary > 0, scale, inside, normed, _weighed(normed)
+    )
 
 
 @torch.inference_mode()
