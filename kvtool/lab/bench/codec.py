@@ -19,6 +19,7 @@ from kvtool.core.codec.entropy import native
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
+from kvtool.core.model.packed import keep_freed_memory
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.lab.bench.codec_tasks import Task, all_tasks
@@ -120,6 +121,7 @@ def bench_codec(
     identity = store_identity(store)
     profile = ProfileShelf(store).current()
     most = threads or cores()
+    keep_freed_memory()  # as loading a model does: two threads would wait for each other's fresh pages
     with entropy_coder(coder) as backend, _one_torch_thread():
         events.status("read the store's chunks")
         sample = Sample.of(store, tokens, leave_out=identity.prefix_id, decoded=dtype)
