@@ -131,6 +131,33 @@ class Loop:
         ]
 
 
+class Shares:
+    """Takes one share of a job's work after the other until none is left; any number of threads take from one job.
+
+    The job's first number counts what has been taken. Needs `llvm.smin.i64` to be declared.
+
+    Attributes
+    ----------
+    first, last : of the share, the latter not in it.
+    """
+
+    def __init__(self, body: Body, share: str, stop: str) -> None:
+        self._body, self._take, some, self._end = body, body.new_block(), body.new_block(), body.new_block()
+        body.do(f"br label %{self._take}")
+        body.enter(self._take)
+        self.first = body(f"atomicrmw add ptr %job, i64 {share} monotonic")
+        left = body(f"icmp slt i64 {self.first}, {stop}")
+        body.do(f"br i1 {left}, label %{some}, label %{self._end}")
+        body.enter(some)
+        behind = body(f"add i64 {self.first}, {share}")
+        self.last = body(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {stop})")
+
+    def close(self) -> None:
+        """The share is done: the next one, or what stands behind."""
+        self._body.do(f"br label %{self._take}")
+        self._body.enter(self._end)
+
+
 def vector(width: int, element: str) -> str:
     """A vector type."""
     return f"<{width} x {element}>"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.quantised.matrix import LAYOUTS
-from kvtool.core.native.ir import Body, Isa, Loop, splat, vector
+from kvtool.core.native.ir import Body, Isa, Loop, Shares, splat, vector
 
 OUTPUTS = 4  # rows of W in a tile; they come in multiples of it
 # A job's fields, 8 bytes each: `next` is the first row of W that nobody has taken yet, `share` how many are taken at a
@@ -53,19 +53,10 @@ def few(isa: Isa, kind: str, element: str) -> str:
     have |= {name: body(f"inttoptr i64 {have[name]} to ptr") for name in _POINTERS}
     thread = body(f"atomicrmw add ptr {body.at('i64', '%job', 1)}, i64 1 monotonic")
     scratch = body.at("i8", have["scratch"], body(f"mul i64 {thread}, {have['scratch_bytes']}"))
-    take, some, end = body.new_block(), body.new_block(), body.new_block()
-    body.do(f"br label %{take}")
-    body.enter(take)
-    first = body(f"atomicrmw add ptr %job, i64 {have['share']} monotonic")
-    left = body(f"icmp slt i64 {first}, {have['last']}")
-    body.do(f"br i1 {left}, label %{some}, label %{end}")
-    body.enter(some)
-    behind = body(f"add i64 {first}, {have['share']}")
-    last = body(f"call i64 @llvm.umin.i64(i64 {behind}, i64 {have['last']})")
-    weights = _unpacked(body, kind, element, have, (scratch, first, last))
-    _Tiles(body, isa, element, have).multiply(weights, first, body(f"sub i64 {last}, {first}"))
-    body.do(f"br label %{take}")
-    body.enter(end)
+    shares = Shares(body, have["share"], have["last"])
+    weights = _unpacked(body, kind, element, have, (scratch, shares.first, shares.last))
+    _Tiles(body, isa, element, have).multiply(weights, shares.first, body(f"sub i64 {shares.last}, {shares.first}"))
+    shares.close()
     body.do("ret void")
     return f"define void @few_{kind}_{element}(ptr %job) {{\n{body.text()}\n}}\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtool.core.native.ir import Body
+from kvtool.core.native.ir import Body, Shares
 
 # A job's fields, 8 bytes each: `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
 FIELDS = ("next", "share", "last", "columns", "data", "scales", "mins", "x", "out")
@@ -15,19 +15,10 @@ def share(function: str) -> str:
     pointers = [body(f"inttoptr i64 {have[name]} to ptr") for name in ("data", "scales", "mins", "x", "out")]
     if function.startswith("unpack"):  # which has no x
         del pointers[3]
-    take, work, end = body.new_block(), body.new_block(), body.new_block()
-    body.do(f"br label %{take}")
-    body.enter(take)
-    first = body(f"atomicrmw add ptr %job, i64 {have['share']} monotonic")
-    left = body(f"icmp slt i64 {first}, {have['last']}")
-    body.do(f"br i1 {left}, label %{work}, label %{end}")
-    body.enter(work)
-    behind = body(f"add i64 {first}, {have['share']}")
-    last = body(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {have['last']})")
+    shares = Shares(body, have["share"], have["last"])
     arguments = ", ".join(f"ptr {pointer}" for pointer in pointers)
-    body.do(f"call void @{function}({arguments}, i64 {first}, i64 {last}, i64 {have['columns']})")
-    body.do(f"br label %{take}")
-    body.enter(end)
+    body.do(f"call void @{function}({arguments}, i64 {shares.first}, i64 {shares.last}, i64 {have['columns']})")
+    shares.close()
     body.do("ret void")
     return f"define void @share_{function}(ptr %job) {{\n{body.text()}\n}}\n"
 

@@ -13,7 +13,7 @@ from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.stepping import ir_common
 from kvtool.core.model.stepping.ir_common import arithmetic, each, load_numbers, spread, store_numbers, summed
 from kvtool.core.model.stepping.ir_rows import ACTIVATIONS
-from kvtool.core.native.ir import Body, Isa, Loop, splat, vector
+from kvtool.core.native.ir import Body, Isa, Loop, Shares, splat, vector
 
 # A job's fields, 8 bytes each: `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
 _TAKING = {"next": "i64", "share": "i64", "rows": "i64"}
@@ -55,20 +55,11 @@ def _taking(name: str, work: Callable[[Body, dict[str, str], str], None]) -> str
     body, have = Body(), {}
     for place, (field, kind) in enumerate(FIELDS[name].items()):
         have[field] = body(f"load {kind}, ptr {body.at('i64', '%job', place)}, align 8")
-    take, some, end = body.new_block(), body.new_block(), body.new_block()
-    body.do(f"br label %{take}")
-    body.enter(take)
-    first = body(f"atomicrmw add ptr %job, i64 {have['share']} monotonic")
-    left = body(f"icmp slt i64 {first}, {have['rows']}")
-    body.do(f"br i1 {left}, label %{some}, label %{end}")
-    body.enter(some)
-    behind = body(f"add i64 {first}, {have['share']}")
-    last = body(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {have['rows']})")
-    loop = Loop(body, body(f"sub i64 {last}, {first}"))
-    work(body, have, body(f"add i64 {first}, {loop.index}"))
+    shares = Shares(body, have["share"], have["rows"])
+    loop = Loop(body, body(f"sub i64 {shares.last}, {shares.first}"))
+    work(body, have, body(f"add i64 {shares.first}, {loop.index}"))
     loop.close()
-    body.do(f"br label %{take}")
-    body.enter(end)
+    shares.close()
     return ir_common.function(name, body, "ptr %job")
 
 

@@ -7,7 +7,7 @@ for while this one is multiplied.
 
 from __future__ import annotations
 
-from kvtool.core.native.ir import Body, Loop, splat, vector
+from kvtool.core.native.ir import Body, Loop, Shares, splat, vector
 
 OUTPUTS = 64  # of a panel
 ROWS = 8  # of X in a tile: the least that there must be
@@ -30,20 +30,11 @@ def module() -> str:
     body = Body()
     have = {name: body.load("i64", body.at("i64", "%job", at)) for at, name in enumerate(FIELDS) if at}
     have |= {name: body(f"inttoptr i64 {have[name]} to ptr") for name in _POINTERS}
-    take, some, end = body.new_block(), body.new_block(), body.new_block()
-    body.do(f"br label %{take}")
-    body.enter(take)
-    first = body(f"atomicrmw add ptr %job, i64 {have['share']} monotonic")
-    left = body(f"icmp slt i64 {first}, {have['panels']}")
-    body.do(f"br i1 {left}, label %{some}, label %{end}")
-    body.enter(some)
-    behind = body(f"add i64 {first}, {have['share']}")
-    last = body(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {have['panels']})")
-    each = Loop(body, body(f"sub i64 {last}, {first}"))
-    _panel(body, have, body(f"add i64 {first}, {each.index}"))
+    shares = Shares(body, have["share"], have["panels"])
+    each = Loop(body, body(f"sub i64 {shares.last}, {shares.first}"))
+    _panel(body, have, body(f"add i64 {shares.first}, {each.index}"))
     each.close()
-    body.do(f"br label %{take}")
-    body.enter(end)
+    shares.close()
     body.do("ret void")
     return f"{_DECLARATIONS}define void @panels(ptr %job) {{\n{body.text()}\n}}\n"
 
