@@ -94,7 +94,7 @@ def kernel() -> Any:
     except ImportError as error:
         raise KvtoolError("this needs triton", "pip install triton") from error
     globals()["tl"] = triton.language
-    for function in (_normed, _rotated):
+    for function in (_normed, _rotated, _turned):
         globals()[function.__name__] = triton.jit(function)
     return triton.jit(do_not_specialize=["rows"])(_place)
 
@@ -141,34 +141,20 @@ def _place(
     inside = real[:, None] & (column < DIM)[None, :]
     if head < HEADS:
         source = queries + row[:, None] * query_row + head * DIM
-        number = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        number = _turned(
+            source, query_weight, query_epsilon, cos, sin, row, table_row, real, column, DIM, ROTARY, NORMED
+        )
         place = out + row[:, None] * (HEADS * DIM) + head * DIM + column[None, :]
-        if NORMED:
-            number, factor = _normed(number, query_weight, query_epsilon, column, DIM)
-            number = number.to(out.dtype.element_ty).to(tl.float32)
-        else:
-            factor = number
-        if ROTARY > 0:
-            number = _rotated(
-                number, source, factor, query_weight, cos, sin, row, table_row, real, column, ROTARY, NORMED
-            )
         tl.store(place, number.to(out.dtype.element_ty), mask=inside)
     else:
         to = tl.load(at + row, mask=real, other=0)
         if head < HEADS + KV_HEADS:
             head -= HEADS
             source = keys + row[:, None] * key_row + head * DIM
-            number = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
+            number = _turned(
+                source, key_weight, key_epsilon, cos, sin, row, table_row, real, column, DIM, ROTARY, NORMED
+            )
             place = key_buffer + head * key_head_out + to[:, None] * key_row_out + column[None, :]
-            if NORMED:
-                number, factor = _normed(number, key_weight, key_epsilon, column, DIM)
-                number = number.to(key_buffer.dtype.element_ty).to(tl.float32)
-            else:
-                factor = number
-            if ROTARY > 0:
-                number = _rotated(
-                    number, source, factor, key_weight, cos, sin, row, table_row, real, column, ROTARY, NORMED
-                )
             tl.store(place, number.to(key_buffer.dtype.element_ty), mask=inside)
         else:
             head -= HEADS + KV_HEADS
@@ -176,6 +162,31 @@ def _place(
             value = tl.load(source + column[None, :], mask=inside, other=0.0)
             place = value_buffer + head * value_head_out + to[:, None] * value_row_out + column[None, :]
             tl.store(place, value, mask=inside)
+
+
+def _turned(
+    source: tl.tensor,
+    weight: tl.tensor,
+    epsilon: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    row: tl.tensor,
+    table_row: tl.tensor,
+    real: tl.tensor,
+    column: tl.tensor,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    NORMED: tl.constexpr,
+) -> tl.tensor:
+    """Rows of a head, normed, rounded, and rotated, in float32."""
+    number = tl.load(source + column[None, :], mask=real[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+    factor = number
+    if NORMED:
+        number, factor = _normed(number, weight, epsilon, column, DIM)
+        number = number.to(source.dtype.element_ty).to(tl.float32)
+    if ROTARY > 0:
+        number = _rotated(number, source, factor, weight, cos, sin, row, table_row, real, column, ROTARY, NORMED)
+    return number
 
 
 def _normed(
