@@ -31,6 +31,7 @@ from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
+    from kvtool.core.evaluate.audits import Audit
     from kvtool.core.query.reply import Reply, ReplyChunk, Request
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
@@ -235,6 +236,33 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in best_first)))
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+    if options.audit:
+        _audit(run, session, reply, options)
+
+
+def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> None:
+    """Answer in full, too, where this question is drawn: the answer is printed, and stands."""
+    from kvtool.core.query.audit import Auditor
+
+    auditor = Auditor(session)
+    if not auditor.is_due(reply, options.audit):
+        return
+    run.out.doing("auditing")
+    if (done := auditor.audit(reply, options)) is not None:
+        run.out.status(audited(done))
+
+
+def audited(audit: Audit) -> str:
+    """One line about an audit."""
+    first, answer = (
+        f"{'same' if same else 'another'} {what}"
+        for same, what in ((audit.top1_agrees, "first token"), (audit.answer_equal, "answer"))
+    )
+    of_what = ", as it would be without a temperature" if audit.sampled else ""
+    return (
+        f"audit: {first}, {answer} in full prefill{of_what}; KL {audit.kl_first:.4f} of the first token, "
+        f"{audit.kl_answer:.4f} a token of the answer ({audit.milliseconds:.0f} ms)"
+    )
 
 
 def _show_stream(run: Run, reply: Reply) -> None:

@@ -12,6 +12,7 @@ from kvtool.core.query.summary import numbers, summarise
 if TYPE_CHECKING:
     from kvtool.cli.options import Run
     from kvtool.core.evaluate.measures import Row
+    from kvtool.core.query.audit import Auditor
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply, Request
     from kvtool.core.session.session import Session
@@ -29,6 +30,8 @@ class Batch:
         self._run, self._session, self._options, self._modes = run, session, options, modes
         self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
         self._failed = 0
+        self._auditor: Auditor | None = None
+        self._audited = 0
 
     def run(self, requests: list[Request]) -> int | None:
         with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
@@ -37,6 +40,8 @@ class Batch:
                 bar.advance()
         rows = [summarise(mode, of) for mode, of in self._numbers.items()]
         head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
+        if self._audits:
+            head["audited"] = self._audited
         if self._modes is not None:
             self._run.out.json(head | {"reference": REFERENCE, "runs": rows})
         else:
@@ -62,6 +67,22 @@ class Batch:
             self._run.out.json({**known, "question": request.question, "reference": REFERENCE, "runs": runs})
         else:
             self._run.out.json(known | replies[0].to_json())
+            self._audit(replies[0])
+
+    @property
+    def _audits(self) -> bool:
+        """Whether a share of the answers is audited; modes that are compared are held against full prefill anyway."""
+        return self._modes is None and self._options.audit > 0
+
+    def _audit(self, reply: Reply) -> None:
+        """Answer in full, too, where this question is drawn: its line is printed, and stands."""
+        if not self._audits:
+            return
+        from kvtool.core.query.audit import Auditor
+
+        self._auditor = self._auditor or Auditor(self._session)
+        if self._auditor.is_due(reply, self._options.audit):
+            self._audited += self._auditor.audit(reply, self._options) is not None
 
     def _ask(self, request: Request) -> list[Reply]:
         if self._modes is None:

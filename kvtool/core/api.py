@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.options import arguments
     from kvtool.core.pack.give import ExportReport
+    from kvtool.core.query.audit import Auditor
     from kvtool.core.query.reply import Reply
     from kvtool.core.remote.transfer_report import TransferReport
     from kvtool.core.session.session import Session
@@ -127,6 +128,8 @@ class Cache:
         self._warn = warn if warn is not None else warn_user
         self._lock = threading.RLock()
         self._session: Session | None = None
+        self._auditor: Auditor | None = None
+        self._to_audit: list[Callable[[], object]] = []
         self._closed = False
 
     def __repr__(self) -> str:
@@ -158,14 +161,22 @@ class Cache:
         documents: str | Path | Iterable[str | Path] = (),
         **options: Unpack[arguments.QueryArguments],
     ) -> Reply:
-        """Answer a question; `options` are the fields of `QueryOptions`."""
+        """Answer a question; `options` are the fields of `QueryOptions`.
+
+        An answer that is drawn for an audit (`audit=0.01`) is returned first; another thread then audits it. What is
+        asked next, and `close`, wait for that.
+        """
         from kvtool.core.query.answer import answer
         from kvtool.core.query.reply import Request
 
         if not isinstance(question, str):
             raise UsageError(f"question: {question!r} is not text", "ask in words")
         wanted, which = self._wanted(QueryOptions, options), ChunkChoice.of({"chunks": chunks, "documents": documents})
-        return answer(self._opened(), Request(question, which.chunks, which.documents), wanted)
+        self._finish_audits()
+        reply = answer(self._opened(), Request(question, which.chunks, which.documents), wanted)
+        if wanted.audit:
+            self._audit_later(reply, wanted)
+        return reply
 
     @_alone(CompressOptions)
     def compress(
@@ -308,6 +319,7 @@ class Cache:
     def close(self) -> None:
         """Let go of the model and the store. Nothing can be asked of the cache after that."""
         with self._lock:
+            self._finish_audits()
             self._release()
             self._closed = True
 
@@ -353,6 +365,27 @@ class Cache:
                 except KvtoolError:  # another store, or another model's: the next question opens it anew
                     self._release()
 
+    # ---- audits ----
+
+    def _audit_later(self, reply: Reply, options: QueryOptions) -> None:
+        """Audit an answer in a thread of its own, if it is drawn: the caller has the answer meanwhile."""
+        from kvtool.core.query.audit import Auditor
+
+        if self._auditor is None:
+            self._auditor = Auditor(self._opened())
+        if self._auditor.is_due(reply, options.audit):
+            self._to_audit.append(functools.partial(self._auditor.audit, reply, options))
+            threading.Thread(target=self._audit_now, name="kvtool-audit").start()
+
+    def _audit_now(self) -> None:
+        with self._lock:
+            self._finish_audits()
+
+    def _finish_audits(self) -> None:
+        """Do what is to be audited yet, under the lock: each holds a prompt cache, so no second one is made first."""
+        while self._to_audit:
+            self._to_audit.pop(0)()
+
     @property
     def _decoder(self) -> Decoder | None:
         """The model, if it is loaded."""
@@ -360,7 +393,7 @@ class Cache:
 
     def _release(self) -> None:
         if self._session is not None:
-            session, self._session = self._session, None
+            session, self._session, self._auditor = self._session, None, None
             session.store.close()
 
     def _opened(self) -> Session:

@@ -73,7 +73,7 @@ def write_side(store: Store, name: str, value: dict[str, Any]) -> bool:
     if store.read_only:
         return False
     try:
-        atomic_write(store.side_file(name), json.dumps({_DIGEST: _digest_of(value), **value}, indent=1).encode())
+        atomic_write(store.side_file(name), json.dumps({_DIGEST: json_digest(value), **value}, indent=1).encode())
     except (OSError, NoSpaceError):
         return False
     return True
@@ -107,12 +107,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     first = next(iter(value), "")
     if first != _DIGEST and _HEX.fullmatch(str(value.get(first))):  # a flipped bit in the very name of the digest
         raise ValueError(f"{path} does not match its digest")
-    if value.pop(_DIGEST, None) not in (None, _digest_of(value)):
+    if value.pop(_DIGEST, None) not in (None, json_digest(value)):
         raise ValueError(f"{path} does not match its digest")
     return value
 
 
-def _digest_of(value: dict[str, Any]) -> str:
+def json_digest(value: dict[str, Any]) -> str:
+    """Digest of a JSON object, whatever the order of its fields; xxh3-128 in hex."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
 

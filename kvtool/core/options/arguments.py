@@ -55,6 +55,7 @@ class QueryArguments(TypedDict, total=False):
     link: str
     level: str
     max_loss: float
+    audit: float | str
     explain: bool
     token_ids: bool
     defer: bool

@@ -78,7 +78,7 @@ def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text:
         if selector.uses_cache:
             _keep(session, fused, streamed.holes)
         timing = _timing(session, asked, choice, streamed, fused, fuse_ms, said)
-        return _reply(session, asked, options, choice, streamed, outcome, said, chunks, timing)
+        return _reply(session, asked, options, selector, choice, streamed, outcome, said, chunks, timing)
 
 
 # ---- before the first token ----
@@ -188,6 +188,7 @@ def _reply(
     session: Session,
     asked: Asked,
     options: QueryOptions,
+    selector: Selector,
     choice: Choice | None,
     streamed: Streamed,
     outcome: Outcome,
@@ -211,6 +212,7 @@ def _reply(
         slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
         generated=said,
         fused=fused,
+        selector=selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
         explained=explain(fused, session.tokenizer) if options.explain else [],
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},

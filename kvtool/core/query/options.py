@@ -71,6 +71,14 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         lowest=0,
     )
 
+    audit: float = option(
+        0.0,
+        "Share of the questions that are answered once more in full, after the answer, to see how far it is from that.",
+        group=INSIDE,
+        unit="percentage",
+        lowest=0,
+        highest=1,
+    )
     explain: bool = option(False, "Show which tokens were recomputed, and why.", group=INSIDE, setting=False)
     token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=INSIDE, setting=False)
 

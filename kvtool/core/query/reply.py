@@ -11,6 +11,7 @@ from kvtool.core.fusion.selectors import AUTO
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
+    from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Generated
     from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkSpans
@@ -71,6 +72,7 @@ class Reply:
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
+    selector : the mode with the parameters it was asked with; not in the JSON.
     """
 
     question: str
@@ -82,6 +84,7 @@ class Reply:
     bytes_read: int
     generated: Generated
     fused: Fused
+    selector: Selector
     revision: int = 0
     segments: dict[str, Any] | None = None
     explained: list[ChunkSpans] = field(default_factory=list)

@@ -1,0 +1,120 @@
+"""Answers that were held against full prefill after they had been given, and the journal of them beside the store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.cache.side_log import append_side, read_side_log
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
+_FORMAT = 1  # of a line
+_SHORT = 160  # characters of a question that are kept
+_DRAWN_OF = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """One fused answer beside full prefill's answer over the same prompt.
+
+    Attributes
+    ----------
+    at : when, in seconds since 1970.
+    question : its first characters, on one line. `revision`: of the store.
+    fusion, amount, changes : the mode, how much it recomputes by its own knob (None: it has none), and its other
+        parameters where they are not the mode's own.
+    levels : at which chunks were read, finest first. `lead_in`: the store's.
+    tokens : of the prompt: `prompt`, `reused`, `recomputed`, `fresh`; and `script`, the tokens that were compared.
+    holes : chunks that were computed in place: the more, the less the audit says of reuse.
+    sampled : the answer was drawn at a temperature; `answer_equal` is then of what it would have said greedily.
+    kl_first, kl_answer, top1_agrees : as `inspect quality` has them, over full prefill's own greedy answer.
+    answer_equal : whether the whole answer is full prefill's.
+    milliseconds : that the audit took.
+    """
+
+    at: int
+    question: str
+    revision: int
+    fusion: str
+    amount: float | None
+    changes: Mapping[str, Any]
+    levels: Sequence[str]
+    lead_in: str
+    tokens: Mapping[str, int]
+    holes: int
+    sampled: bool
+    kl_first: float
+    kl_answer: float
+    top1_agrees: bool
+    answer_equal: bool
+    milliseconds: float
+
+    @property
+    def run(self) -> str:
+        """The mode with its other parameters and its amount, such as `union+weighting=0.5:0.15`."""
+        changes = "".join(f"+{name}={value}" for name, value in self.changes.items())
+        return f"{self.fusion}{changes}" + ("" if self.amount is None else f":{self.amount:.12g}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the journal."""
+        return {"format": _FORMAT} | {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Audit:
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError where it is no audit."""
+        if row["format"] != _FORMAT:
+            raise ValueError(f"format {row['format']!r}")
+        audit = cls(**{name: row[name] for name in cls.__slots__})
+        numbers = (audit.at, audit.kl_first, audit.kl_answer, audit.milliseconds, *audit.tokens.values())
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("not a number")
+        return audit
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the journal of a store holds of one model: audits, the oldest first, and lines that cannot be read."""
+
+    audits: tuple[Audit, ...]
+    damaged: int
+
+
+def is_drawn(question: str, revision: int, share: float) -> bool:
+    """Whether a question is among the `share` (0 … 1) that is audited.
+
+    It follows from its words and the store's revision alone, so that it can be repeated: who asks again, in another
+    mode or another process, is drawn again.
+    """
+    digest = hashlib.blake2b(f"{revision}\n{question}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * _DRAWN_OF
+
+
+def shortened(question: str) -> str:
+    """The beginning of a question, on one line."""
+    words = " ".join(question.split())
+    return words if len(words) <= _SHORT else f"{words[: _SHORT - 1]}…"
+
+
+def keep_audit(store: Store, fingerprint: str, audit: Audit) -> bool:
+    """Append an audit to the store's journal of this model; False: it cannot be kept (see `append_side`)."""
+    return append_side(store, _name(fingerprint), audit.to_json())
+
+
+def kept_audits(store: Store, fingerprint: str) -> Kept:
+    """Read the journal of a model."""
+    log = read_side_log(store, _name(fingerprint))
+    audits, damaged = [], log.damaged
+    for row in log.values:
+        try:
+            audits.append(Audit.from_json(row))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            damaged += 1
+    return Kept(tuple(audits), damaged)
+
+
+def _name(fingerprint: str) -> str:
+    return f"audit/{fingerprint[:16]}.jsonl"

@@ -1,0 +1,126 @@
+"""The online audit (`--audit`): a share of the answers is held against full prefill, after they have been given.
+
+The measure is that of `inspect quality` and `--compare`: KL from full prefill's distributions to the fused prompt's,
+teacher-forced over full prefill's own greedy answer.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, cast
+
+from kvtool.core.common.timeline import add_span
+from kvtool.core.errors import KvtoolError
+from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
+from kvtool.core.evaluate.reference import Forced, Reference
+from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.selectors import REFERENCE, selector_for
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.selectors.base import Selector
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Reply
+    from kvtool.core.session.session import Session
+
+_READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
+
+
+class Auditor:
+    """Audits the answers of one session, and says once what keeps it from doing so."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._told: set[str] = set()
+
+    def is_due(self, reply: Reply, share: float) -> bool:
+        """Whether an answer that was given is to be audited: it is drawn, it reused something, it can be kept."""
+        if not is_drawn(reply.question, reply.revision, share):
+            return False
+        if self._session.store.read_only:
+            self._warn_once(_READ_ONLY, "make the store writable, or leave --audit out")
+            return False
+        if reply.selector.lossless:
+            self._session.say(f"no audit: {reply.fusion} gives full prefill's answer by construction")
+            return False
+        return True
+
+    def audit(self, reply: Reply, options: QueryOptions) -> Audit | None:
+        """Audit an answer and keep what is found; None where that failed, which is warned of: the answer stands."""
+        session = self._session
+        try:
+            done = audit(session, reply, options)
+        except KvtoolError as error:
+            session.warn(f"an answer could not be audited: {error.message}", error.hint)
+            return None
+        if not keep_audit(session.store, session.identity.fingerprint, done):
+            self._warn_once("an audit could not be kept", "make room on the store's disk, or its folder writable")
+        return done
+
+    def _warn_once(self, text: str, hint: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._session.warn(text, hint)
+
+
+def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
+    """Answer the prompt of a reply once more, in full, and measure how far the reply is from that.
+
+    While it runs there are two prompt caches: the reply's, which it leads through the full answer, and the full one.
+
+    Parameters
+    ----------
+    options : those that the reply was asked with.
+    """
+    with session.lock:
+        started = time.perf_counter()
+        decoder, fused = session.decoder, reply.fused
+        whole = fuse(
+            decoder, uncached(fused.plan), selector_for(options, REFERENCE), session.source, options.max_tokens
+        )
+        reference = Reference.answered(decoder, whole, options.max_tokens)
+        del whole  # its rows are as many as the reply's
+        forced = reference.force(fused)
+        milliseconds = add_span(session.timeline, "audit", started) * 1e3
+    return _audit(session, reply, options, forced, milliseconds)
+
+
+def uncached(plan: Plan) -> Plan:
+    """The same prompt as one segment of which nothing is stored."""
+    return build_plan(Candidate(()), [], plan.ids)
+
+
+def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced, milliseconds: float) -> Audit:
+    selector, plan, sampled = reply.selector, reply.fused.plan, options.temperature > 0
+    greedily = forced.distance.agreement == 1.0
+    tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh")}
+    return Audit(
+        at=int(time.time()),
+        question=shortened(reply.question),
+        revision=reply.revision,
+        fusion=selector.name,
+        amount=selector.amount if selector.knob else None,
+        changes=changes_of(selector),
+        levels=plan.levels,
+        lead_in=session.identity.lead_in.mode,
+        tokens=tokens | {"script": len(forced.best)},
+        holes=sum(chunk.status == "miss" for chunk in plan.chunks),
+        sampled=sampled,
+        kl_first=forced.distance.kl_first,
+        kl_answer=forced.distance.kl_answer,
+        top1_agrees=forced.distance.first_agrees,
+        answer_equal=greedily if sampled else reply.generated.ids == forced.reference.answer.ids,
+        milliseconds=round(milliseconds, 3),
+    )
+
+
+def changes_of(selector: Selector) -> dict[str, Any]:
+    """The parameters of a mode that are not its own, but for the amount."""
+    return {
+        each.name: value
+        for each in fields(cast(Any, selector))
+        if each.name != selector.knob
+        and each.default is not MISSING
+        and (value := getattr(selector, each.name)) != each.default
+    }
