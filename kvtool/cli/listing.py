@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvtool.core.upkeep.listing import Row
 
 _COLUMNS = ("chunk", "tokens", "levels", "bytes", "used", "where")
+_DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 
 
 @takes(
@@ -42,4 +43,4 @@ def ls(run: Run) -> None:
 def _told(row: Row) -> tuple[object, ...]:
     where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]{' (pinned)' if row.pinned else ''}"
     used = "never" if row.last_used is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.last_used))
-    return row.ref.chunk_id.hex(), row.ref.tokens, " ".join(row.levels) or "none", row.bytes, used, where
+    return row.ref.chunk_id.hex()[:_DIGITS], row.ref.tokens, " ".join(row.levels) or "none", row.bytes, used, where

@@ -212,6 +212,9 @@ class Out:
 
     def _put(self, text: str) -> None:
         shares_terminal = bool(text) and self._stdout.isatty()
+        if shares_terminal and self._bars is not None and text.endswith("\n"):
+            self._above(self._bars, text)
+            return
         try:
             with spinner.aside(until_new_words=True) if shares_terminal else nullcontext():
                 self._stdout.write(text)
@@ -219,6 +222,14 @@ class Out:
             self._in_line = not text.endswith("\n") if text else self._in_line
         except (OSError, ValueError) as error:
             self._give_up_stdout(error)
+
+    @staticmethod
+    def _above(bars: RichProgress, text: str) -> None:
+        """Whole lines on a terminal that shows a bar: above it, where they would else stand behind it."""
+        from rich.text import Text
+
+        with suppress(OSError, ValueError):
+            bars.console.print(Text.from_ansi(text.removesuffix("\n")), soft_wrap=True)
 
     def _give_up_stdout(self, error: OSError | ValueError) -> None:
         silence(self._stdout.stream)
@@ -234,9 +245,7 @@ class Out:
         line = (f"{self._coloured(label, colour)}: " if label else "") + clean(text) + "\n"
         with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
             if self._bars is not None:
-                from rich.text import Text
-
-                self._bars.console.print(Text.from_ansi(line.rstrip("\n")))
+                self._above(self._bars, line)
             else:
                 self._stderr.write(line)
                 self._stderr.flush()

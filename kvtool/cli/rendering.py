@@ -3,34 +3,105 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.streams import SafeStream
 from kvtool.cli.text import one_line
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_GAP = 2  # blanks between the columns of a table that is too wide for its terminal
+_FOLDED = 20  # a longer text may be folded, down to this width; what is shorter is broken between words only
+
 
 def render_table(columns: Sequence[str], rows: list[list[Any]], title: str, stream: SafeStream) -> str:
-    """Draw a table as text: fitted to a terminal, at its full width into a pipe."""
-    from rich import box
+    """Draw a table as text: fitted to a terminal, at its full width into a pipe.
+
+    What is too wide for the terminal is folded between words; where that does not do, the table comes in bands that
+    each begin with the first column.
+    """
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     terminal = stream.isatty()
     canvas = io.StringIO()
     width = None if terminal else 100_000
     console = Console(file=canvas, force_terminal=terminal, markup=False, highlight=False, emoji=False, width=width)
-    table = Table(
-        box=box.SIMPLE_HEAD if terminal else None, pad_edge=terminal, title=Text(title) if title and terminal else None
-    )
-    for index, column in enumerate(columns):
-        numbers = bool(rows) and all(_is_number(row[index]) for row in rows)
-        table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row))
-    console.print(table)
+    drawn = [_Column(name, [row[index] for row in rows]) for index, name in enumerate(columns)]
+    if not terminal or _wide(drawn) + len(drawn) + 2 <= console.width:  # the roomy form has a blank more, and edges
+        console.print(_table(drawn, title if terminal else "", terminal))
+    else:
+        for number, band in enumerate(_bands(drawn, console.width)):
+            if number or not title:
+                console.print()
+            console.print(_table(band, "" if number else title, terminal, console.width))
+        console.print()
     return "".join(line.rstrip() + "\n" for line in canvas.getvalue().splitlines())
+
+
+class _Column:
+    """A column as it is drawn, and how many cells of a terminal it wants (`natural`) and needs (`least`)."""
+
+    def __init__(self, name: str, values: Sequence[Any]) -> None:
+        from rich.cells import cell_len
+
+        self.name = name
+        self.cells = [_cell(value) for value in values]
+        self.numbers = bool(values) and all(_is_number(value) for value in values)
+        texts = [name, *self.cells]
+        self.natural = max(map(cell_len, texts))
+        word = max((cell_len(word) for text in texts for word in text.split()), default=0)
+        self.least = word if self.natural <= _FOLDED else min(self.natural, max(_FOLDED, cell_len(name)))
+
+
+def _wide(columns: Sequence[_Column]) -> int:
+    return sum(column.natural + _GAP for column in columns)
+
+
+def _bands(columns: list[_Column], width: int) -> Iterator[list[_Column]]:
+    """All columns where they fit when folded, else as many at a time as fit unfolded, each behind the first column."""
+    if sum(column.least + _GAP for column in columns) - _GAP <= width:
+        yield columns
+        return
+    first, band = columns[0], columns[:1]
+    for column in columns[1:]:
+        if len(band) > 1 and _wide([*band, column]) - _GAP > width:
+            yield band
+            band = [first]
+        band.append(column)
+    yield band
+
+
+def _fitted(columns: Sequence[_Column], width: int) -> list[int]:
+    """The columns' widths: what each needs, and of what is left over first those that want little more."""
+    widths = [column.least for column in columns]
+    left = width - sum(widths) - _GAP * (len(columns) - 1)
+    for index in sorted(range(len(columns)), key=lambda index: columns[index].natural - widths[index]):
+        more = max(0, min(left, columns[index].natural - widths[index]))
+        widths[index], left = widths[index] + more, left - more
+    return widths
+
+
+def _table(columns: Sequence[_Column], title: str, terminal: bool, width: int | None = None) -> Table:
+    """A table for a pipe, for a terminal, or squeezed into `width` cells of one."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        box=box.SIMPLE_HEAD if terminal else None,
+        pad_edge=terminal and width is None,
+        show_edge=width is None,
+        padding=(0, 1) if width is None else (0, _GAP - 1, 0, 0),
+        title=Text(title) if title else None,
+    )
+    widths = [None] * len(columns) if width is None else _fitted(columns, width)
+    for column, cells in zip(columns, widths, strict=True):
+        table.add_column(Text(column.name), justify="right" if column.numbers else "left", overflow="fold", width=cells)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def render_markdown(text: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from kvtool.cli import progress as module
 from kvtool.cli.json_out import to_json
@@ -215,6 +217,36 @@ def test_a_table_on_a_terminal_and_an_empty_one(make: Make) -> None:
     out.table(("id",), [])
 
 
+def lines_of_table(make: Make, columns: tuple[str, ...], *rows: tuple[Any, ...]) -> list[str]:
+    out, stdout, _ = make(tty=True)
+    out.table(columns, rows)
+    return re.sub(r"\x1b\[[0-9;]*m", "", stdout.text).strip("\n").splitlines()
+
+
+def test_a_wide_table_breaks_no_word_on_a_terminal(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = ("level", "chunks", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers", "same tokens")
+    lines = lines_of_table(make, columns, ("2", 76, "1.328", "12.05x", "6.02x", "0.1752", "0.0039", "96.5%"))
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= 80
+    assert set(" ".join(columns).split()) <= set(" ".join(lines).split())
+
+
+def test_a_table_that_no_folding_fits_comes_in_bands(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = ("KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
+    rows = [(mode, "서울의 답 " * 12, *range(1000, 1007)) for mode in ("full", "infoflow")]
+    lines = lines_of_table(make, ("mode", "answer", *numbers), *rows)
+    assert max(cell_len(line) for line in lines) <= 80
+    heads = [number for number, line in enumerate(lines) if line.startswith("mode")]
+    assert len(heads) == 2
+    assert lines[heads[1] - 1] == ""
+    for mode in ("full", "infoflow"):
+        assert len([line for line in lines if line.startswith(mode)]) == 2
+    assert lines[-1].split() == ["infoflow", *map(str, range(1000, 1007))]
+    assert sum(line.count("서울의") for line in lines) == 24
+
+
 def test_answers_stream_piece_by_piece(make: Make) -> None:
     out, stdout, _ = make()
     for piece in ("An", "swer"):
@@ -284,6 +316,17 @@ def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.Monk
     assert "odd [red]name[/red]" in stderr.text
     assert stdout.text == ""
     assert out._bars is None
+
+
+def test_a_result_does_not_stand_behind_a_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, stdout, stderr = make(tty=True)
+    with out.progress("questions", total=2) as bar:
+        bar.advance(1)
+        out.json({"answer": "x" * 200})
+    said = stdout.text + stderr.text
+    line = next(line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).splitlines() if "answer" in line)
+    assert json.loads(line.split("\r")[-1])["answer"] == "x" * 200
 
 
 @pytest.mark.parametrize(
