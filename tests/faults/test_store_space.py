@@ -76,6 +76,20 @@ def test_the_reserve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check_file(store, "f0")
 
 
+def test_a_file_that_cannot_shrink_says_what_serves_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=20, dim=256)
+    with Store.open(path) as store, store.writer() as pen:
+        for number in range(1, 20):
+            pen.remove_file(f"f{number}")
+        pen.collect()
+        monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+        with pytest.raises(NoSpaceError, match="cannot shrink") as raised:
+            pen.compact()
+        assert "prune" not in raised.value.hint  # which may be the very command that says it
+        assert "kvtool store compact" in raised.value.hint
+        check_file(store, "f0", dim=256)
+
+
 def test_free_pages_inside_the_file_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=20, dim=256)
     with Store.open(path) as store, store.writer() as pen:

@@ -30,7 +30,7 @@ def compact(store: Store) -> int:
     before = old.file_bytes()
     with store.snapshot() as snapshot:
         live = snapshot.live_bytes()
-    space.check_disk(old.generation, live, 0)
+    space.check_copy(old.generation, live, before)
     fresh = layout.next_generation(store.path)
     layout.make_folder(fresh)
     try:

@@ -52,6 +52,24 @@ def check_disk(folder: Path, need: int, reusable: int) -> None:
         )
 
 
+def check_copy(folder: Path, live: int, file: int) -> None:
+    """Refuse to write the copy without free pages that a compaction makes, where it would fill the disk.
+
+    Parameters
+    ----------
+    live : bytes of the copy.
+    file : bytes of the data file that it would replace.
+    """
+    free, spare = disk_free(folder), reserve()
+    if free - spare < live:
+        inside = megabytes(max(0, file - live))
+        raise NoSpaceError(
+            f"the store's file cannot shrink: {folder} has {megabytes(free)} free; {megabytes(live)} for a copy "
+            f"and a reserve of {megabytes(spare)} are needed",
+            f"free that much and run `kvtool store compact`; until then new records take the file's own free {inside}",
+        )
+
+
 def check_file(folder: Path, size: int) -> None:
     """Refuse a file beside the records that would fill the disk, before it is begun.
 
