@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -98,7 +99,7 @@ def step(out: Out, number: int, what: str) -> None:
 
 def run(command: Sequence[str], capture: bool = False) -> str:
     """Run kvtool as a user would; its words go to the terminal."""
-    print("$ kvtool", *command, file=sys.stderr, flush=True)
+    print("$ kvtool", shlex.join(command), file=sys.stderr, flush=True)
     done = subprocess.run([*KVTOOL, *command], stdout=subprocess.PIPE if capture else None, text=True, encoding="utf-8")
     if done.returncode not in (0, 3):
         raise SystemExit(done.returncode)

@@ -91,7 +91,7 @@ def _show(run: Run, report: IngestReport) -> None:
     )
     if any(report.skipped.values()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items() if count)
-        run.out.print(f"files skipped: {kinds} (-v names them)")
+        run.out.print(f"files skipped: {kinds}{' (-v names them)' if run.out.verbosity == 0 else ''}")
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")

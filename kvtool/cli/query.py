@@ -22,7 +22,7 @@ from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import new_session, open_any_store, open_session
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
@@ -144,7 +144,8 @@ def _modes(compare: str | None) -> list[str] | None:
     unknown = [mode for mode in modes if mode not in FUSIONS]
     if unknown or not modes:
         raise UsageError(
-            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}", f"known: {', '.join(FUSIONS)}"
+            f"--compare: there is no fusion mode {', '.join(unknown) or compare!r}",
+            (did_you_mean(unknown[0], FUSIONS) if len(unknown) == 1 else "") or f"known: {', '.join(FUSIONS)}",
         )
     return modes
 

@@ -39,6 +39,7 @@ def test_1_failed(store: Path, form: Any) -> None:
         ("query", QUESTION, "--max-tokens", "0"),
         ("query", QUESTION, "--fusion", "glue"),
         ("query", QUESTION, "--compare", "full,glue"),
+        ("query", QUESTION, "--compare", "epic,unoin"),
         ("query", QUESTION, "--compare", ","),
         ("query", QUESTION, "--link", "middle"),
         ("query", QUESTION, "--level", "7"),

@@ -142,6 +142,7 @@ def test_a_bad_batch_line(line: str, store: Path, tmp_path: Path) -> None:
     done = kvtool("query", "--batch", tmp_path / "b.jsonl", "--store", store)
     done.failed(2, "line 2")
     assert done.out == ""
+    assert "line 1" not in done.err  # the parser's own count
 
 
 def test_an_empty_batch(store: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -164,8 +165,6 @@ def read_batch(path: Path) -> list[Request]:
     ------
     UsageError : the file cannot be read, or a line is no request; the message names the line.
     """
-    import json
-
     from kvtool.core.errors import UsageError
 
     try:
@@ -182,11 +181,17 @@ def read_batch(path: Path) -> list[Request]:
             requests.append(_request(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
-                f"{path}, line {number}: {error}", 'one object a line: {"id", "question"[, "answers"][, "documents"]}'
+                f"{path}, line {number}: {_wrong(error)}",
+                'one object a line: {"question"[, "id"][, "answers"][, "documents"]}',
             ) from error
     if not requests:
         raise UsageError(f"the batch file {str(path)!r} holds no question", "one JSON object a line")
     return requests
+
+
+def _wrong(error: Exception) -> str:
+    """What is wrong with a line, without the parser's own count of lines."""
+    return f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _request(row: Any) -> Request:
