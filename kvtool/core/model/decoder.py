@@ -17,8 +17,9 @@ from kvtool.core.model.kernels import compile_ahead
 from kvtool.core.model.lean import lean_pass
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
-from kvtool.core.model.rowwise.layer import quicken
+from kvtool.core.model.rowwise.layer import in_team, quicken
 from kvtool.core.model.support import context_limit
+from kvtool.core.native.crew import gathered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,15 +150,18 @@ class Decoder:
         if self.device == "cpu" and self._quick is None:
             self._quick = quicken(self)
         cache.rows = rows
+        # Beside torch's own threads, which wait spinning after its products, helpers would only take turns with those.
+        alone = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
-            return module(
-                input_ids=ids[None],
-                position_ids=(rows.positions if position_ids is None else position_ids)[None],
-                past_key_values=cache,
-                use_cache=True,
-                rows=rows,
-                **more,
-            )
+            with gathered(torch.get_num_threads() if alone else 1):
+                return module(
+                    input_ids=ids[None],
+                    position_ids=(rows.positions if position_ids is None else position_ids)[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                    rows=rows,
+                    **more,
+                )
         finally:
             cache.rows = None
 

@@ -76,6 +76,10 @@ class LaidOut:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return out
 
+    def in_team(self, rows: int) -> bool:
+        """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
+        return self.panels is not None and self.panels.serves(rows)
+
     def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows of a prompt in the way that is fast for so many: sums may come in another order."""
         panels = self.panels

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.native.crew import current
+
 
 @dataclass(frozen=True, slots=True)
 class OpenMP:
@@ -68,8 +70,11 @@ def run_in_team(function: int, job: int, threads: int) -> None:
     ----------
     function, job : addresses.
     """
+    crew = current() if threads > 1 else None
     team = openmp() if threads > 1 else None
-    if team is not None:
+    if crew is not None:
+        crew.run(function, job, threads)
+    elif team is not None:
         team.parallel(function, job, threads, 0)
     else:
         _by_threads(function, job, threads)

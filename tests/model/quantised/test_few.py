@@ -93,6 +93,7 @@ def test_a_linear_layer_takes_it_for_as_many_rows_as_it_pays(
         x = random(1, rows, 256, dtype=dtype)
         found = layer.rows_product(x)
         assert found.shape == (1, rows, 12)
+        assert layer.in_team(rows, dtype) == (rows in taken)
         if rows > 1:  # one row is multiplied with weights that are not rounded
             close(found[0], x[0], matrix, bias)
     expected = [8] if dtype == torch.bfloat16 else [8, 257]

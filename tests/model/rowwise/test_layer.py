@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 
+from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.packed import can_pack, pack_weights
 from kvtool.core.model.prefill import LeadIn
+from kvtool.core.model.rowwise import layer as layer_module
 from kvtool.core.model.rowwise.layer import QuickLayer, quicken
+from kvtool.core.model.rowwise.panels import Panels
+from kvtool.core.native.crew import gathered
 from tests.fusion.making import NAMES, new_case
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
@@ -166,3 +172,51 @@ def test_a_copy_of_a_model_computes_by_itself() -> None:
     with torch.inference_mode(), decoder.plain_attention():
         copied.set_attn_implementation("sdpa")
         assert torch.equal(copied(ids).logits, decoder.model(ids).logits)
+
+
+def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects the threads that each pass gathers."""
+    asked: list[int] = []
+
+    def counting(threads: int) -> AbstractContextManager[None]:
+        asked.append(threads)
+        return gathered(threads)
+
+    monkeypatch.setattr(decoder_module, "gathered", counting)
+    return asked
+
+
+def test_few_rows_have_a_crew_where_all_their_products_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside torch's threads, which wait spinning, it would only be in the way."""
+    decoder = new_case("qwen2", "bfloat16").decoder
+    prefilled(decoder)
+    asked = crews(monkeypatch)
+    expected = prefilled(decoder)
+    assert asked == [1, 1]
+    monkeypatch.setattr(layer_module, "_is_in_team", lambda product, count, dtype: count < 30)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = prefilled(decoder)
+        assert asked[2:] == [1, 2]
+        LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
+        assert asked[4:] == [1]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 8, 320, 321])
+def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn((64, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if not can_pack(linear.weight):
+        pytest.skip("this CPU has no layout of its own")
+    pack_weights(linear)
+    calls: list[int] = []
+    multiply = Panels.multiply
+    monkeypatch.setattr(Panels, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
+    with torch.inference_mode():
+        vars(linear)["forward"].rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
+    assert layer_module._is_in_team(linear, count, torch.bfloat16) == bool(calls)

@@ -55,13 +55,17 @@ class PackedLinear(torch.nn.Linear):
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
+    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
+        return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
+
     def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows of a prompt in the way that is fast for so many, contiguous or not.
 
         What `forward` gives of a row may differ in the order of its sum, and for few rows depend on how many they are.
         """
         count = rows.numel() // self.in_features
-        if self._least_few is None or not self._least_few <= count <= _MOST_FEW.get(rows.dtype, count):
+        if not self.in_team(count, rows.dtype):
             return self(rows)  # type: ignore[no-any-return]
         few = rows.reshape(count, self.in_features).contiguous()
         return multiply_few(self.matrix, few, self.bias).view(*rows.shape[:-1], self.out_features)

@@ -97,6 +97,10 @@ class QuickLayer:
         )
         return out
 
+    def products(self) -> list[torch.nn.Module]:
+        """Its seven products."""
+        return [getattr(owner, name) for owner, name in _owners(self.layer)]
+
     def _serves(self, hidden: torch.Tensor, cache: Any, tables: Any, rows: Any, more: dict[str, Any]) -> bool:
         """Whether rows of a prompt are computed over its cache, and nobody listens to what is inside the layer."""
         return (
@@ -158,6 +162,26 @@ def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def in_team(layer: Any, count: int, rows: Any) -> bool:
+    """Whether all of a layer's products of so many rows are machine code of our own, which a crew can take part in.
+
+    Parameters
+    ----------
+    layer : of a decoder.
+    """
+    quick = vars(layer).get("forward")
+    if not isinstance(quick, QuickLayer) or not isinstance(rows, Rows) or rows.stored:
+        return False
+    return all(_is_in_team(product, count, quick.code.dtype) for product in quick.products())
+
+
+def _is_in_team(linear: Any, count: int, dtype: torch.dtype) -> bool:
+    laid_out = vars(linear).get("forward")
+    if isinstance(laid_out, LaidOut):
+        return laid_out.in_team(count)
+    return isinstance(linear, PackedLinear) and laid_out is None and linear.in_team(count, dtype)
+
+
 def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     """Where the weights of norms are, and how often they were written: copies of them are computed with."""
     weights = [norm.weight for norm in norms]
@@ -208,10 +232,7 @@ def _quick(layer: Any, code: Code, rotary: int) -> QuickLayer:
         (layer.mlp, MLP_PARTS),
     ):
         check_parts(module, parts)
-    owners = (layer.self_attn,) * 4 + (layer.mlp,) * 3
-    if not all(
-        isinstance(getattr(owner, name, None), torch.nn.Linear) for owner, name in zip(owners, _PRODUCTS, strict=True)
-    ):
+    if not all(isinstance(getattr(owner, name, None), torch.nn.Linear) for owner, name in _owners(layer)):
         raise Unfit("its products are laid out otherwise")
     before, after = norms_of(layer)
     head_norms = head_norms_of(layer.self_attn)
@@ -228,6 +249,11 @@ def _quick(layer: Any, code: Code, rotary: int) -> QuickLayer:
     return QuickLayer(
         layer, code, (norms[0], norms[1]), head_norms, rotary > 0, scale, inside, normed, _weighed(normed)
     )
+
+
+def _owners(layer: Any) -> list[tuple[Any, str]]:
+    """What has each of a layer's products, and under which name."""
+    return list(zip((layer.self_attn,) * 4 + (layer.mlp,) * 3, _PRODUCTS, strict=True))
 
 
 @torch.inference_mode()

@@ -1,0 +1,103 @@
+"""A crew does each share of a job once, with as many threads as were asked for, and alone where nobody helps."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+
+import pytest
+
+from kvtool.core.native import crew, team
+from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.crew import Crew, current, gathered
+from kvtool.core.native.ir import Body
+from tests.native.test_team import TASKS, counting
+
+pytestmark = pytest.mark.skipif(not runnable() or sys.platform == "win32", reason="there is no crew")
+
+
+def waiting() -> int:
+    """`void run(job)`: adds 1 to job[0] and returns when job[1] is 0."""
+    body = Body()
+    body("atomicrmw add ptr %job, i64 1 seq_cst")
+    again, after = body.new_block(), body.new_block()
+    body.do(f"br label %{again}")
+    body.enter(again)
+    value = body(f"load atomic i64, ptr {body.at('i64', '%job', 1)} seq_cst, align 8")
+    body.do(f"br i1 {body(f'icmp ne i64 {value}, 0')}, label %{again}, label %{after}")
+    body.enter(after)
+    body.do("ret void")
+    return compiled(f"define void @run(ptr %job) {{\n{body.text()}\n}}\n", ISAS[runnable()[-1]], "run")[0]
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvtool-helper"]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 6])
+def test_each_share_of_many_jobs_is_done_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "openmp", lambda: None)
+    monkeypatch.setattr(team, "_by_threads", lambda *job: pytest.fail("the crew is passed over"))
+    with gathered(threads):
+        for _ in range(100):
+            job = (ctypes.c_int64 * (TASKS + 2))(0, TASKS)
+            team.run_in_team(counting(), ctypes.addressof(job), threads)
+            assert list(job[2:]) == [1] * TASKS
+    assert not helpers()
+    assert current() is None
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(2, 2), (3, 3), (9, 4)])
+def test_no_more_take_part_than_a_job_has_room_for(wanted: int, expected: int) -> None:
+    """Machine code has memory for each of the threads that were asked for."""
+    function, job = waiting(), (ctypes.c_int64 * 2)(0, 1)
+    with gathered(4):
+        caller = current()
+        assert caller is not None
+        running = threading.Thread(target=caller.run, args=(function, ctypes.addressof(job), wanted))
+        running.start()
+        until = time.monotonic() + 20
+        while job[0] < expected and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.02)  # one too many would have come by now
+        came = job[0]
+        job[1] = 0
+        running.join()
+    assert came == expected
+
+
+def test_who_calls_does_all_where_nobody_comes() -> None:
+    code = crew._Code(crew._code().lead, lambda board: None)
+    job = (ctypes.c_int64 * (TASKS + 2))(0, TASKS)
+    alone = Crew(code, 2)
+    alone.run(counting(), ctypes.addressof(job), 3)
+    alone.end()
+    assert list(job[2:]) == [1] * TASKS
+
+
+def test_a_crew_belongs_to_its_thread_and_is_made_once() -> None:
+    seen: list[Crew | None] = []
+    with gathered(2):
+        outer = current()
+        with gathered(3):
+            assert current() is outer
+        assert current() is outer
+        other = threading.Thread(target=lambda: seen.append(current()))
+        other.start()
+        other.join()
+        assert len(helpers()) == 1
+    assert seen == [None]
+
+
+def test_helpers_end_with_an_error_inside() -> None:
+    with pytest.raises(ValueError, match="inside"), gathered(3):
+        raise ValueError("inside")
+    assert not helpers()
+
+
+def test_one_thread_needs_no_helpers() -> None:
+    with gathered(1):
+        assert current() is None
+        assert not helpers()
