@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -162,12 +163,14 @@ def test_who_listens_deep_inside_hears(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heard
 
 
-def test_a_copy_of_a_model_computes_by_itself() -> None:
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_computes_by_itself(copied_by: Callable[[Any], Any]) -> None:
     decoder = new_case("llama", "float32").decoder
     prefilled(decoder)
     assert isinstance(vars(decoder.layers[0])["forward"], QuickLayer)
-    copied = copy.deepcopy(decoder.model)
+    copied = copied_by(decoder.model)
     assert copied.model.layers[0].forward.__self__ is copied.model.layers[0]
+    assert copied.model.layers[0].forward.__func__ is type(decoder.layers[0]).forward
     ids = torch.tensor([IDS])
     with torch.inference_mode(), decoder.plain_attention():
         copied.set_attn_implementation("sdpa")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,8 +65,8 @@ class QuickLayer:
     _weighed: tuple[tuple[int, int], ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the layer has its own forward: machine code stays where it is."""
-        return MethodType, (type(self.layer).forward, self.layer)
+        """A copy of the layer, in this process or by pickle in another, has its own forward: machine code stays."""
+        return getattr, (self.layer, "forward")  # which a copy that is being made does not hold yet: it is its class's
 
     def __call__(
         self,
