@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -101,3 +103,40 @@ def test_one_thread_needs_no_helpers() -> None:
     with gathered(1):
         assert current() is None
         assert not helpers()
+
+
+def test_no_thread_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may have so many only: those that were started before end, and the caller works alone."""
+    start, started = threading.Thread.start, []
+
+    def one(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", one)
+    with gathered(4):
+        assert current() is None
+        assert len(started) == 1
+        assert not helpers()
+
+
+def test_a_helper_that_nobody_waits_for_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "_SECONDS", 0.0)
+    go_on = threading.Event()
+
+    def serve(board: int) -> None:
+        go_on.wait()
+
+    late = Crew(crew._Code(crew._code().lead, serve), 1)
+    kept = weakref.ref(late)
+    late.end()
+    (helper,) = helpers()
+    del late
+    gc.collect()
+    assert kept() is not None
+    go_on.set()
+    helper.join()
+    gc.collect()
+    assert kept() is None

@@ -40,6 +40,10 @@ class Crew:
     Parameters
     ----------
     helpers : so many threads beside the one that calls, at least 1.
+
+    Raises
+    ------
+    RuntimeError : they cannot be started.
     """
 
     def __init__(self, code: _Code, helpers: int) -> None:
@@ -50,12 +54,18 @@ class Crew:
         self._fields = (ctypes.c_int64 * len(_FIELDS)).from_address(self._board)
         for name in ("yields", "sleeps"):
             self._fields[_AT[name]] = _libc()[name]
-        self._threads = [
-            threading.Thread(target=code.serve, args=(self._board,), name="kvtool-helper", daemon=True)
-            for _ in range(helpers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for _ in range(helpers):
+                self._threads.append(threading.Thread(target=self._serve, name="kvtool-helper", daemon=True))
+                self._threads[-1].start()
+        except BaseException:  # no thread left for this user, or Ctrl-C: those that have begun look for jobs
+            self.end()
+            raise
+
+    def _serve(self) -> None:
+        """A helper's life, which holds the board also where nobody waits for its end."""
+        self._code.serve(self._board)
 
     def run(self, function: int, job: int, threads: int) -> None:
         """Call `void function(ptr job)` here and, if they come in time, in up to `threads` - 1 of the helpers."""
@@ -65,7 +75,8 @@ class Crew:
         """Let the helpers go."""
         self._fields[_AT["over"]] = 1
         for thread in self._threads:
-            thread.join(_SECONDS)
+            if thread.ident is not None:
+                thread.join(_SECONDS)
 
 
 _current = threading.local()
@@ -80,15 +91,25 @@ def current() -> Crew | None:
 @contextlib.contextmanager
 def gathered(threads: int) -> Iterator[None]:
     """Have a crew for the calling thread's jobs inside; where it has one already, or there is none, all stays so."""
-    if threads < 2 or current() is not None or not _libc() or not runnable():
+    crew = None if threads < 2 or current() is not None else _new_crew(threads - 1)
+    if crew is None:
         yield
         return
-    crew = _current.crew = Crew(_code(), threads - 1)
+    _current.crew = crew
     try:
         yield
     finally:
         _current.crew = None
         crew.end()
+
+
+def _new_crew(helpers: int) -> Crew | None:
+    """A crew; None where there is no code for one, or no thread to be had: it is help, and nobody needs it."""
+    if not _libc() or not runnable():
+        return None
+    with contextlib.suppress(RuntimeError):
+        return Crew(_code(), helpers)
+    return None
 
 
 @cache
