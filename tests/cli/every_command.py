@@ -69,7 +69,10 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
                 "int8",
                 "--json",
             ),
-            "inspect quality": ("inspect", "quality", *here, "--batch", good, "--runs", "reuse,epic:4", "--json"),
+            "inspect quality": (
+                *("inspect", "quality", *here, "--batch", good, "--runs", "reuse,epic:4"),
+                *("--no-context", "--halves", "--json"),
+            ),
             "inspect quality --defer": ("inspect", "quality", "--defer", *here, "--batch", good, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),
             "inspect sparsity": ("inspect", "sparsity", "--batch", good, *here, "--json"),

@@ -7,25 +7,35 @@ from typing import Any
 
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.charts.svg import Line, Panel, line_charts
+from kvtool.lab.measure.trial import NO_CONTEXT
 
 _HEAD = (
-    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same answer"),
+    *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
     *("recomputed", "TTFT ms", "speedup", "Pareto"),
+)
+_HALVES_HEAD = (
+    *("rule", "run", "half", "n", "recomputed", "KL answer", "KL first", "F1 - full", "contains - full"),
+    *("same first", "same answer"),
 )
 
 
 def quality_sections(value: dict[str, Any]) -> list[Section]:
     """Sections from what `inspect quality --json` gives."""
-    runs = value["runs"]
+    runs = [row for row in value["runs"] if row["run"] != NO_CONTEXT]
     text = (
         "KL: how far a run's distributions are from full recompute's, in nats, before the first token and mean over "
         "the full answer; in brackets the 95 % interval over questions. Pareto: no other run recomputes less and is "
         "nearer to full."
     )
-    return [
+    sections = [
         Section("Distance against recompute", (text,), (_charts(runs),) if len(runs) > 1 else ()),
         Section("All runs", tables=(quality_table(value),)),
     ]
+    if len(value["runs"]) > 1:
+        sections.append(Section("Question by question", (paired_text(value),), tables=(paired_table(value),)))
+    if value.get("halves"):
+        sections.append(Section("Chosen on one half", (halves_text(value),), tables=(halves_table(value),)))
+    return sections
 
 
 def _charts(runs: Sequence[dict[str, Any]]) -> str:
@@ -46,6 +56,9 @@ def _by_mode(runs: Sequence[dict[str, Any]], name: str) -> list[tuple[str, tuple
     return [(mode, tuple(sorted(points.items()))) for mode, points in found.items()]
 
 
+# ---- all runs ----
+
+
 def quality_table(value: Mapping[str, Any]) -> Table:
     """All runs, a row each; the same in a terminal."""
     return Table(_HEAD, tuple(_row(row) for row in value["runs"]))
@@ -56,17 +69,100 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
         row["run"],
         row["count"],
         *(_with_interval(row, name) for name in ("f1", "f1_ratio", "contains", "kl_first", "kl_answer")),
-        f"{row['answer_equal']:.1%}",
-        f"{row['recomputed_share']:.1%}",
+        *_agreement(row),
+        "-" if row["run"] == NO_CONTEXT else f"{row['recomputed_share']:.1%}",
         f"{row['ttft_ms_median']:.0f}",
         f"{row['speedup']:.2f}x",
         "*" if row["pareto"] else "",
     )
 
 
-def _with_interval(row: Mapping[str, Any], name: str) -> str:
-    """A run's number with its interval, or a dash."""
+def _agreement(row: Mapping[str, Any]) -> tuple[str, str]:
+    first, answer = (row.get(name) for name in ("top1_agrees", "answer_equal"))
+    return "-" if first is None else f"{first:.1%}", "-" if answer is None else f"{answer:.1%}"
+
+
+def _with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
+    """A run's number with its interval, or a dash. `sign`: `+` writes that of a number above 0, too."""
     if row.get(name) is None:
         return "-"
     low, high = row["intervals"][name]
-    return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
+    return f"{row[name]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+# ---- question by question ----
+
+
+def paired_table(value: Mapping[str, Any]) -> Table:
+    """Each run beside full prefill, beside no context and beside another run, question by question; the same in a
+    terminal. What no run has is left out."""
+    runs = [row for row in value["runs"] if row["run"] != value["reference"]]
+    columns = [
+        ("F1 - full", [_with_interval(row, "f1_difference", "+") for row in runs]),
+        ("contains - full", [_with_interval(row, "contains_difference", "+") for row in runs]),
+        ("PGR of F1", [_with_interval(row, "pgr_f1") for row in runs]),
+        ("PGR of contains", [_with_interval(row, "pgr_contains") for row in runs]),
+        (f"KL answer - {value['kl_base']}", [_with_interval(row, "kl_answer_difference", "+") for row in runs]),
+        (f"KL first - {value['kl_base']}", [_with_interval(row, "kl_first_difference", "+") for row in runs]),
+        ("full right: n, F1, contains", [_apart(row, "full_right") for row in runs]),
+        ("full wrong: n, F1, contains", [_apart(row, "full_wrong") for row in runs]),
+    ]
+    known = [(head, cells) for head, cells in columns if set(cells) - {"-"}]
+    names = [row["run"] for row in runs]
+    return Table(("run", *(head for head, _ in known)), tuple(zip(names, *(cells for _, cells in known), strict=True)))
+
+
+def _apart(row: Mapping[str, Any], which: str) -> str:
+    some = row.get(which)
+    if not some:
+        return "-"
+    scores = [f"{some[name]:.3f}" for name in ("f1", "contains") if name in some]
+    return ", ".join([str(some["count"]), *scores])
+
+
+def paired_text(value: Mapping[str, Any]) -> str:
+    """What the columns are."""
+    return (
+        f"Paired by question, {value['resamples']:,} resamples. PGR: the share of the gap between no context and full "
+        "that a run recovers (KVShareArena, arXiv 2609.10266), for which --no-context is needed; a dash: the gap is "
+        "not above 0 in 95 % of the resamples. Full right, full wrong: the questions that full prefill's answer "
+        "contains a gold answer to, and the others (BoxOffice, arXiv 2609.31415): n, F1, contains."
+    )
+
+
+# ---- chosen on one half ----
+
+
+def halves_table(value: Mapping[str, Any]) -> Table:
+    """What each rule chooses on the first half of the questions, on both halves; the same in a terminal."""
+    return Table(_HALVES_HEAD, tuple(row for rule in value["halves"]["rules"] for row in _half_rows(rule)))
+
+
+def _half_rows(rule: Mapping[str, Any]) -> list[tuple[object, ...]]:
+    if rule["run"] is None:
+        return [(rule["rule"], "none does", *("-",) * (len(_HALVES_HEAD) - 2))]
+    return [
+        (
+            rule["rule"],
+            rule["run"],
+            half,
+            row["count"],
+            f"{row['recomputed_share']:.1%}",
+            *(_with_interval(row, name) for name in ("kl_answer", "kl_first")),
+            *(_with_interval(row, name, "+") for name in ("f1_difference", "contains_difference")),
+            *_agreement(row),
+        )
+        for half, row in (("first, chosen on", rule["chosen_on"]), ("second", rule["held_out"]))
+    ]
+
+
+def halves_text(value: Mapping[str, Any]) -> str:
+    """What the rules are, and what was not weighed."""
+    found = value["halves"]
+    left_out = f" Not weighed, since some questions lack them: {', '.join(found['left_out'])}."
+    return (
+        "Chosen on the first half of the questions in the file's order. nearest: the lowest mean KL of the answer "
+        f"among the runs that recompute at most {found['max_recomputed']:.0%} of the cached tokens, in whole percents. "
+        "cheapest: the least recompute among the runs whose KL of the answer is at most "
+        f"{found['max_kl']:g} nats by the upper end of its 95 % interval." + (left_out if found["left_out"] else "")
+    )

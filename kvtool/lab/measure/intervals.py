@@ -1,47 +1,156 @@
-"""How sure a mean over questions is: percentile bootstrap."""
+"""How sure a statistic over questions is: percentile bootstrap (Efron & Tibshirani 1993, ch. 13), paired by question.
+
+A resample takes a question with all that was measured of it, so that what makes one question harder than another does
+not make the difference of two runs unsure. All statistics of a report are drawn together, as one product of matrices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-RESAMPLES = 2000
+RESAMPLES = 10_000
 CONFIDENCE = 0.95
 SEED = 0
-_AT_ONCE = 1 << 22  # numbers
+_UNSURE = 0.05  # of the resamples: a gap that is not there in more of them is no gap to recover
+_AT_ONCE = 1 << 21  # numbers
+_KEPT = 1 << 10  # questions: draws of so many are kept for the next statistic
 
 Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.uint16]
 Interval = tuple[float, float]
+Column = Sequence[float | None]  # a number of every question; None: it has none, and counts nowhere
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """What is made of the means of some columns; NaN where that is nothing.
+
+    Attributes
+    ----------
+    of_means : takes an array of means for each column, and gives one as long.
+    """
+
+    columns: tuple[Column, ...]
+    of_means: Callable[..., Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A statistic of the questions as they are, and its 95 % interval; None where there is nothing to tell."""
+
+    value: float | None
+    interval: Interval | None
+
+
+# ---- statistics ----
+
+
+def mean(values: Column) -> Statistic:
+    """Take the mean over questions."""
+    return Statistic((values,), lambda means: means)
+
+
+def difference(own: Column, other: Column) -> Statistic:
+    """Take the mean of own − other over the questions that have both."""
+    return mean([None if a is None or b is None else a - b for a, b in zip(own, other, strict=True)])
+
+
+def ratio(upper: Column, lower: Column) -> Statistic:
+    """Take Σ upper / Σ lower; resamples whose Σ lower is 0 are left out."""
+    return Statistic(_of_all(upper, lower), lambda above, below: np.where(below > 0, above / below, np.nan))
+
+
+def recovered(own: Column, none: Column, full: Column) -> Statistic:
+    """Take the share of the gap between no context and full context that a run recovers, of sums.
+
+    (own − none) / (full − none): KVShareArena (arXiv 2609.10266) calls it PGR. Where the gap is not above 0, or in more
+    than 5 % of the resamples, there is nothing to recover, and neither a share nor its interval.
+    """
+
+    def share(own: Floats, none: Floats, full: Floats) -> Floats:
+        gap = full - none
+        there = gap > 0
+        shares = np.where(there, (own - none) / gap, np.nan)
+        return shares if there.mean() >= 1 - _UNSURE and there[0] else np.full_like(gap, np.nan)
+
+    return Statistic(_of_all(own, none, full), share)
+
+
+def _of_all(*columns: Column) -> tuple[Column, ...]:
+    """The columns with the questions alone that all of them have."""
+    rows = [row if None not in row else (None,) * len(row) for row in zip(*columns, strict=True)]
+    return tuple([row[at] for row in rows] for at in range(len(columns)))
+
+
+# ---- estimates ----
+
+
+def estimates(statistics: Mapping[K, Statistic]) -> dict[K, Estimate]:
+    """Estimate statistics whose columns are of the same questions, all drawn together."""
+    columns = {id(column): column for statistic in statistics.values() for column in statistic.columns}
+    if not columns or not len(next(iter(columns.values()))):
+        return {key: Estimate(None, None) for key in statistics}
+    means = dict(zip(columns, _resampled_means(list(columns.values())).T, strict=True))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return {
+            key: _estimate(statistic.of_means(*(means[id(column)] for column in statistic.columns)))
+            for key, statistic in statistics.items()
+        }
 
 
 def interval(values: Sequence[float]) -> Interval | None:
     """Estimate the 95 % interval of the mean over questions; None where there are none."""
-    return _bounds(np.asarray(values, np.float64)[:, None], lambda means: means[:, 0])
+    return estimates({"": mean(values)})[""].interval
 
 
-def ratio_interval(upper: Sequence[float], lower: Sequence[float]) -> Interval | None:
-    """Estimate that of Σ upper / Σ lower, both by question and drawn together; None where Σ lower is 0."""
-    pairs = np.asarray([upper, lower], np.float64).T
-    return _bounds(pairs, lambda means: means[means[:, 1] > 0, 0] / means[means[:, 1] > 0, 1])
+def _estimate(resampled: Floats) -> Estimate:
+    """Bound a statistic, of the questions as they are and then of every resample."""
+    value, known = resampled[0], resampled[1:][np.isfinite(resampled[1:])]
+    if not np.isfinite(value):
+        return Estimate(None, None)
+    low, high = np.percentile(known, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    return Estimate(float(value), (float(low), float(high)))
 
 
-def _bounds(values: Floats, statistic: Callable[[Floats], Floats]) -> Interval | None:
-    """Bound a statistic of resampled means, `[resamples, columns]`; `values` are `[questions, columns]`."""
-    if not len(values):
-        return None
-    resampled = statistic(_resampled_means(values))
-    if not len(resampled):
-        return None
-    low, high = np.percentile(resampled, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
-    return float(low), float(high)
+def _resampled_means(columns: Sequence[Column]) -> Floats:
+    """Average columns over the questions as they are and over every resample, `[1 + RESAMPLES, columns]`.
+
+    NaN where a resample has no question with a number.
+    """
+    values = np.array([[np.nan if value is None else value for value in column] for column in columns], np.float64).T
+    known = np.isfinite(values)
+    masks, which = np.unique(known, axis=1, return_inverse=True)  # most columns lack the same questions
+    table = np.hstack([np.where(known, values, 0.0), masks])
+    sums = np.concatenate([table.sum(0)[None], *(block.astype(np.float64) @ table for block in _draws(len(values)))])
+    counts = sums[:, len(columns) :][:, which.ravel()]
+    with np.errstate(invalid="ignore"):
+        return np.where(counts > 0, sums[:, : len(columns)] / counts, np.nan)
 
 
-def _resampled_means(values: Floats) -> Floats:
-    """Draw questions and average them, `[RESAMPLES, columns]`; every table of as many gets the same draws."""
+# ---- draws ----
+
+
+def _draws(count: int) -> Sequence[Counts] | Iterator[Counts]:
+    """How often each resample has each question: `[resamples, count]`, in blocks; equal for equal counts."""
+    return _kept_draws(count) if count <= _KEPT else _drawn(count)
+
+
+@functools.lru_cache(maxsize=4)
+def _kept_draws(count: int) -> tuple[Counts, ...]:
+    return tuple(_drawn(count))
+
+
+def _drawn(count: int) -> Iterator[Counts]:
     random = np.random.default_rng(SEED)
-    count = len(values)
-    step = max(1, _AT_ONCE // values.size)
-    sizes = [min(step, RESAMPLES - start) for start in range(0, RESAMPLES, step)]
-    return np.concatenate([values[random.integers(0, count, (size, count))].mean(1) for size in sizes])
+    step = max(1, _AT_ONCE // count)
+    for start in range(0, RESAMPLES, step):
+        rows = min(step, RESAMPLES - start)
+        placed = random.integers(0, count, (rows, count)) + count * np.arange(rows)[:, None]
+        yield np.bincount(placed.ravel(), minlength=rows * count).reshape(rows, count).astype(np.uint16)

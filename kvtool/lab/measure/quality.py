@@ -11,17 +11,16 @@ from kvtool.core.evaluate.measures import MEASURES, Row, means, numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.layout import lay_out
 from kvtool.lab.measure.evaluation import RowsOf, by_run, name_of
-from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, interval, ratio_interval
+from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, Estimate
+from kvtool.lab.measure.pairs import by_full, compared
 from kvtool.lab.measure.runs import RunSpec, ordered
-from kvtool.lab.measure.trial import Trial
+from kvtool.lab.measure.trial import NO_CONTEXT, Trial
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Warn
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
-
-_WITH_INTERVAL = ("f1", "contains", "kl_first", "kl_answer")
 
 
 def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
@@ -45,19 +44,27 @@ def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryO
     return rows_of
 
 
-def summarise(rows: Mapping[int, Mapping[str, Row]]) -> list[dict[str, Any]]:
+def summarise(rows: Mapping[int, Mapping[str, Row]], base: str = "") -> list[dict[str, Any]]:
     """Sum up each run: the reference first, then by mode and amount.
+
+    Parameters
+    ----------
+    base : the run that other runs' KL is held against.
 
     Returns
     -------
     `run`, `count`; means (`f1`, `exact_match`, `contains` over questions with answers), `recomputed_share` of the
-    cached rows, medians `ttft_ms_median` and `speedup`, `f1_ratio` = Σ F1 / Σ F1 of full on the same questions,
-    `intervals` (95 %), `pareto`: no other run recomputes less and is nearer to full.
+    cached rows, medians `ttft_ms_median` and `speedup`, what :func:`compared` and :func:`by_full` tell, `intervals`
+    (95 %) of the former, `pareto`: no other run recomputes less and is nearer to full.
     """
-    questions = by_run(rows)
-    summaries = [_summary(name, questions[name]) for name in ordered(questions)]
+    questions, of_run = [of_question for _, of_question in sorted(rows.items())], by_run(rows)
+    names = ordered(of_run)
+    estimated = compared(questions, names, base)
+    summaries = [_summary(name, of_run[name], estimated[name]) for name in names]
+    weighed = [summary for summary in summaries if summary["run"] != NO_CONTEXT]
     for summary in summaries:
-        summary["pareto"] = not any(_dominates(other, summary) for other in summaries)
+        dominated = any(_dominates(other, summary) for other in weighed)
+        summary["pareto"] = summary in weighed and not dominated
     return summaries
 
 
@@ -68,23 +75,24 @@ def levels_in(rows: Mapping[int, Mapping[str, Row]]) -> list[str]:
     )
 
 
-def overview(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, Any]:
-    """Make the JSON of `inspect quality`."""
+def overview(rows: Mapping[int, Mapping[str, Row]], base: str = "") -> dict[str, Any]:
+    """Make the JSON of `inspect quality`; `base` is the run that other runs' KL is held against."""
     return {
         "questions": len(rows),
         "with_holes": sum(any(row["holes"] for row in of_question.values()) for of_question in rows.values()),
         "reference": REFERENCE,
+        "kl_base": base if any(base in of_question for of_question in rows.values()) else None,
         "interval_confidence": CONFIDENCE,
         "resamples": RESAMPLES,
         "levels": levels_in(rows),
-        "runs": summarise(rows),
+        "runs": summarise(rows, base),
     }
 
 
-def _summary(name: str, questions: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
+def _summary(name: str, questions: Sequence[Mapping[str, Row]], estimated: Mapping[str, Estimate]) -> dict[str, Any]:
     rows = [question[name] for question in questions]
     shares = [row["recomputed"] / cached for row in rows if (cached := row["reused"] + row["recomputed"])]
-    summary: dict[str, Any] = {
+    return {
         "run": name,
         "count": len(rows),
         **means(rows, (*MEASURES, "bytes_read")),
@@ -92,13 +100,10 @@ def _summary(name: str, questions: Sequence[Mapping[str, Row]]) -> dict[str, Any
         "recomputed_share": statistics.fmean(shares) if shares else 0.0,
         "ttft_ms_median": statistics.median(numbers_of(rows, "ttft_ms")),
         "speedup": statistics.median(numbers_of(rows, "speedup")),
+        **{key: estimate.value for key, estimate in estimated.items()},
+        **by_full(questions, name),
+        "intervals": {key: estimate.interval for key, estimate in estimated.items()},
     }
-    intervals = {key: interval(numbers) for key in _WITH_INTERVAL if (numbers := numbers_of(rows, key))}
-    if scores := numbers_of(rows, "f1"):
-        full = numbers_of([question[REFERENCE] for question in questions], "f1")
-        summary["f1_ratio"] = sum(scores) / sum(full) if sum(full) else None
-        intervals["f1_ratio"] = ratio_interval(scores, full)
-    return summary | {"intervals": intervals}
 
 
 def _dominates(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtool.core.evaluate.measures import Row
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
@@ -17,6 +18,8 @@ from kvtool.core.model.generate import Generated
 from kvtool.core.query.layout import Asked
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.measure.runs import RunSpec
+
+NO_CONTEXT = "none"  # the run that answers without any chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,22 @@ class Trial:
     options: QueryOptions
 
     def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:
-        """Answer in full, then by each run, and name the rows; one cache is held at a time."""
+        """Answer in full, then by each run, and name the rows; one cache is held at a time.
+
+        The run `NO_CONTEXT` answers in full over the prompt's beginning and the question, without any chunk.
+        """
         fused, full_ms = self._fuse(RunSpec(REFERENCE))
         reference = Reference.answered(self.decoder, fused, self.options.max_tokens)
         row = self._row(fused, full_ms, full_ms, reference.answer, reference.answer, SAME)
         del fused
         yield REFERENCE, row
         for spec in specs:
-            yield spec.name, self._run(spec, reference, full_ms)
+            trial = self._without_context() if spec.mode == NO_CONTEXT else self
+            yield spec.name, trial._run(spec, reference, full_ms)
+
+    def _without_context(self) -> Trial:
+        alone = replace(self.asked, plan=without_chunks(self.asked.plan), hits=(), retrieve_ms=0.0)
+        return replace(self, asked=alone)
 
     def _run(self, spec: RunSpec, reference: Reference, full_ms: float) -> Row:
         fused, milliseconds = self._fuse(spec)
@@ -52,7 +63,8 @@ class Trial:
 
     def _fuse(self, spec: RunSpec) -> tuple[Fused, float]:
         """Fuse as a run does, and time it in ms: from the question's text to the first token's id."""
-        selector = selector_for(spec.options(self.options), spec.mode)
+        whole = RunSpec(REFERENCE) if spec.mode == NO_CONTEXT else spec
+        selector = selector_for(whole.options(self.options), whole.mode)
         started = time.perf_counter()
         fused = fuse(self.decoder, self.asked.plan, selector, self.source, reserve=self.options.max_tokens)
         fused.logits.argmax().item()
@@ -76,3 +88,9 @@ class Trial:
             **(score(text, gold).to_json() if gold else {}),
             **distance.to_json(),
         }
+
+
+def without_chunks(plan: Plan) -> Plan:
+    """The same prompt's beginning and question, in the same form, with nothing between them."""
+    prefix, *_, question = plan.segments
+    return build_plan(prefix.source, [], question.ids)

@@ -2,55 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.charts.page import Table
 from kvtool.lab.reports.questions import BatchOptions, ResumeOptions
 from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
-from kvtool.lab.reports.runs import RunOptions, evaluate, read_at
+from kvtool.lab.reports.runs import RUNS, RunOptions, evaluate, read_at
+
+if TYPE_CHECKING:
+    from kvtool.lab.measure.runs import RunSpec
 
 _ASKED = (*RETRIEVAL, "level", "max_loss")
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvidenceOptions(Options, settings=False, group=RUNS):
+    """What runs are held against, besides full recompute."""
+
+    no_context: bool = option(False, "Answer without any chunk, too, and tell what share of the gap a run recovers.")
+    halves: bool = option(False, "Choose a run on the first half of the questions, and tell it of the other half.")
+    max_kl: float = option(
+        0.05, "KL of the answer, in nats, that --halves takes for near enough.", metavar="NATS", lowest=0
+    )
+
+
 def quality(desk: Desk) -> Findings:
     """Answer questions in every mode beside full recompute: how near each comes, how fast, and how sure that is."""
-    flags = desk.get(RunOptions)
+    flags, evidence = desk.get(RunOptions), desk.get(EvidenceOptions)
     if flags.defer:
+        if evidence.no_context or evidence.halves:
+            raise UsageError("--defer calibrates, and compares no runs", "leave --no-context and --halves out")
         from kvtool.lab.reports.defer import calibrate
 
         return calibrate(desk)
     requests = desk.get(BatchOptions).requests("quality")
     options = desk.query_options(*_ASKED, max_tokens=flags.max_tokens, force=flags.force)
     from kvtool.lab.charts.quality import quality_sections
+    from kvtool.lab.measure.halves import halves
     from kvtool.lab.measure.quality import overview, quality_rows
-    from kvtool.lab.measure.runs import parse_runs
+    from kvtool.lab.measure.runs import RunSpec, parse_runs
+    from kvtool.lab.measure.trial import NO_CONTEXT
 
+    specs = parse_runs(flags.runs)
     begin = partial(quality_rows, warn=desk.events.warn)
-    results = evaluate(desk, requests, parse_runs(flags.runs), options, begin)
+    beside = [RunSpec(NO_CONTEXT)] if evidence.no_context else []
+    results = evaluate(desk, requests, [*beside, *specs], options, begin)
     value = {"resolved": {"model": desk.identity.model}, "max_tokens": flags.max_tokens, "failed": results.failed}
-    value |= overview(results.rows)
+    value |= overview(results.rows, _base(flags, specs))
+    if evidence.halves:
+        value["halves"] = halves(results.rows, evidence.max_kl)
     sections = quality_sections(value)
     return Findings("Fusion quality", value, [*_told(value)], sections, read_at(value), results.exit_code)
 
 
+def _base(flags: RunOptions, specs: Sequence[RunSpec]) -> str:
+    """Name the run that other runs' KL is held against: the first that was named, else the default of a query."""
+    from kvtool.lab.measure.runs import parse_run
+
+    if flags.runs and specs:
+        return specs[0].name
+    return parse_run(QueryOptions().fusion).name
+
+
 def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
-    from kvtool.lab.charts.quality import quality_table
+    from kvtool.lab.charts.quality import halves_table, halves_text, paired_table, paired_text, quality_table
 
     yield quality_table(value)
     yield f"{value['questions']} questions, {read_at(value)}; in brackets the 95 % interval over questions"
+    if len(value["runs"]) > 1:
+        yield paired_table(value)
+        yield paired_text(value)
+    if value.get("halves"):
+        yield halves_table(value)
+        yield halves_text(value)
+    elif "halves" in value:
+        yield "--halves needs two questions at least"
     if value["with_holes"]:
         yield f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good"
 
 
 REPORT = Report(
     quality,
-    takes=(BatchOptions, ResumeOptions, RunOptions, QueryOptions.some(*_ASKED, "defer_first"), ModelOptions),
+    takes=(
+        *(BatchOptions, ResumeOptions, RunOptions, EvidenceOptions),
+        *(QueryOptions.some(*_ASKED, "defer_first"), ModelOptions),
+    ),
     examples=(
         "inspect quality --batch questions.jsonl --runs reuse,union:5%,union:15% --resume results.jsonl",
+        "inspect quality --batch questions.jsonl --no-context --halves",
         "inspect quality --batch questions.jsonl --defer --runs union",
     ),
 )

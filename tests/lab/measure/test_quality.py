@@ -94,7 +94,10 @@ def test_the_summary(store: Path, batch: Path, results: Path) -> None:
         assert row["f1"] == pytest.approx(sum(one["f1"] for one in own if "f1" in one) / 2)  # the third has no answer
         assert row["ttft_ms_median"] == sorted(one["ttft_ms"] for one in own)[1]
         assert row["speedup"] == sorted(one["speedup"] for one in own)[1]
-        assert set(row["intervals"]) == {"f1", "contains", "kl_first", "kl_answer", "f1_ratio"}
+        beside = {"f1_difference", "contains_difference"} if row["run"] != "full" else set()
+        other = {"kl_first_difference", "kl_answer_difference"} if row["run"] not in ("full", "reuse") else set()
+        assert set(row["intervals"]) == {"f1", "contains", "kl_first", "kl_answer", "f1_ratio"} | beside | other
+        assert row["full_right"]["count"] + row["full_wrong"]["count"] == 2
         for name in ("f1", "contains", "kl_first", "kl_answer"):
             low, high = row["intervals"][name]
             assert low <= row[name] <= high
@@ -132,12 +135,18 @@ def test_numbers_equal_those_of_compare(store: Path, batch: Path, results: Path)
 
 def test_the_table(store: Path, batch: Path) -> None:
     done = quality(store, batch, "--limit", "2").fine()
-    head, *rows, last, end = done.out.split("\n")
+    lines = done.out.split("\n")
+    (head, *rows, last), (paired, *of_pairs) = lines[:7], lines[7:-2]
+    assert [line.split()[0] for line in of_pairs] == NAMES[1:]
+    for word in ("F1 - full", "contains - full", "KL answer - reuse", "full right: n, F1, contains"):
+        assert word in paired
+    assert "PGR of" not in paired
+    assert lines[-2].startswith("Paired by question, 10,000 resamples")
     for word in ("run", "F1", "of full", "KL first", "KL answer", "recomputed", "TTFT ms", "speedup", "Pareto"):
         assert word in head
     assert [row.split()[0] for row in rows] == NAMES
     assert last.startswith("2 questions")
-    assert end == done.err == ""
+    assert lines[-1] == done.err == ""
 
 
 def test_the_reference_alone(store: Path, batch: Path, fused: list[str]) -> None:
@@ -154,6 +163,49 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
     assert done.code == 0
     assert "warning: question a: 1 chunk(s) were computed in place" in done.err
     assert done.json["with_holes"] == 1
+
+
+# ---- evidence ----
+
+
+def test_without_any_context(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
+    """The question alone, in the same form, once a question; what a file lacks is computed when it is asked for."""
+    at = ("--runs", "reuse", "--resume", results, "--json")
+    plain = quality(store, batch, *at).fine().json
+    assert "none" not in [row["run"] for row in plain["runs"]]
+    fused.clear()
+    value = quality(store, batch, *at, "--no-context").fine().json
+    assert fused == ["full", "full"] * 3
+    fused.clear()
+    assert quality(store, batch, *at, "--no-context").fine().json == value
+    assert fused == []
+    full, reuse, none = value["runs"]
+    assert [row["run"] for row in value["runs"]] == ["full", "reuse", "none"]
+    assert (none["pareto"], none["count"], none["bytes_read"]) == (False, 3, 0)
+    assert none["kl_answer"] > 0
+    assert none["tokens_recomputed"] + none["tokens_fresh"] < full["tokens_recomputed"]
+    assert none["tokens_fresh"] == full["tokens_fresh"]  # the question, and nothing else
+    assert {"pgr_f1", "pgr_contains"} <= set(reuse)
+    told = quality(store, batch, "--runs", "reuse", "--resume", results).fine().out
+    assert "none" in told
+
+
+def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
+    html = tmp_path / "page.html"
+    done = quality(store, batch, "--resume", results, "--halves", "--html", html).fine()
+    assert "nearest" in done.out
+    assert "at most 0.05 nats" in done.out
+    assert "Chosen on one half" in html.read_text(encoding="utf-8")
+    found = quality(store, batch, "--resume", results, "--halves", "--max-kl", "99", "--json").fine().json["halves"]
+    by_rule = {rule["rule"]: rule for rule in found["rules"]}
+    assert (by_rule["cheapest"]["run"], found["max_kl"]) == ("reuse", 99)
+    assert [by_rule["nearest"][half]["count"] for half in ("chosen_on", "held_out")] == [2, 1]
+    one = quality(store, batch, "--limit", "1", "--halves").fine()
+    assert "--halves needs two questions at least" in one.out
+    for flag in ("--halves", "--no-context"):
+        kvtool("inspect", "quality", "--store", store, "--batch", batch, "--defer", flag).failed(
+            2, "leave --no-context"
+        )
 
 
 # ---- going on ----
