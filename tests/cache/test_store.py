@@ -21,6 +21,7 @@ from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEn
 from kvtool.core.cache.record import Kind, encode_record, unseal
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.tree import DataFile, Tree
 from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError, NoSpaceError
@@ -85,6 +86,41 @@ def test_read_layer_keeps_order_and_gives_private_aligned_writable_views(tmp_pat
         first[1][0] ^= 255
         assert bytes(again[1]) == b"".join(payload_of("f1.1", 1, dim=512))
     assert len(bytes(first[1])) == first[1].nbytes  # after close, too
+
+
+@pytest.mark.parametrize(("in_memory", "expected"), [(True, 0), (False, 2)])
+def test_the_disk_is_asked_for_the_other_records_before_one_is_waited_for(
+    in_memory: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    looked_up: list[bytes] = []
+    find = Tree.find
+    monkeypatch.setattr(DataFile, "will_need", lambda file, at, size: asked.append(size))
+    monkeypatch.setattr(Tree, "find", lambda tree, key: (looked_up.append(key), find(tree, key))[1])
+    if in_memory:  # wherever this runs
+        monkeypatch.setattr(
+            DataFile, "_copy_cached", lambda file, head, rest, at: os.preadv(file._handle, [head, rest], at)
+        )
+    else:
+        monkeypatch.setattr(DataFile, "_copy_cached", lambda file, head, rest, at: 0)
+    path = make_store(tmp_path / "store", dim=512)
+    with Store.open(path) as store:
+        looked_up.clear()
+        read = store.read_layer([id_of("f1.1"), id_of("none"), id_of("f0.0"), id_of("f0.1")], "raw", 1)
+        assert [isinstance(record, tuple) for record in read] == [True, False, True, True]
+    assert len(asked) == expected
+    assert len(looked_up) == 4  # each once
+
+
+def test_part_of_a_record_in_memory_is_not_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def some(file: DataFile, head: bytearray, rest: memoryview, at: int) -> int:
+        return os.preadv(file._handle, [head, rest[:100]], at)
+
+    monkeypatch.setattr(DataFile, "_copy_cached", some)
+    with Store.open(make_store(tmp_path / "store", dim=512)) as store:
+        (found,) = store.read_layer([id_of("f1.1")], "raw", 1)
+        assert isinstance(found, tuple)
+        assert bytes(found[1]) == b"".join(payload_of("f1.1", 1, dim=512))
 
 
 def test_a_level_is_there_when_all_its_layers_are(tmp_path: Path) -> None:
@@ -478,6 +514,7 @@ import os, sys
 from pathlib import Path
 from kvtool.core.cache.record import encode_record
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.tree import DataFile, Tree
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
 store = Store.open(Path(sys.argv[1]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import gc
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -34,20 +36,46 @@ def waiting() -> int:
     return compiled(f"define void @run(ptr %job) {{\n{body.text()}\n}}\n", ISAS[runnable()[-1]], "run")[0]
 
 
-def helpers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "kvtool-helper"]
+@pytest.fixture
+def helping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Holds a number for each helper that has begun and has not ended."""
+    there: list[int] = []
+    serve = Crew._serve
+
+    def counted(self: Crew) -> None:
+        there.append(1)
+        serve(self)
+        there.pop()
+
+    monkeypatch.setattr(Crew, "_serve", counted)
+    return there
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether it comes to be: nobody waits for helpers."""
+    until = time.monotonic() + 20
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.001)
+    return holds()
+
+
+def comes_to(there: list[int], count: int) -> bool:
+    return soon(lambda: len(there) == count)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 6])
-def test_each_share_of_many_jobs_is_done_once(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_share_of_many_jobs_is_done_once(
+    threads: int, helping: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(team, "openmp", lambda: None)
     monkeypatch.setattr(team, "_by_threads", lambda *job: pytest.fail("the crew is passed over"))
     with gathered(threads):
+        assert comes_to(helping, threads - 1)
         for _ in range(100):
             job = (ctypes.c_int64 * (TASKS + 2))(0, TASKS)
             team.run_in_team(counting(), ctypes.addressof(job), threads)
             assert list(job[2:]) == [1] * TASKS
-    assert not helpers()
+    assert comes_to(helping, 0)
     assert current() is None
 
 
@@ -79,7 +107,7 @@ def test_who_calls_does_all_where_nobody_comes() -> None:
     assert list(job[2:]) == [1] * TASKS
 
 
-def test_a_crew_belongs_to_its_thread_and_is_made_once() -> None:
+def test_a_crew_belongs_to_its_thread_and_is_made_once(helping: list[int]) -> None:
     seen: list[Crew | None] = []
     with gathered(2):
         outer = current()
@@ -89,54 +117,64 @@ def test_a_crew_belongs_to_its_thread_and_is_made_once() -> None:
         other = threading.Thread(target=lambda: seen.append(current()))
         other.start()
         other.join()
-        assert len(helpers()) == 1
+        assert comes_to(helping, 1)
     assert seen == [None]
 
 
-def test_helpers_end_with_an_error_inside() -> None:
-    with pytest.raises(ValueError, match="inside"), gathered(3):
-        raise ValueError("inside")
-    assert not helpers()
+def test_helpers_end_with_an_error_inside(helping: list[int]) -> None:
+    def failing() -> None:
+        with gathered(3):
+            assert comes_to(helping, 2)
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        failing()
+    assert current() is None
+    assert comes_to(helping, 0)
 
 
-def test_one_thread_needs_no_helpers() -> None:
+def test_one_thread_needs_no_helpers(helping: list[int]) -> None:
     with gathered(1):
         assert current() is None
-        assert not helpers()
+    assert not helping
 
 
-def test_no_thread_to_be_had_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_helpers_that_the_system_does_not_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = threading.Event()
+    monkeypatch.setattr(Crew, "_serve", lambda self: late.wait(60))
+    job = (ctypes.c_int64 * (TASKS + 2))(0, TASKS)
+    with gathered(3):
+        team.run_in_team(counting(), ctypes.addressof(job), 3)
+    assert list(job[2:]) == [1] * TASKS
+    assert not late.is_set()
+    late.set()
+
+
+def test_no_thread_to_be_had_is_no_error(helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have so many only: those that were started before end, and the caller works alone."""
-    start, started = threading.Thread.start, []
+    start, started = _thread.start_new_thread, []
 
-    def one(self: threading.Thread) -> None:
+    def one(function: Callable[[], object], given: tuple[()]) -> None:
         if started:
             raise RuntimeError("can't start new thread")
-        started.append(self)
-        start(self)
+        started.append(function)
+        start(function, given)
 
-    monkeypatch.setattr(threading.Thread, "start", one)
+    monkeypatch.setattr(_thread, "start_new_thread", one)
     with gathered(4):
         assert current() is None
         assert len(started) == 1
-        assert not helpers()
+    monkeypatch.undo()
+    assert comes_to(helping, 0)
 
 
-def test_a_helper_that_nobody_waits_for_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "_SECONDS", 0.0)
+def test_a_helper_that_nobody_waits_for_keeps_what_it_reads() -> None:
     go_on = threading.Event()
-
-    def serve(board: int) -> None:
-        go_on.wait()
-
-    late = Crew(crew._Code(crew._code().lead, serve), 1)
+    late = Crew(crew._Code(crew._code().lead, lambda board: go_on.wait(60) and None), 1)
     kept = weakref.ref(late)
     late.end()
-    (helper,) = helpers()
     del late
     gc.collect()
     assert kept() is not None
     go_on.set()
-    helper.join()
-    gc.collect()
-    assert kept() is None
+    assert soon(lambda: kept() is None)

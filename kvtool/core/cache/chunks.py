@@ -122,13 +122,8 @@ class Chunks(Opened):
         For each chunk its header and payload, None if it is not stored, or what is wrong with it or its place.
         """
         wanted = [keys.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
-        copies: list[memoryview | DamagedError | None] = []
         with self.snapshot() as snapshot:
-            if len(wanted) > 1:
-                snapshot.will_need(tables.RECORDS, wanted)
-            for number, key in enumerate(wanted):
-                before(number)
-                copies.append(_copy(snapshot, key, room))
+            copies = snapshot.copies(tables.RECORDS, wanted, before, room)
         reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before)
@@ -161,10 +156,3 @@ def _sizes_of(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
         with contextlib.suppress(DamagedError):  # as good as missing: its records are computed again
             sizes[key[ID_BYTES:].decode("ascii")] = keys.LevelRow.unseal(key, data).size
     return sizes
-
-
-def _copy(snapshot: Snapshot, key: bytes, room: Room) -> memoryview | DamagedError | None:
-    try:
-        return snapshot.get(tables.RECORDS, key, room)
-    except DamagedError as error:
-        return error

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.tree import Tree
+from kvtool.core.cache.tree import Found, Tree
 from kvtool.core.cache.tree_check import damaged_pages
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -47,11 +47,46 @@ class Snapshot:
         """The last bytes of a value, or None; reads no others."""
         return self._tree.last(table + key, size)
 
-    def will_need(self, table: bytes, keys: list[bytes]) -> None:
-        """Let the kernel read these values while we copy others."""
-        for key in keys:
-            with contextlib.suppress(DamagedError):
-                self._tree.will_need(table + key)
+    def copies(
+        self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], room: Room
+    ) -> list[memoryview | DamagedError | None]:
+        """Copies of many values: each looked up once, and what is not in memory asked for while others are copied.
+
+        Parameters
+        ----------
+        before : told the number of each before it is copied.
+        """
+        found = [self._found(table + key) for key in keys]
+        waited: list[int] = []
+
+        def copied(number: int) -> memoryview | DamagedError | None:
+            def waits() -> None:
+                if not waited:  # from here on the kernel reads all the others, too
+                    self._will_need(found[number + 1 :])
+                waited.append(number)
+
+            place = found[number]
+            if place is None or isinstance(place, DamagedError):
+                return place
+            before(number)
+            try:
+                return self._tree.value(place, room, waits)
+            except DamagedError as error:
+                return error
+
+        return [copied(number) for number in range(len(keys))]
+
+    def _found(self, key: bytes) -> Found | DamagedError | None:
+        try:
+            return self._tree.find(key)
+        except DamagedError as error:
+            return error
+
+    def _will_need(self, found: Sequence[Found | DamagedError | None]) -> None:
+        for place in found:
+            if isinstance(place, tuple):
+                with contextlib.suppress(DamagedError):
+                    self._tree.will_need(place)
 
     def has(self, table: bytes, key: bytes) -> bool:
         """Whether there is a value; reads none of it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvtool.core.cache.buffers import Room, aligned
@@ -28,6 +28,9 @@ BIG_HEADER_BYTES = _BIG_HEADER.size
 _DEEPEST = 32
 _LEAVES = 256  # kept parsed
 _BRANCHES = 4096
+_NOW = getattr(os, "RWF_NOWAIT", 0)  # Linux: read what is in memory, and wait for nothing
+
+Found = tuple[Leaf, int]  # where a value stands: a leaf, and the number of its key there
 
 
 class DataFile:
@@ -70,12 +73,23 @@ class DataFile:
             raise DamagedError("the file is shorter than it says")
         return data
 
-    def copy(self, at: int, head: int, size: int, room: Room = aligned) -> tuple[bytes, memoryview]:
-        """`head` bytes, and what follows them in a private, writable, aligned buffer; raises DamagedError."""
+    def copy(
+        self, at: int, head: int, size: int, room: Room = aligned, waits: Callable[[], None] | None = None
+    ) -> tuple[bytes, memoryview]:
+        """`head` bytes, and what follows them in a private, writable, aligned buffer; raises DamagedError.
+
+        Parameters
+        ----------
+        waits : called before it is read from the disk, where the system can tell that it is not in memory.
+        """
         if at + head + size > self.size():
             raise DamagedError("the index points outside the file")
         before, target = bytearray(head), room(size)
-        done = os.preadv(self._handle, [before, target], at)
+        done = 0 if waits is None else self._copy_cached(before, target, at)
+        if done < head + size and waits is not None:
+            waits()
+        if done < head:
+            done = os.preadv(self._handle, [before, target], at)
         while head <= done < head + size:
             count = os.preadv(self._handle, [target[done - head :]], at + done)
             if count <= 0:
@@ -84,6 +98,15 @@ class DataFile:
         if done != head + size:
             raise DamagedError("the file is shorter than it says")
         return bytes(before), target
+
+    def _copy_cached(self, before: bytearray, target: memoryview, at: int) -> int:
+        """Read what is in memory already, and return how many bytes that was; 0 where that cannot be told."""
+        if not _NOW:
+            return 0
+        try:
+            return os.preadv(self._handle, [before, target], at, _NOW)
+        except OSError:  # nothing of it is, or this file system waits always
+            return 0
 
     def will_need(self, at: int, size: int) -> None:
         """Ask the kernel to start reading."""
@@ -109,12 +132,21 @@ class Tree:
         ----------
         room : where a large value is copied to.
         """
+        found = self.find(key)
+        if found is None:
+            return None
+        size = _size_of(found)
+        return self._value(*found, size if most is None else min(most, size), room)
+
+    def find(self, key: bytes) -> Found | None:
+        """Look up where a value stands; None: there is none."""
         leaf = self._leaf_of(key)
         at = _index(leaf, key)
-        if leaf is None or at is None:
-            return None
-        size = leaf.values[at][1]
-        return self._value(leaf, at, size if most is None else min(most, size), room)
+        return None if leaf is None or at is None else (leaf, at)
+
+    def value(self, found: Found, room: Room, waits: Callable[[], None]) -> memoryview:
+        """A private, writable copy of a value; `waits` is called before a large one is waited for."""
+        return self._value(*found, _size_of(found), room, waits)
 
     def last(self, key: bytes, most: int) -> bytes | None:
         """The last `most` bytes of a value; None: there is none."""
@@ -129,12 +161,14 @@ class Tree:
         begins = self.page_of(leaf, at) * self.meta.page_size + BIG_HEADER_BYTES
         return self._file.read(begins + size - wanted, wanted)
 
-    def _value(self, leaf: Leaf, at: int, wanted: int, room: Room = aligned) -> memoryview:
+    def _value(
+        self, leaf: Leaf, at: int, wanted: int, room: Room = aligned, waits: Callable[[], None] | None = None
+    ) -> memoryview:
         start, size, big = leaf.values[at]
         if not big:
             return memoryview(bytearray(leaf.data[start : start + wanted]))
         page = self.page_of(leaf, at)
-        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted, room)
+        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted, room, waits)
         self._check_big(page, header, size)
         return value
 
@@ -156,12 +190,11 @@ class Tree:
         """Whether there is a value; reads none of it."""
         return _index(self._leaf_of(key), key) is not None
 
-    def will_need(self, key: bytes) -> None:
+    def will_need(self, found: Found) -> None:
         """Let the kernel read a large value while others are copied."""
-        leaf = self._leaf_of(key)
-        at = _index(leaf, key)
-        if leaf is not None and at is not None and leaf.values[at][2]:
-            size = leaf.values[at][1]
+        leaf, at = found
+        _, size, big = leaf.values[at]
+        if big:
             self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, BIG_HEADER_BYTES + size)
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
@@ -296,6 +329,11 @@ def _index(leaf: Leaf | None, key: bytes) -> int | None:
         return None
     at = bisect_left(leaf.keys, key)
     return at if at < len(leaf.keys) and leaf.keys[at] == key else None
+
+
+def _size_of(found: Found) -> int:
+    leaf, at = found
+    return leaf.values[at][1]
 
 
 def _child_at(node: Branch, key: bytes) -> int:

@@ -7,6 +7,7 @@ nobody else takes.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import sys
@@ -25,7 +26,6 @@ _LINE = 64
 _LOOKS = 32  # at the board before another thread is let run
 _PATIENCE = 500  # such rounds without a job, about 0.2 ms, before a helper sleeps between its looks
 _NAP = 30  # µs
-_SECONDS = 5.0  # that a helper is waited for when all is over; it holds nothing that anybody needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,15 @@ class Crew:
         self._fields = (ctypes.c_int64 * len(_FIELDS)).from_address(self._board)
         for name in ("yields", "sleeps"):
             self._fields[_AT[name]] = _libc()[name]
-        self._threads: list[threading.Thread] = []
         try:
-            for _ in range(helpers):
-                self._threads.append(threading.Thread(target=self._serve, name="kvtool-helper", daemon=True))
-                self._threads[-1].start()
+            for _ in range(helpers):  # a `threading.Thread` would be waited for until it has begun
+                _thread.start_new_thread(self._serve, ())
         except BaseException:  # no thread left for this user, or Ctrl-C: those that have begun look for jobs
             self.end()
             raise
 
     def _serve(self) -> None:
-        """A helper's life, which holds the board also where nobody waits for its end."""
+        """A helper's life, which holds the board: nobody waits for its end."""
         self._code.serve(self._board)
 
     def run(self, function: int, job: int, threads: int) -> None:
@@ -72,11 +70,8 @@ class Crew:
         self._code.lead(self._board, function, job, threads - 1)
 
     def end(self) -> None:
-        """Let the helpers go."""
+        """Let the helpers go, without waiting for them either."""
         self._fields[_AT["over"]] = 1
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(_SECONDS)
 
 
 _current = threading.local()
