@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,12 @@ def test_importing_is_light() -> None:
     code = f"import sys\nfor n in {names!r}: __import__('kvtool.core.model.' + n)\n"
     code += "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "packaged"])
+def test_a_damaged_folder_that_was_converted_is_made_again(files: ModelFiles, kind: str) -> None:
+    """The GGUF file is whole: to download it again would change nothing."""
+    weights = files.folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "download" in refused(files).hint
+    assert refused(replace(files, kind=kind)).hint == f"delete {files.folder}; it is made again"

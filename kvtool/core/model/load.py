@@ -274,8 +274,13 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
     if gaps:
         raise ModelError(
             f"the weights of {files.ref} do not fit its config.json: {len(gaps)} are missing, first {gaps[0]}",
-            "download the model again",
+            _mended(files) or "download the model again",
         )
+
+
+def _mended(files: ModelFiles) -> str:
+    """What mends a folder that kvtool made itself of a GGUF file, which is whole; "": it is another's."""
+    return f"delete {files.folder}; it is made again" if files.kind in ("gguf", "packaged") else ""
 
 
 @contextlib.contextmanager
@@ -319,5 +324,5 @@ def _explained(files: ModelFiles) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             what, hint = OWN_CODE, "use another model"
         else:
-            hint = "download the model again, or use another one"
+            hint = _mended(files) or "download the model again, or use another one"
         raise ModelError(f"{files.ref} cannot be loaded: {what}", hint) from error
