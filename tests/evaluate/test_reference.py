@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvtool.core.evaluate.reference import kl
+from kvtool.core.evaluate.reference import kl, kl_of_logits
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> list[float]:
@@ -30,3 +30,9 @@ def test_kl_of_the_same_and_of_far_apart() -> None:
     assert divergence(logits, logits) == pytest.approx([0] * 4, abs=1e-12)
     assert min(divergence(logits, logits.flip(0))) > 1
     assert math.isfinite(*divergence(torch.tensor([[0.0, 900.0]]), torch.tensor([[900.0, 0.0]])))
+
+
+def test_rows_do_not_matter_to_one_another() -> None:
+    random = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(37, 64, generator=random) * 5 for _ in range(2))
+    assert torch.equal(kl_of_logits(p, q), kl(p.double().log_softmax(-1), q.double().log_softmax(-1)))

@@ -12,6 +12,8 @@ from kvtool.core.fusion.engine import Fused
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 
+_ROWS = 16  # of a vocabulary that are float64 at one time
+
 
 @dataclass(frozen=True, slots=True)
 class Distance:
@@ -44,20 +46,20 @@ class Reference:
 
     Attributes
     ----------
-    log_p : float64 `[len(script), vocabulary]`.
+    logits : float32 `[len(script), vocabulary]`.
     best : the most probable token of each.
     """
 
     decoder: Decoder
     answer: Generated
-    log_p: torch.Tensor
+    logits: torch.Tensor
     best: Sequence[int]
 
     @classmethod
     def of(cls, decoder: Decoder, fused: Fused, answer: Generated) -> Reference:
         """Take an answer that was given over a fused prompt as the reference."""
         logits = forced_logits(decoder, fused, answer.script)
-        return cls(decoder, answer, logits.double().log_softmax(-1), logits.argmax(-1).tolist())
+        return cls(decoder, answer, logits, logits.argmax(-1).tolist())
 
     @classmethod
     def answered(cls, decoder: Decoder, fused: Fused, max_tokens: int) -> Reference:
@@ -70,7 +72,7 @@ class Reference:
         """Lead another fused cache of the same prompt through the script, and measure it."""
         logits = forced_logits(self.decoder, fused, self.answer.script)
         best = logits.argmax(-1).tolist()
-        divergence = kl(self.log_p, logits.double().log_softmax(-1))
+        divergence = kl_of_logits(self.logits, logits)
         agreed = [own == wanted for own, wanted in zip(best, self.best, strict=True)]
         distance = Distance(
             kl_first=float(divergence[0]),
@@ -119,6 +121,15 @@ def forced_logits(decoder: Decoder, fused: Fused, script: Sequence[int]) -> torc
     if len(script) < 2:
         return fused.logits[None]
     return torch.cat([fused.logits[None], decoder.extend(script[:-1], fused.cache)])
+
+
+def kl_of_logits(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Compute the KL divergence of each row in nats, D(p ‖ q), float64 `[rows]`; both logits, `[rows, vocabulary]`.
+
+    A few rows at a time: in float64 those of a long answer and a large vocabulary are gigabytes.
+    """
+    pairs = zip(p.split(_ROWS), q.split(_ROWS), strict=True)
+    return torch.cat([kl(*(logits.double().log_softmax(-1) for logits in pair)) for pair in pairs])
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
