@@ -39,7 +39,9 @@ def audit_sections(value: Mapping[str, Any]) -> Iterator[Section]:
         "Each of these answers was held against full prefill of the same prompt after it had been given. KL: how far "
         "its distributions are from full prefill's, in nats, before the first token and mean over the full answer."
     )
-    yield Section("Distribution", (text,), (_distribution(runs),) if runs else (), (audit_table(value),))
+    yield Section(
+        "Distribution", (text, told_when(value)), (_distribution(runs),) if runs else (), (audit_table(value),)
+    )
     yield Section("Worst questions", tables=(worst_table(value),))
     charts = (_over_time(value),) if any(len(run["periods"]) > 1 for run in runs) else ()
     yield Section("Over time", (f"By {period}, UTC.",), charts, (period_table(value),))
@@ -59,6 +61,11 @@ def period_table(value: Mapping[str, Any]) -> Table:
     """A row a run and period, in the order of time; the same in a terminal."""
     rows = [(run, row) for run in value["runs"] for row in run["periods"]]
     return Table(_PERIOD_HEAD, tuple(_period(run, row, value["period"]) for run, row in rows))
+
+
+def told_when(value: Mapping[str, Any]) -> str:
+    """How many audits there are, and from when to when."""
+    return f"{value['questions']} audits, {moment(value['since'])} to {moment(value['until'])} UTC"
 
 
 def moment(seconds: int, period: str = "") -> str:

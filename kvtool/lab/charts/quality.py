@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtool.lab.charts.page import Section, Table
@@ -40,20 +40,24 @@ def quality_sections(value: dict[str, Any]) -> list[Section]:
 
 def _charts(runs: Sequence[dict[str, Any]]) -> str:
     panels = [
-        Panel(title, tuple(Line(mode, points) for mode, points in _by_mode(runs, name)))
+        Panel(title, tuple(_by_mode(runs, name)))
         for title, name in (("KL of the answer, nats", "kl_answer"), ("F1", "f1"))
         if any(name in row for row in runs)
     ]
-    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed")
+    note = "with 95 % intervals over questions"
+    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed", note)
 
 
-def _by_mode(runs: Sequence[dict[str, Any]], name: str) -> list[tuple[str, tuple[tuple[float, float], ...]]]:
+def _by_mode(runs: Sequence[dict[str, Any]], name: str) -> Iterator[Line]:
     """Points of each mode, ascending; shares are rounded so that modes with the same ratio stand below each other."""
-    found: dict[str, dict[float, float]] = {}
+    found: dict[str, dict[float, tuple[float, tuple[float, float]]]] = {}
     for row in runs:
         if name in row:
-            found.setdefault(row["run"].partition(":")[0], {})[round(100 * row["recomputed_share"])] = row[name]
-    return [(mode, tuple(sorted(points.items()))) for mode, points in found.items()]
+            share, value = round(100 * row["recomputed_share"]), row[name]
+            found.setdefault(row["run"].partition(":")[0], {})[share] = value, row["intervals"][name] or (value, value)
+    for mode, points in found.items():
+        told = sorted(points.items())
+        yield Line(mode, tuple((share, value) for share, (value, _) in told), tuple(of for _, (_, of) in told))
 
 
 # ---- all runs ----

@@ -11,6 +11,7 @@ WIDTH = 1056  # of a whole chart: what a page at 1,200 pixels has room for
 _HEIGHT = 280  # of a panel's plot
 _LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 64, 64, 72, 24, 56
 _LABEL = 30  # pixels that a number below a panel takes at least
+_ASIDE = 4  # pixels between the points of two series with intervals
 _LEGEND = 150  # pixels of a name in the legend
 COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
 _MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-4 -4h8v8h-8z", "M0 -5l5 5l-5 5l-5 -5z", "M0 -5l5 9h-10z")
@@ -26,10 +27,11 @@ text { font: 12px system-ui, sans-serif; fill: #24292f }
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series of (x, y), ascending in x."""
+    """A named series of (x, y), ascending in x; `bounds`, where there are any: of each point, its interval in y."""
 
     name: str
     points: tuple[tuple[float, float], ...]
+    bounds: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def closing(parts: Sequence[str], note: str, height: int) -> str:
 
 def _panel(panel: Panel, names: Sequence[str], across: Sequence[float], x_label: str, wide: float) -> Iterator[str]:
     values = [y for line in panel.lines for _, y in line.points]
+    values += [y for line in panel.lines for bounds in line.bounds for y in bounds]
     scale = _Scale.over(values, panel.logarithmic)
     yield f'<text x="0" y="-12">{escape(panel.title)}</text>'
     for tick in scale.ticks:
@@ -92,8 +95,12 @@ def _panel(panel: Panel, names: Sequence[str], across: Sequence[float], x_label:
         yield f'<text x="{place:.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
     yield f'<text class="note" x="{wide / 2:.1f}" y="{_HEIGHT + 36}" text-anchor="middle">{escape(x_label)}</text>'
     for line in panel.lines:
-        spots = [(places[x], scale.place(y), y) for x, y in line.points]
-        yield from _series(line.name, names.index(line.name), spots)
+        number = names.index(line.name)
+        aside = _ASIDE * (number - (len(names) - 1) / 2) if line.bounds else 0.0  # else intervals hide one another
+        spots = [(places[x] + aside, scale.place(y), y) for x, y in line.points]
+        yield from _series(line.name, number, spots)
+        for (x, _, _), (low, high) in zip(spots, line.bounds, strict=False):
+            yield _whisker(number, x, scale.place(low), scale.place(high))
 
 
 def _series(name: str, number: int, spots: Sequence[tuple[float, float, float]]) -> Iterator[str]:
@@ -103,6 +110,13 @@ def _series(name: str, number: int, spots: Sequence[tuple[float, float, float]])
     for x, y, value in spots:
         told = f"<title>{escape(name)}: {value:.4g}</title>"
         yield f'<path transform="translate({x:.1f} {y:.1f})" d="{_mark(number)}" fill="{colour}">{told}</path>'
+
+
+def _whisker(number: int, x: float, low: float, high: float) -> str:
+    """A point's interval: a line with short ends."""
+    colour = COLOURS[number % len(COLOURS)]
+    ends = "".join(f"M{x - 3:.1f} {y:.1f}h6" for y in (low, high))
+    return f'<path class="interval" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" fill="none" stroke="{colour}"/>'
 
 
 def _mark(number: int) -> str:

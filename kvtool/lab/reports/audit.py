@@ -28,10 +28,10 @@ def audit(desk: Desk) -> Findings:
 
 
 def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
-    from kvtool.lab.charts.audit import audit_table, moment, period_table, worst_table
+    from kvtool.lab.charts.audit import audit_table, period_table, told_when, worst_table
 
     yield audit_table(value)
-    yield f"{value['questions']} audits, {moment(value['since'])} to {moment(value['until'])} UTC"
+    yield told_when(value)
     yield worst_table(value)
     if any(len(run["periods"]) > 1 for run in value["runs"]):
         yield period_table(value)

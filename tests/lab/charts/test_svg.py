@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -28,3 +29,16 @@ def test_all_values_alike_make_a_chart() -> None:
     for value in (0.0, 1.0):
         ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((1.0, value),)),))], "x"))
     ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((1.0, 3.0),)),), True)], "x"))
+
+
+def test_intervals_stand_around_their_points() -> None:
+    lines = (Line("a", ((1.0, 2.0), (5.0, 3.0)), ((1.0, 4.0), (3.0, 9.0))), Line("b", ((1.0, 2.0),), ((0.5, 2.5),)))
+    root = ElementTree.fromstring(line_charts("t", [Panel("p", (*lines, Line("c", ((5.0, 1.0),))))], "x"))
+    paths = [path.attrib["d"] for path in root.iter(SVG + "path") if path.attrib.get("class") == "interval"]
+    places = [re.fullmatch(r"M([\d.]+) ([\d.]+)V([\d.]+)M.*", path) for path in paths]
+    assert len(places) == 3
+    across = [float(place[1]) for place in places if place]
+    assert len(set(across)) == 3  # those of two series do not hide one another
+    for place in places:
+        assert place
+        assert 280 >= float(place[2]) > float(place[3]) >= 0
