@@ -27,7 +27,7 @@ class Audit:
     question : its first characters, on one line. `revision`: of the store.
     fusion, amount, changes : the mode, how much it recomputes by its own knob (None: it has none), and its other
         parameters where they are not the mode's own.
-    levels : at which chunks were read, finest first. `lead_in`: the store's.
+    levels : at which chunks were read, finest first. `lead_in`: the store's, by its mode.
     tokens : of the prompt: `prompt`, `reused`, `recomputed`, `fresh`; and `script`, the tokens that were compared.
     holes : chunks that were computed in place: the more, the less the audit says of reuse.
     sampled : the answer was drawn at a temperature; `answer_equal` is then of what it would have said greedily.

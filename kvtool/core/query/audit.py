@@ -17,11 +17,13 @@ from kvtool.core.evaluate.reference import Forced, Reference
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.model.decoder import out_of_memory_hint
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply
+    from kvtool.core.session.identity import LeadInIds
     from kvtool.core.session.session import Session
 
 _READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
@@ -50,7 +52,8 @@ class Auditor:
         """Audit an answer and keep what is found; None where that failed, which is warned of: the answer stands."""
         session = self._session
         try:
-            done = audit(session, reply, options)
+            with out_of_memory_hint(reply.tokens["prompt"]):  # a second prompt cache may be one too many
+                done = audit(session, reply, options)
         except KvtoolError as error:
             session.warn(f"an answer could not be audited: {error.message}", error.hint)
             return None
@@ -103,7 +106,7 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
         amount=selector.amount if selector.knob else None,
         changes=changes_of(selector),
         levels=plan.levels,
-        lead_in=session.identity.lead_in.mode,
+        lead_in=_name_of(session.identity.lead_in),
         tokens=tokens | {"script": len(forced.best)},
         holes=sum(chunk.status == "miss" for chunk in plan.chunks),
         sampled=sampled,
@@ -113,6 +116,11 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
         answer_equal=greedily if sampled else reply.generated.ids == forced.reference.answer.ids,
         milliseconds=round(milliseconds, 3),
     )
+
+
+def _name_of(lead_in: LeadInIds) -> str:
+    """A lead-in's mode; of learned rows with the beginning of their digest, since they may be learned anew."""
+    return f"{lead_in.mode}:{lead_in.rows[:8]}" if lead_in.rows else lead_in.mode
 
 
 def changes_of(selector: Selector) -> dict[str, Any]:
