@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.errors import ModelError
 from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import SOURCE, TOKENIZER_FILES, ModelFiles, read_config, weight_files
+from kvtool.core.model.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
+from kvtool.core.model.origin import checked_origin
 
 _VERSION = 1
 # Who saved the file, where, and how it is to be run: nothing that changes a key or a value.
@@ -44,7 +44,7 @@ def model_fingerprint(files: ModelFiles, dtype: str) -> str:
 
     Raises
     ------
-    ModelError : the folder is incomplete.
+    ModelError : the folder is incomplete; or it was converted from a GGUF file, and is not what was made.
     """
     contents = _converted(files) if files.kind in ("gguf", "packaged") else _contents(files.folder)
     identity = {"version": _VERSION, **contents, "dtype": dtype}
@@ -62,14 +62,8 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 def _converted(files: ModelFiles) -> dict[str, Any]:
     """What identifies a converted model: its GGUF file's digest, whichever release of a library converted it."""
-    try:
-        source = json.loads((files.folder / SOURCE).read_text(encoding="utf-8"))
-        return {"gguf": str(source["sha256"]), "conversion": int(source["version"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"the converted model in {files.folder} is damaged",
-            "delete that folder; it is made again from the GGUF file",
-        ) from error
+    origin = checked_origin(files.folder)
+    return {"gguf": origin.sha256, "conversion": origin.version}
 
 
 def _lasting(value: Any) -> Any:

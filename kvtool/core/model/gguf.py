@@ -6,7 +6,6 @@ import contextlib
 import errno
 import importlib.util
 import io
-import json
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import PACKED, SOURCE, reading
 from kvtool.core.model.gguf_header import GgufHeader, read_header
+from kvtool.core.model.origin import Origin, complete_origin, forget_packed, lacks_digests, note_origin
 
 _VERSION = 1  # of the conversion: a change makes old folders unused
 _LIMITS = {  # what a header may ask for before a model of that size is laid out
@@ -57,7 +57,7 @@ def converted(gguf: Path) -> Path:
     with reading(gguf):
         folder = cache_dir() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
     if (folder / SOURCE).is_file():
-        _add_packed(gguf, folder)
+        _complete(gguf, folder)
         return folder
     header = read_header(gguf)
     _check_header(gguf, header)
@@ -72,36 +72,50 @@ def converted(gguf: Path) -> Path:
     return folder
 
 
-def _add_packed(gguf: Path, folder: Path) -> None:
-    """Give packed weights to a folder of a release that knew none; one that cannot be written to does without them.
+def _complete(gguf: Path, folder: Path) -> None:
+    """Give a folder of an earlier release what it lacks: packed weights, and the digests of its files.
 
-    So does one whose own weights are damaged, which loading them tells.
+    One that cannot be written to does without; so does one whose own weights are damaged, which loading them tells.
     """
-    if (folder / PACKED).is_file():
+    if (folder / PACKED).is_file() and not lacks_digests(folder):
         return
     from safetensors import SafetensorError
 
-    from kvtool.core.model.quantised.folder import pack_folder
-
     with contextlib.suppress(OSError, SafetensorError), FileLock(f"{folder}.lock"):
         if not (folder / PACKED).is_file():
-            pack_folder(folder, gguf, read_header(gguf))
+            _pack(gguf, folder)
+        complete_origin(folder)
+
+
+def _pack(gguf: Path, folder: Path) -> None:
+    from kvtool.core.model.quantised.folder import pack_folder
+
+    forget_packed(folder)
+    pack_folder(folder, gguf, read_header(gguf))
 
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
-    """Convert beside the final place, then rename, so that a folder that is there is whole."""
+    """Convert beside the final place, rename, then mark the folder as whole."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     part.mkdir()
     try:
         with _guarded(gguf), _alone(gguf, part) as alone:
             _convert(gguf, alone, header, part)
-        source = {"name": gguf.name, "sha256": file_digest(gguf), "version": _VERSION}
-        (part / SOURCE).write_text(json.dumps(source), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # left without its mark by an outsider
+        shutil.rmtree(folder, ignore_errors=True)  # one without its mark
         part.rename(folder)
+        _mark(gguf, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _mark(gguf: Path, folder: Path) -> None:
+    """Note where a folder is from, in its final place: its files' digests are remembered by where they lie."""
+    try:
+        note_origin(folder, Origin(gguf.name, file_digest(gguf), _VERSION, {}))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager
