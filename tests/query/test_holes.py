@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtool.core.cache import chunks as chunks_module
 from kvtool.core.cache.buffers import Room
 from kvtool.core.cache.keys import record_key
 from kvtool.core.cache.snapshot import Snapshot
@@ -145,13 +145,18 @@ def test_the_beginning_of_the_prompt(store: Path) -> None:
 def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
     whole = ask(store, "--fusion", "reuse").json
-    copy, wanted = chunks_module._copy, record_key(bytes.fromhex(chunk), "raw", 1)
+    copies, wanted = Snapshot.copies, record_key(bytes.fromhex(chunk), "raw", 1)
 
-    def slowly(snapshot: Snapshot, key: bytes, room: Room) -> memoryview | DamagedError | None:
-        time.sleep(0.6 if key == wanted else 0)
-        return copy(snapshot, key, room)
+    def slowly(
+        self: Snapshot, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], room: Room
+    ) -> list[memoryview | DamagedError | None]:
+        def begun(number: int) -> None:
+            before(number)
+            time.sleep(0.6 if keys[number] == wanted else 0)
 
-    monkeypatch.setattr(chunks_module, "_copy", slowly)
+        return copies(self, table, keys, begun, room)
+
+    monkeypatch.setattr(Snapshot, "copies", slowly)
     done = ask(store, "--fusion", "reuse", "--load-timeout", "0.2")
     assert statuses(done.json)[:3] == ["hit", "miss", "hit"]
     assert done.json["chunks"][1]["reason"] == "slow: not read within 0.2 s"
