@@ -16,7 +16,7 @@ from kvtool.core.codec.payload import NO_PROFILE, Predictor
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, StoreNotFoundError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, StoreNotFoundError, UsageError
 from tests.cli.working import files_below, kvtool
 from tests.compress.making import (
     LAYERS,
@@ -344,6 +344,15 @@ def test_only_these_chunks_lose_their_raw_records(plain: Path) -> None:
     found = levels_in(plain)
     assert found[one] == ["2"]
     assert all(found[chunk] == ["raw"] for chunk in (*others, prefix_of(plain)))
+
+
+def test_dropping_raw_spends_the_disks_reserve(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    with pytest.raises(NoSpaceError, match="reserve"):
+        run(plain, "3")
+    report = run(plain, "3", keep_raw=False)
+    assert report.compacted > 0
+    assert not report.warnings or all("as long as before" not in text for text in report.warnings)
 
 
 def test_chunks_that_there_are_not(plain: Path) -> None:

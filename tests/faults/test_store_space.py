@@ -79,7 +79,7 @@ def test_the_reserve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_file_that_cannot_shrink_says_what_serves_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=20, dim=256)
     with Store.open(path) as store, store.writer() as pen:
-        for number in range(1, 20):
+        for number in range(1, 5):
             pen.remove_file(f"f{number}")
         pen.collect()
         monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
@@ -99,6 +99,57 @@ def test_free_pages_inside_the_file_count(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
         add_file(pen, "f0", ["f0.0", "f0.1"], dim=256)
         check_file(store, "f0", dim=256)
+
+
+def test_a_compaction_that_gives_back_more_than_it_takes_spends_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_store(tmp_path / "store", files=20, dim=256)
+    with Store.open(path) as store, store.writer() as pen:
+        for number in range(1, 20):
+            pen.remove_file(f"f{number}")
+        pen.collect()
+        monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+        with monkeypatch.context() as full:
+            full.setattr(space, "disk_free", lambda folder: 4096)
+            with pytest.raises(NoSpaceError, match="cannot shrink"):
+                pen.compact()
+        assert pen.compact() > 0
+        check_file(store, "f0", dim=256)
+
+
+def test_the_tail_of_a_commit_that_met_a_full_disk_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=1, dim=256)
+    with Store.open(path) as store, store.writer() as pen:
+        data, before = store.environment.generation / "data.mdb", store.stats()
+        with data.open("ab") as file:
+            file.truncate(before["file_bytes"] + 2**22)  # a hole is no room
+            assert store.stats()["free_bytes"] == before["free_bytes"] == store.environment.free_bytes()
+            file.truncate(before["file_bytes"])
+            file.write(bytes([1]) * 2**22)
+            file.flush()
+            os.fsync(file.fileno())
+        after = store.stats()
+        assert after["free_bytes"] == before["free_bytes"] + 2**22 == store.environment.free_bytes()
+        assert after["live_bytes"] + after["free_bytes"] <= after["file_bytes"]
+        monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+        add_file(pen, "f9", ["f9.0", "f9.1"], dim=256)
+        assert store.stats()["file_bytes"] == after["file_bytes"]
+        with pytest.raises(NoSpaceError, match="reserve"):
+            add_file(pen, "big", [f"big.{number}" for number in range(200)], dim=256)
+    assert files_in(path) == 2
+
+
+def test_what_makes_room_spends_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_store(tmp_path / "store", files=1)
+    monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
+    with Store.open(path) as store, store.writer() as pen:
+        pen.spend_reserve()
+        add_file(pen, "f1", ["f1.0", "f1.1"])
+        monkeypatch.setattr(space, "disk_free", lambda folder: 4096)
+        with pytest.raises(NoSpaceError, match=r"reserve of 0\.0 MB"):
+            add_file(pen, "f2", ["f2.0"])
+        check_file(store, "f1")
 
 
 def test_readers_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

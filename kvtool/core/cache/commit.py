@@ -34,12 +34,17 @@ class Commits:
     ----------
     max_size : the budget of this command; None: the store's own, read when it is first needed: repair must work
         without it.
+
+    Attributes
+    ----------
+    keeps_reserve : whether the disk's reserve has to stay free.
     """
 
     def __init__(self, store: Store, max_size: int | None) -> None:
         self._store = store
         self._budget = None if max_size is None else space.Budget(max_size, given=True)
         self._known = max_size is not None
+        self.keeps_reserve = True
         self._unindexed = 0  # bytes that the retrieval index will take for what was committed
 
     def forget_budget(self) -> None:
@@ -72,7 +77,8 @@ class Commits:
                 transaction.put(table + key, value)
 
         if need:
-            space.check_disk(environment.generation, need + _SLACK, environment.free_bytes())
+            spare = space.reserve() if self.keeps_reserve else 0
+            space.check_disk(environment.generation, need + _SLACK, environment.free_bytes(), spare)
         budget = self._own_budget() if need else None
         if budget is None:
             environment.write(apply, need + _SLACK)

@@ -27,6 +27,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 T = TypeVar("T")
 
 PAGE_BYTES = 4096
+_BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _PAD_SECONDS = 0.02
 
 
@@ -276,9 +277,18 @@ class Environment:
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def free_bytes(self) -> int:
-        """How many bytes the pages inside the data file have that nothing uses."""
+        """How many bytes the data file has that the next commits may take without a byte of the disk."""
         with self.read() as snapshot:
-            return max(0, self.allocated_bytes() - snapshot.live_bytes())
+            return self.free_beside(snapshot.live_bytes())
+
+    def free_beside(self, live: int) -> int:
+        """The same where the pages in use are known to have `live` bytes: free pages, and the tail behind the last one.
+
+        A commit that met a full disk leaves such a tail. Holes in a file take from what counts of it.
+        """
+        allocated, status = self.allocated_bytes(), (self.generation / "data.mdb").stat()
+        written = min(status.st_size, status.st_blocks * _BLOCK_BYTES)
+        return max(0, allocated - live) + max(0, written - allocated)
 
     def copy_to(self, folder: Path) -> None:
         """A compact copy of a consistent state, into an existing empty folder."""

@@ -122,7 +122,7 @@ class Facts(Opened):
             "profiles": {"count": len(profiles), "bytes": sum(profiles)},
             "file_bytes": self.environment.file_bytes(),
             "live_bytes": live,
-            "free_bytes": max(0, self.environment.allocated_bytes() - live),
+            "free_bytes": self.environment.free_beside(live),
             "folder_bytes": space.folder_bytes(self.path),
             "budget": self.budget(),
             "pins": {name: len(rows) for name, rows in self.pins().items()},

@@ -36,15 +36,16 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def check_disk(folder: Path, need: int, reusable: int) -> None:
+def check_disk(folder: Path, need: int, reusable: int, spare: int) -> None:
     """Refuse a commit that would fill the disk.
 
     Parameters
     ----------
     need : bytes about to be written.
-    reusable : bytes of free pages inside the file, which LMDB takes first.
+    reusable : bytes that the file has free, which LMDB takes first.
+    spare : bytes of the disk that have to stay free.
     """
-    free, spare = disk_free(folder), reserve()
+    free = disk_free(folder)
     if need - reusable > 0 and free - spare < need - reusable:
         raise NoSpaceError(
             f"{folder} has {megabytes(free)} free; {megabytes(need)} and a reserve of {megabytes(spare)} are needed",
@@ -55,12 +56,14 @@ def check_disk(folder: Path, need: int, reusable: int) -> None:
 def check_copy(folder: Path, live: int, file: int) -> None:
     """Refuse to write the copy without free pages that a compaction makes, where it would fill the disk.
 
+    One that gives back more than it takes meanwhile may take of the reserve, too: it is there for a full disk.
+
     Parameters
     ----------
     live : bytes of the copy.
     file : bytes of the data file that it would replace.
     """
-    free, spare = disk_free(folder), reserve()
+    free, spare = disk_free(folder), 0 if file - live > live else reserve()
     if free - spare < live:
         inside = megabytes(max(0, file - live))
         raise NoSpaceError(

@@ -142,6 +142,10 @@ class Writer:
         """Whether the chunk is stored at this level or waits to be."""
         return (chunk_id, level) in self._pending or level in self._store.sizes_here(chunk_id)
 
+    def spend_reserve(self) -> None:
+        """Let what follows take of the disk's reserve: it is small, and more is dropped as soon as it is there."""
+        self._commits.keeps_reserve = False
+
     def flush(self) -> None:
         """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
         try:

@@ -82,6 +82,8 @@ class _Job:
     def run(self, levels: list[str]) -> CompressReport:
         """Do everything that a compression does, in its order."""
         report = self.report
+        if not self.options.keep_raw:
+            self.writer.spend_reserve()
         report.bytes_before = self.store.stats()["bytes"]
         chunks = self._chunks()
         profile = self._profile(levels, chunks)
