@@ -10,7 +10,7 @@ from kvtool.core.compress.by_layer import Toll, tolls
 
 def test_by_hand() -> None:
     keys, values = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[1.0, 0.0]]])
-    one, other = tolls([(keys, values)] * 2, [(keys + 1, values), (keys, values * 3)], [3, 1])
+    one, other = tolls([(keys, values)] * 2, [(keys + 1, values), (keys, values * 3)], [3, 1], keys.shape[1])
     assert one.to_json() == {
         "bits_per_element": 6.0,
         "k_relative_error": pytest.approx((2 / 25) ** 0.5),

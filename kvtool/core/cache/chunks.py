@@ -68,10 +68,11 @@ class Chunks(Opened):
             return _sizes_of(snapshot, chunk_id)
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
-        """Digest, in hex, of the profile that the records of a nested level name; None: there are none, or it cannot be
-        told. Read off the first record's beginning, which is not checked: whoever reads the KV checks it. Of what is
-        not here a link's word is taken; nothing is fetched."""
-        if not level_of(level).nested:
+        """Digest, in hex, of the profile that a level's records name; None: there are none, or it cannot be told.
+
+        Read off the first record's beginning, which is not checked: whoever reads the KV checks it. Of what is not here
+        a link's word is taken; nothing is fetched."""
+        if not level_of(level).profiled:
             return None
         data = None
         with contextlib.suppress(DamagedError), self.snapshot() as snapshot:

@@ -22,8 +22,11 @@ class Level:
     codec : `module:class` in this package. The class is called with the level's name, and fulfils `Codec` (base.py).
     lossless : what is decoded is what was encoded, bit for bit. A lossy level's records state their error.
     verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
-    nested : records begin with the header of payload.py. They name the profile that they were made with, if any, and
-        the record of the next coarser nested level that they refine, if any.
+    nested : records may name the record of the next coarser nested level, which they refine.
+    profiled : records begin with the header of payload.py: they name the profile that they were made with, if any.
+    share : percent of a chunk's rows that are stored; 100: all of them.
+    inner : the level at which these rows are stored, where they are not all.
+    bits : a number of K or V of the whole chunk takes about so many: what lossy levels are ordered by.
     """
 
     name: str
@@ -31,6 +34,10 @@ class Level:
     lossless: bool = False
     verbatim: bool = False
     nested: bool = False
+    profiled: bool = False
+    share: int = 100
+    inner: str = ""
+    bits: float = 0.0
 
     @property
     def of_prefix(self) -> str:
@@ -40,13 +47,38 @@ class Level:
 
 DEFAULT_LOSSY = "2"  # what `compress` makes unless it is told
 
-# The finest first; of those that lose nothing the largest first.
-_LEVELS = (
-    Level(RAW, "raw:Raw", lossless=True, verbatim=True),
-    Level("lossless", "lossless:Lossless", lossless=True),
-    *(Level(name, "cachegen:CacheGen", nested=True) for name in NESTED),
+SHARES = (75, 50, 25)  # percent of the rows that `compress --keep` may leave
+_BITS = (3.6, 2.2, 1.1, 0.5)  # of NESTED, measured (samples/results/codec.md)
+
+_WHOLE = (
+    Level(RAW, "raw:Raw", lossless=True, verbatim=True, bits=16.0),
+    Level("lossless", "lossless:Lossless", lossless=True, bits=11.0),
+    *(
+        Level(name, "cachegen:CacheGen", nested=True, profiled=True, bits=bits)
+        for name, bits in zip(NESTED, _BITS, strict=True)
+    ),
+)
+
+
+def _kept(level: Level, share: int) -> Level:
+    """The level at which a share of the rows is stored as `level` stores all of them; each record stands alone."""
+    return Level(
+        f"keep{share}-{level.name}",
+        "kept:Kept",
+        profiled=level.profiled,
+        share=share,
+        inner=level.name,
+        bits=level.bits * share / 100,
+    )
+
+
+# The finest first: of those that lose nothing the largest, then by size.
+_LEVELS = sorted(
+    (*_WHOLE, *(_kept(level, share) for level in _WHOLE for share in SHARES)),
+    key=lambda level: (not level.lossless, -level.bits),
 )
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
+WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.share == 100}  # with all rows
 
 
 def level_of(name: str) -> Level:
@@ -73,6 +105,21 @@ def lossy(names: Iterable[str | None] = LEVELS) -> list[str]:
 def nested(names: Iterable[str | None] = LEVELS) -> list[str]:
     """The levels among these whose records may refine one another, the finest first."""
     return [name for name in known(names) if LEVELS[name].nested]
+
+
+def profiled(names: Iterable[str | None] = LEVELS) -> list[str]:
+    """The levels among these whose records name a profile, the finest first."""
+    return [name for name in known(names) if LEVELS[name].profiled]
+
+
+def whole(names: Iterable[str | None] = LEVELS) -> list[str]:
+    """The levels among these at which every row is stored, the finest first."""
+    return [name for name in known(names) if LEVELS[name].share == 100]
+
+
+def keeping(level: str, share: int) -> str:
+    """The name of the level at which `share` percent of the rows are stored as `level` stores all of them."""
+    return level if share == 100 else f"keep{share}-{level}"
 
 
 def check_level(name: str) -> str:

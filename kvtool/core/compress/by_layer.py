@@ -17,7 +17,7 @@ class Toll:
 
     Attributes
     ----------
-    bytes : all included; elements : numbers of K and V that they stand for.
+    bytes : all included; elements : numbers of K and V that they stand for, those of rows left out among them.
     wrong : sum of squared differences of the keys and of the values; size : sum of squares of the exact ones.
     """
 
@@ -45,12 +45,12 @@ class Toll:
         return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
 
 
-def tolls(exact: Sequence[LayerKV], lossy: Sequence[LayerKV], sizes: Sequence[int]) -> list[Toll]:
-    """Measure the layers of one chunk, whose records take so many bytes."""
+def tolls(exact: Sequence[LayerKV], lossy: Sequence[LayerKV], sizes: Sequence[int], tokens: int) -> list[Toll]:
+    """Measure the layers of one chunk of so many tokens, of which these rows are stored in so many bytes."""
     right, wrong = ([side for kv in kvs for side in kv] for kvs in (exact, lossy))
     sums = squares_of(wrong, right).reshape(-1, SIDES, 2).tolist()
     return [
-        Toll(size, sum(side.numel() for side in kv), (keys[0], values[0]), (keys[1], values[1]))
+        Toll(size, sum(tokens * side[:, 0].numel() for side in kv), (keys[0], values[0]), (keys[1], values[1]))
         for kv, size, (keys, values) in zip(exact, sizes, sums, strict=True)
     ]
 

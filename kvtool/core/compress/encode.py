@@ -14,8 +14,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV
-from kvtool.core.codec.encode import encode_levels
-from kvtool.core.codec.levels import exact, known, level_of, nested
+from kvtool.core.codec.encode import encode_levels, encode_rows
+from kvtool.core.codec.kept import inner_of
+from kvtool.core.codec.levels import exact, known, level_of, nested, profiled, whole
 from kvtool.core.codec.nested import coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
@@ -23,6 +24,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.read_back import ReadBack
+from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.making import sealed
 from kvtool.core.records.reading import exact_level, read_layers, read_records
@@ -48,6 +50,11 @@ class _Plan:
     levels: tuple[str, ...]
     kept: tuple[str, ...]
 
+    @property
+    def sparse(self) -> list[str]:
+        """Those of its levels that leave rows out."""
+        return [level for level in self.levels if level_of(level).share < 100]
+
 
 @dataclass(frozen=True, slots=True)
 class _Made:
@@ -69,8 +76,9 @@ class Encoder:
         options: CompressOptions,
         report: CompressReport,
         events: Events,
+        heavy: HeavyRows,
     ) -> None:
-        self._store, self._writer, self._profile = store, writer, profile
+        self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
         self._shelf = ProfileShelf(store)
         self._options, self._report, self._events = options, report, events
 
@@ -107,6 +115,7 @@ class Encoder:
         """Encode chunks where that is needed; returns those that have the levels now."""
         plans: list[_Plan] = []
         brought = [chunk for chunk in chunks if self._plan(chunk, levels, plans)]
+        self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
         for plan, made in zip(plans, pool.map(self._made, plans), strict=True):
             self._report.encode_seconds += made.seconds
             self._report.encoded_bytes += made.raw_bytes * len(plan.levels)
@@ -119,7 +128,7 @@ class Encoder:
         """Add what a chunk needs, if anything; whether it will have the levels."""
         stored = self._store.levels(chunk)
         source = exact_level(self._store, chunk)
-        stale = [level for level in nested(stored) if not self._is_current(chunk, level)]
+        stale = [level for level in profiled(stored) if not self._is_current(chunk, level)]
         wanted = [level for level in levels if level not in stored or level in stale]
         if not wanted:
             self._report.kept += 1
@@ -127,22 +136,23 @@ class Encoder:
         if source is None:
             self._report.skipped += 1
             return False
-        if stale and nested(wanted):  # one may refine another: they go together
-            for level in nested():
-                self._writer.drop_level([chunk], level)
-            wanted = [level for level in levels if not level_of(level).nested and level not in stored]
-            wanted += nested([*levels, *stored])
+        doomed = [level for level in stale if level in wanted]
+        if nested(stale) and nested(wanted):  # one may refine another: they go together
+            doomed = [*nested(), *(level for level in doomed if not level_of(level).nested)]
+            wanted = [level for level in wanted if not level_of(level).nested] + nested([*levels, *stored])
+        for level in doomed:
+            self._writer.drop_level([chunk], level)
         info = self._store.chunk_info(chunk)
         if info is None:
             raise DamagedError(f"chunk {chunk.hex()[:12]} has lost its description", "ingest its document again")
-        plans.append(_Plan(chunk, info, source, tuple(wanted), () if stale else tuple(nested(stored))))
+        plans.append(_Plan(chunk, info, source, tuple(wanted), () if nested(stale) else tuple(nested(stored))))
         return True
 
     def _is_current(self, chunk: bytes, level: str) -> bool:
         """Whether a stored lossy record, with all that it refines, is there and what this run would make."""
         try:
             item = read_records(self._store, [chunk], level, 0)[0]
-            coded = Coded.parse(item.payload)
+            coded = Coded.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)
         except DamagedError:
             return False
         wanted = self._profile.digest if self._profile is not None else bytes(len(coded.profile))
@@ -158,15 +168,19 @@ class Encoder:
         layers = range(plan.info.layers)
         kvs = read_layers(self._store, plan.chunk, plan.source, plan.info.layers)
         started = time.thread_time()
-        below = {coarser(level) for level in plan.levels} - {*plan.levels} if self._profile is not None else ()
+        below = {coarser(level) for level in nested(plan.levels)} - {*plan.levels} if self._profile is not None else ()
         refined = [base for base in plan.kept if base in below and self._made_of(plan.chunk, kvs, base)]
         bases = {
             base: [read_records(self._store, [plan.chunk], base, layer)[0].payload for layer in layers]
             for base in refined
         }
+        how = self._options.predictor
         made = encode_levels(
-            layers, kvs, plan.levels, self._profile, bases=bases, predictor=self._options.predictor, layers=len(layers)
+            layers, kvs, whole(plan.levels), self._profile, bases=bases, predictor=how, layers=len(layers)
         )
+        for level in plan.sparse:
+            rows = self._heavy.of(plan.chunk, plan.info.token_ids, plan.info.sensitivity, level)
+            made[level] = encode_rows(layers, kvs, rows, level, self._profile, predictor=how, layers=len(layers))
         records = {
             level: [sealed(plan.chunk, kvs[layer], level, layer, made[level][layer]) for layer in layers]
             for level in plan.levels

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, exact, level_of, lossy
+from kvtool.core.codec.levels import DEFAULT_LOSSY, exact, keeping, level_of, lossy, profiled, whole
 from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
@@ -20,6 +20,7 @@ from kvtool.core.compress.fitting import fit, keep_profile, profile_of
 from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
 from kvtool.core.compress.options import AUTO, CompressOptions
 from kvtool.core.compress.prompts import own_prompts
+from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.reading import exact_level
@@ -62,7 +63,8 @@ def check_levels(options: CompressOptions) -> list[str]:
     ------
     UsageError : there is no such level, or it is none that records are compressed to.
     """
-    levels = list(dict.fromkeys(options.levels)) or [AUTO if options.max_loss is not None else DEFAULT_LOSSY]
+    named = list(dict.fromkeys(options.levels)) or [AUTO if options.max_loss is not None else DEFAULT_LOSSY]
+    levels = [level if level == AUTO else keeping(level, options.share) for level in named]
     for level in levels:
         if level_of(level).verbatim:
             raise UsageError(f"{level} is what there is before compression", f"leave --level {level} out")
@@ -78,6 +80,7 @@ class _Job:
         self.session, self.store, self.identity = session, session.store, session.identity
         self.writer, self.options, self.events = writer, options, events
         self.report = CompressReport()
+        self.heavy = HeavyRows(session)
 
     def run(self, levels: list[str]) -> CompressReport:
         """Do everything that a compression does, in its order."""
@@ -89,7 +92,9 @@ class _Job:
         profile = self._profile(levels, chunks)
         losses = self._losses(levels, profile, chunks)
         levels = self._chosen(levels, losses)
-        Encoder(self.store, self.writer, profile, self.options, report, self.events).run(chunks, levels)
+        if any(level_of(level).share < 100 for level in levels):
+            self._load()
+        Encoder(self.store, self.writer, profile, self.options, report, self.events, self.heavy).run(chunks, levels)
         for row in report.levels:
             row.loss = losses.get(row.level, {})
         report.bytes_after = self.store.stats()["bytes"]
@@ -131,7 +136,7 @@ class _Job:
         profile = self._asked_profile(chunks)
         if self.options.predictor != AUTO:
             return None
-        if profile is None and not all(level_of(level).lossless for level in levels):
+        if profile is None and (AUTO in levels or profiled(levels)):
             self._warn("no profile is fitted: records will be about twice as large as they could be", "add --fit once")
         if profile is not None:
             self.report.profile = {
@@ -171,12 +176,12 @@ class _Job:
         mine = self.options.predictor == AUTO
         rows = losses_by_maker(self.store.codec_state())
         known = dict(rows.get(maker, {})) if mine else {}
-        wanted = [level for level in (lossy() if AUTO in levels else lossy(levels)) if level not in known]
+        wanted = [level for level in lossy([*levels, *self._offered(levels)]) if level not in known]
         if wanted and self.options.questions:
             known |= self._measured(wanted, profile, chunks)
             if mine:
                 self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
-        if not mine and lossy(levels):
+        if not mine and profiled(levels):
             self.writer.set_codec_state(self.store.codec_state() | {"named_predictor": True})
         return known
 
@@ -190,16 +195,22 @@ class _Job:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}
         self.events.step("measure the loss", len(prompts), "questions")
-        schemes = {level: LevelScheme(level, profile, self.options.predictor) for level in levels}
+        schemes = {level: LevelScheme(level, profile, self.options.predictor, self.heavy) for level in levels}
         rows = measure(self.session, prompts, schemes, self.events.advance)
         return {level: mean_loss(rows[level]) for level in levels}
+
+    def _offered(self, levels: Sequence[str]) -> list[str]:
+        """The lossy levels that `auto` may take, the finest first; without it none."""
+        return lossy(keeping(level, self.options.share) for level in whole()) if AUTO in levels else []
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
         """Replace `auto` by the smallest level that may be taken, which is a lossless one where none may."""
         if AUTO not in levels:
             return levels
         allowed = [
-            level for level in lossy() if losses.get(level, {}).get("kl_answer", 1e9) <= self.options.allowed_loss
+            level
+            for level in self._offered(levels)
+            if losses.get(level, {}).get("kl_answer", 1e9) <= self.options.allowed_loss
         ]
         chosen = (allowed or exact())[-1]
         if not allowed:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV
-from kvtool.core.codec.encode import encode_levels
+from kvtool.core.codec.base import Encoded, LayerKV, Payload
+from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
+from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.common.types import Ids
 from kvtool.core.compress.by_layer import Toll, tolls
+from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import Row, means
 from kvtool.core.evaluate.reference import Reference
@@ -43,31 +46,47 @@ class Question:
 class Scheme(Protocol):
     """Something that keys and values can be sent through."""
 
-    def round_trip(self, kvs: Sequence[LayerKV]) -> tuple[list[LayerKV], list[int]]:
+    def rows(self, segment: Segment) -> Ids | None:
+        """Which rows of a chunk come back; None: all of them."""
+        ...
+
+    def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
         """Send all layers of one chunk; returns what comes back, and how many bytes each was, all included."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LevelScheme:
-    """A lossy level, as a record of its own."""
+    """A lossy level, as a record of its own; `heavy` chooses the rows where some are left out."""
 
     level: str
     profile: Profile | None
     predictor: str = "auto"
+    heavy: HeavyRows | None = None
 
-    def round_trip(self, kvs: Sequence[LayerKV]) -> tuple[list[LayerKV], list[int]]:
-        layers = range(len(kvs))
-        made = encode_levels(layers, kvs, [self.level], self.profile, predictor=self.predictor, layers=len(kvs))[
-            self.level
-        ]
-        records = [b"".join(payload) for payload in made]
+    def rows(self, segment: Segment) -> Ids | None:
+        """Which rows of a chunk the level stores; None: all of them."""
+        if level_of(self.level).share == 100:
+            return None
+        assert self.heavy is not None
+        return self.heavy.of_candidate(segment.source, self.level)
+
+    def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
+        """Encode and decode all layers of one chunk, or some rows of them; returns these and each record's bytes."""
+        records = [bytearray().join(payload) for payload in self._encoded(kvs, rows)]
         items = [
             Encoded(record, (keys.shape[0], keys.shape[1], keys.shape[2]), NAMES[keys.dtype])
             for record, (keys, _) in zip(records, kvs, strict=True)
         ]
         back = CODECS[self.level].decode_layers(items, self._profiles)
         return back, [len(record) + OVERHEAD_BYTES for record in records]
+
+    def _encoded(self, kvs: Sequence[LayerKV], rows: Ids | None) -> list[Sequence[Payload]]:
+        layers = range(len(kvs))
+        if rows is None:
+            made = encode_levels(layers, kvs, [self.level], self.profile, predictor=self.predictor, layers=len(kvs))
+            return made[self.level]
+        return encode_rows(layers, kvs, rows, self.level, self.profile, predictor=self.predictor, layers=len(kvs))
 
     def _profiles(self, digest: bytes) -> Profile:
         assert self.profile is not None
@@ -76,7 +95,7 @@ class LevelScheme:
 
 @dataclass(slots=True)
 class Held:
-    """A prompt's cached KV in memory, by layer and by where a segment starts.
+    """A prompt's cached KV in memory, by layer and by the position at which a segment starts.
 
     Filled before the model runs: work beside it, on its own cores, would take several times as long.
     """
@@ -86,7 +105,7 @@ class Held:
     @classmethod
     def exact(cls, source: KVSource, plan: Plan, layers: int) -> Held:
         """Read what a source gives. Raises DamagedError: a loss against a chunk computed anew would say nothing."""
-        stats, starts = ReadStats(), [segment.start for segment in plan.cached]
+        stats, starts = ReadStats(), [segment.position for segment in plan.cached]
         try:
             read = [source.read(plan.cached, layer, stats) for layer in range(layers)]
         except RecordMissing as missing:
@@ -94,22 +113,29 @@ class Held:
             raise DamagedError(f"the exact record of chunk {chunk} cannot be read: {missing.reason}", REPAIR) from None
         return cls([dict(zip(starts, kv, strict=True)) for kv in read])
 
-    def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[Held, list[Toll]]:
-        """Send it through a scheme: what comes back, and each layer's toll. The prompt's beginning is left as it is."""
-        kept = {segment.start for segment in plan.cached if segment.source.chunk_id == prefix_id}
-        lossy = Held([dict(kv) for kv in self.layers])
+    def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[Held, Plan, list[Toll]]:
+        """Send it through a scheme: what comes back, the plan of that, and each layer's toll. The prompt's beginning is
+        left as it is."""
+        lossy, segments = Held([dict(kv) for kv in self.layers]), list(plan.segments)
         totals = [Toll() for _ in self.layers]
-        for start in [start for start in self.layers[0] if start not in kept]:
-            exact = [kv[start] for kv in self.layers]
-            back, sizes = scheme.round_trip(exact)
-            totals = [total + toll for total, toll in zip(totals, tolls(exact, back, sizes), strict=True)]
+        for number, segment in enumerate(plan.segments):
+            if not segment.cached or segment.source.chunk_id == prefix_id:
+                continue
+            rows = scheme.rows(segment)
+            exact = [kv[segment.position] for kv in self.layers]
+            back, sizes = scheme.round_trip(exact, rows)
+            right = exact if rows is None else some_rows(exact, rows)
+            made = tolls(right, back, sizes, len(segment.source.ids))
+            totals = [total + toll for total, toll in zip(totals, made, strict=True)]
             for kv, own in zip(lossy.layers, back, strict=True):
-                kv[start] = own
-        return lossy, totals
+                kv[segment.position] = own
+            if rows is not None:
+                segments[number] = replace(segment, status="hit", source=replace(segment.source, kept=rows))
+        return lossy, Plan(tuple(segments)), totals
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """Read as a KVSource does."""
-        return [self.layers[layer][segment.start] for segment in segments]
+        return [self.layers[layer][segment.position] for segment in segments]
 
 
 def measure(
@@ -143,15 +169,15 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
     decoder, prefix_id = session.decoder, session.identity.prefix_id
     plan = question.plan
 
-    def fused(source: KVSource) -> Fused:
+    def fused(source: KVSource, plan: Plan) -> Fused:
         return fuse(decoder, plan, Reuse(), source, reserve=_MAX_TOKENS)
 
     held = Held.exact(session.source, plan, len(decoder.layers))
-    reference = Reference.answered(decoder, fused(held), _MAX_TOKENS)
+    reference = Reference.answered(decoder, fused(held, plan), _MAX_TOKENS)
     rows = {EXACT: _scored(lambda: reference.answer, question)}
     for name, scheme in schemes.items():
-        lossy, tolls = held.through(scheme, plan, prefix_id)
-        forced = reference.force(fused(lossy))
+        lossy, of_rows, tolls = held.through(scheme, plan, prefix_id)
+        forced = reference.force(fused(lossy, of_rows))
         distance = forced.distance
         rows[name] = {
             "kl_first": distance.kl_first,

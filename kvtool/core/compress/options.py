@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.core.cache.options import LockOptions, max_size_option
-from kvtool.core.codec.levels import LEVELS, MAX_LOSS
+from kvtool.core.codec.levels import MAX_LOSS, SHARES, WHOLE
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import option
@@ -23,6 +23,7 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
     Attributes
     ----------
     levels : as asked for: names, or `auto`: the smallest whose measured loss is at most `max_loss`.
+    keep : share of the rows that is stored; it multiplies with the level. None: all.
     chunks : ids in hex; empty: all.
     predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
     """
@@ -32,9 +33,18 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
         "What to store; 1 is the finest.",
         group=LEVEL,
         flag="--level",
-        choices=(AUTO, *LEVELS),
+        choices=(AUTO, *WHOLE),
         metavar="1..4|auto|lossless",
         instead="2",
+    )
+    keep: float | None = option(
+        None,
+        "Store only this share of each chunk's rows, those that are looked at most: .75, .5 or .25.",
+        group=LEVEL,
+        metavar="SHARE",
+        unit="percentage",
+        check=lambda value: "" if value is None or round(100 * value, 6) in SHARES else "it is .75, .5 or .25",
+        instead="all",
     )
     max_loss: float | None = option(None, "What `auto` may lose (nats a token).", group=LEVEL, lowest=0)
     questions: int = option(8, "How many prompts the loss is measured on; 0: it is not.", group=LEVEL, lowest=0)
@@ -56,6 +66,11 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
         """Refuse two profiles at once."""
         if self.fit and self.profile is not None:
             raise UsageError("--fit and --profile exclude each other", "give one of them")
+
+    @property
+    def share(self) -> int:
+        """Percent of a chunk's rows that are stored."""
+        return 100 if self.keep is None else round(100 * self.keep)
 
     @property
     def allowed_loss(self) -> float:

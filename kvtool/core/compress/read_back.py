@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,12 @@ from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import LayerKV, Profiles
+from kvtool.core.codec.encode import some_rows
 from kvtool.core.codec.sides.products import errors_of
+from kvtool.core.common.types import Ids
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
-from kvtool.core.records.reading import exact_level, read_records
+from kvtool.core.records.reading import exact_level, read_records, stored_rows
 
 _SLACK = 1.01  # of a stated error: products of other sizes round otherwise
 
@@ -71,12 +74,13 @@ class ReadBack:
         count = _Count(seconds=time.thread_time() - started)
         stated = [CODECS[report.level].stated_error(item.payload) for item in items]
         for item, kv, errors in zip(items, made, stated, strict=True):
-            elements = sum(side.numel() for side in kv)
+            elements = 2 * math.prod(item.shape)
             count.bytes += sum(len(record.payload) + OVERHEAD_BYTES for record in item.chain())
             count.elements += elements
             count.decoded_bytes += sum(side.nbytes for side in kv)
             count.error += elements * sum(errors) / 2
-        self._compare(report.level, layer, sources, made, stated)
+        rows = [stored_rows(item, report.level) for item in items]
+        self._compare(report.level, layer, sources, made, stated, rows)
         return count
 
     def _compare(
@@ -86,13 +90,15 @@ class ReadBack:
         sources: dict[bytes, str | None],
         made: Sequence[LayerKV],
         stated: Sequence[tuple[float, float]],
+        rows: Sequence[Ids | None],
     ) -> None:
-        """Refuse what is not within the error that its record states; 0: bit for bit."""
+        """Refuse what is not within the error that its record states; 0: bit for bit. `rows`: those that are stored."""
         chunks = [*sources]
         for source in {source for source in sources.values() if source is not None}:
             numbers = [number for number, chunk in enumerate(chunks) if sources[chunk] == source]
             items = read_records(self._store, [chunks[number] for number in numbers], source, layer)
             right = CODECS[source].decode(items, layer)
+            right = [_stored(kv, rows[number]) for number, kv in zip(numbers, right, strict=True)]
             sound = _within([made[at] for at in numbers], right, [stated[at] for at in numbers])
             for number, within in zip(numbers, sound, strict=True):
                 if not within:
@@ -100,6 +106,10 @@ class ReadBack:
                         f"chunk {chunks[number].hex()[:12]} did not come back from level {level} as it was encoded",
                         "nothing was dropped; please report this",
                     )
+
+
+def _stored(kv: LayerKV, rows: Ids | None) -> LayerKV:
+    return kv if rows is None else some_rows([kv], rows)[0]
 
 
 def _alike(made: LayerKV, exact: LayerKV) -> bool:

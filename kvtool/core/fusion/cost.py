@@ -26,17 +26,22 @@ class Span:
     status : see fusion/plan.py.
     level : at which it is read; None: it is not stored.
     held : it is in memory already, so that nothing is to be read.
+    dropped : tokens whose rows are not stored: they are neither read nor part of what a ratio is a share of.
     """
 
     tokens: int
     status: str
     level: str | None = None
     held: bool = False
+    dropped: int = 0
 
     @classmethod
     def of(cls, segment: Segment, held: bool = False) -> Span:
         """The span of a plan's segment."""
-        return cls(len(segment.ids), segment.status, segment.source.level if segment.cached else None, held)
+        if not segment.cached:
+            return cls(len(segment.ids), segment.status, held=held)
+        source = segment.source
+        return cls(len(source.ids), segment.status, source.level, held, len(source.ids) - len(source.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +96,13 @@ class PromptRows:
             kind = "leading" if leading else status
             self._rows[kind] = self._rows.get(kind, 0) + span.tokens
             self._keys[kind] = self._keys.get(kind, 0) + _keys_seen(start, span.tokens)
+            there = span.tokens - span.dropped
             if cached and span.level is not None:
                 levels = self._stored.setdefault(kind, {})
-                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else span.tokens)
-                self.context += span.tokens if number else 0
+                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else there)
+                self.context += there if number else 0
             if number and status == "hit":
-                self.hit_chunks.append(span.tokens)
+                self.hit_chunks.append(there)
             start += span.tokens
         self.length = start
 

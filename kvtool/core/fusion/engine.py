@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.condense import condensed, in_full
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.narrowing import Narrowing
 from kvtool.core.fusion.plan import Plan
@@ -23,7 +24,8 @@ from kvtool.core.model.prompt_cache import PromptCache
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
     """prompt = reused + recomputed + fresh, and in a further round + standing. `recomputed`: cached rows computed at
-    the last layer; `fresh`: question and holes. `rows` is what was computed at each layer, all kinds together."""
+    the last layer; `fresh`: question and holes. `rows` is what was computed at each layer, all kinds together.
+    `dropped`: tokens of the text that are in none of these, since their rows were not stored."""
 
     prompt: int
     reused: int
@@ -31,6 +33,7 @@ class TokenCounts:
     fresh: int
     rows: tuple[int, ...]
     standing: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Fused:
     Attributes
     ----------
     logits : float32 `[vocabulary]`.
-    plan : what was computed; segments whose records turned out unusable are misses in it.
+    plan : what was computed; segments whose records turned out unusable are misses in it, and rows that are not there
+        have no place.
     recomputed : bool `[length]`, the cached rows computed at the last layer.
     reasons : why: names of reasons, each with its rows (bool `[length]`); no row has two.
     """
@@ -92,11 +96,12 @@ def fuse(
     patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
     """
     while True:
-        cache = decoder.new_cache(plan.length + reserve)
+        there = condensed(plan, selector, len(decoder.layers))
+        cache = decoder.new_cache(there.length + reserve)
         try:
-            return fuse_into(cache, decoder, plan, selector, source, timeline, patience)
+            return fuse_into(cache, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            plan = plan.without_all(missing.unusable, missing.stored)
+            plan = plan.without_all(in_full(plan, there, missing.unusable), missing.stored)
 
 
 def fuse_into(
@@ -110,19 +115,25 @@ def fuse_into(
 ) -> Fused:
     """One pass of `fuse` over a given cache, in which the rows of standing segments are in place.
 
+    Parameters
+    ----------
+    plan : a condensed one.
+
     Raises
     ------
     RecordMissing : a record is missing, damaged or slow; what the cache holds behind standing segments is then
         undefined, and of a slow one (`stored`) a thread may write there still.
     """
     cache.set_length(plan.length)
+    cache.dropped = plan.dropped
     cached = plan.mask("hit", "exact")
     asked = selector.asked(plan, len(decoder.layers))
     wanted = selector.rows(plan) & cached if selector.uses_cache else cached
     started, asking = time.perf_counter(), 0.0
     ids = plan.ids
     with ExitStack() as stack:
-        needed = selector.reads(plan, len(decoder.layers))
+        # What is there whole although its records are not is computed at every layer.
+        needed = [one for one in selector.reads(plan, len(decoder.layers)) if one.kept == one.source.kept]
         loader = stack.enter_context(Loader(decoder, needed, cache, source, timeline, patience=patience))
         if asked:
             attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
@@ -135,7 +146,8 @@ def fuse_into(
         cache.before_update = narrowing.on_update
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())
-        logits = decoder.compute([ids[position] for position in rows.order], rows, cache)[-1]
+        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+        logits = decoder.compute([ids[place] for place in rows.order], rows, cache, position_ids=at)[-1]
         narrowing.end()
     cache.before_update = None
     if logits.is_cuda:  # who asked waits for them now in any case; the times are of what was done, not of asking for it
@@ -159,7 +171,8 @@ def fuse_into(
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
     again, kept = int(recomputed.sum()), int(cached.sum())
     fresh = int(plan.mask("miss", "fresh").sum())
-    return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), plan.length - kept - fresh)
+    standing = plan.length - kept - fresh
+    return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), standing, plan.dropped)
 
 
 def _timing(loader: Loader, select: float, total: float) -> FuseTiming:

@@ -169,8 +169,12 @@ class Loader:
         return Turning(self._decoder.rotary, self._table(), self._decoder.rotary.by_kernel)
 
     def _table(self) -> Table:
-        stop = max((segment.stop for segment in self._segments), default=0)
-        return self._decoder.rotary.table(torch.arange(stop, device=self._decoder.device))
+        """Of the positions of all places up to the last one that is read."""
+        positions = torch.arange(max((segment.stop for segment in self._segments), default=0))
+        for segment in self._segments:
+            if segment.position != segment.start or segment.kept is not None:
+                positions[segment.start : segment.stop] = torch.tensor(segment.positions)
+        return self._decoder.rotary.table(positions.to(self._decoder.device, non_blocking=True))
 
     def _load(self, layer: int, turning: Turning, worker: _Worker) -> None:
         if not self._segments:

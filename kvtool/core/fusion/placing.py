@@ -24,7 +24,7 @@ class Turning:
 
     Attributes
     ----------
-    table : cos and sin of all positions of the prompt up to the last cached one.
+    table : cos and sin of the positions of all places of the prompt up to the last cached one.
     in_one_launch : keys on a GPU can be rotated on their way (`Rotary.by_kernel`).
     """
 
@@ -33,7 +33,7 @@ class Turning:
     in_one_launch: bool = False
 
     def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
-        """Rotate keys to their places, each beginning at a prompt position; copy what goes beside them as it is."""
+        """Rotate keys to their places, each run beginning at one; copy what goes beside them as it is."""
         placed = [(out, keys, self.table[start : start + out.shape[2]]) for (out, keys), start in turns]
         self.rotary.place(placed, beside, layer)
 

@@ -23,6 +23,7 @@ class Candidate:
     ----------
     lead_in : digest of the token ids behind which the stored rows were prefilled.
     level : codec level to read, or None when nothing is stored there; `reason` then says why.
+    kept : which of its tokens have a row there, ascending; None: all.
     stored : there is a record of it all the same: at another level than the one asked for, or too slow to wait for.
     sensitivity : one little-endian float16 a token (records/sensitivity.py), or empty where none was kept.
     relevance : to the question, the more the higher: what is asked for first when records are read.
@@ -36,23 +37,53 @@ class Candidate:
     stored: bool = False
     sensitivity: bytes = b""
     relevance: float = 0.0
+    kept: Ids | None = None
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Which of its tokens are stored."""
+        return range(len(self.ids)) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and what full prefill gives), `miss`
     (should be cached, is computed in place), `fresh` (never cached: the question) or `standing` (its fused rows are in
-    the prompt cache from an earlier round, and are neither read nor computed again)."""
+    the prompt cache from an earlier round, and are neither read nor computed again).
+
+    A token has a *place*, the row of the prompt's buffers that its key and value stand in, and a *position*, by which
+    the key is rotated. They differ where rows before it, or of its own segment, are not there (fusion/condense.py).
+
+    Attributes
+    ----------
+    ids : of the tokens that have a place.
+    start : place of the first.
+    first : position of the source's first token; None: `start`.
+    kept : which of the source's tokens have a place, ascending; None: all.
+    """
 
     ids: Ids
     start: int
     status: Status
     source: Candidate
     reason: str = ""
+    first: int | None = None
+    kept: Ids | None = None
 
     @property
     def stop(self) -> int:
         return self.start + len(self.ids)
+
+    @property
+    def position(self) -> int:
+        """Of the source's first token."""
+        return self.start if self.first is None else self.first
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Of each token that has a place."""
+        first = self.position
+        return range(first, first + len(self.ids)) if self.kept is None else [first + token for token in self.kept]
 
     @property
     def cached(self) -> bool:
@@ -77,7 +108,18 @@ class Plan:
 
     @property
     def length(self) -> int:
+        """How many tokens have a place."""
         return self.segments[-1].stop
+
+    @property
+    def dropped(self) -> int:
+        """How many tokens have none: what lies between the place and the position of all that follows the chunks."""
+        return self.segments[-1].position - self.segments[-1].start
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 `[length]`: the position of each place."""
+        return torch.tensor([position for segment in self.segments for position in segment.positions])
 
     @property
     def chunks(self) -> tuple[Segment, ...]:
@@ -121,7 +163,8 @@ class Plan:
         for segment in self.cached:
             if segment.source.sensitivity:
                 kept = torch.frombuffer(bytearray(segment.source.sensitivity), dtype=torch.float16)
-                values[segment.start : segment.stop] = kept.float()
+                some = kept if segment.kept is None else kept[list(segment.kept)]
+                values[segment.start : segment.stop] = some.float()
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
     def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
@@ -155,9 +198,10 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
 
 def plan_further(before: Plan, chunks: Sequence[Candidate]) -> Plan:
     """The plan of a further round: what stands before the question stays, `chunks` and the question come behind it."""
-    *_, question = before.segments
-    stand = before.ids[: question.start]
-    laid_out = build_plan(Candidate(tuple(stand)), chunks, question.ids)
+    *stand, question = before.segments
+    ids = tuple(token for segment in stand for token in segment.source.ids)
+    kept = tuple(position for segment in stand for position in segment.positions) if before.dropped else None
+    laid_out = build_plan(Candidate(ids, kept=kept), chunks, question.ids)
     standing = replace(laid_out.segments[0], status="standing")
     return Plan((standing, *laid_out.segments[1:]))
 

@@ -57,7 +57,7 @@ class _Watch:
 def question_attention(
     decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range, pooling: Pooling = "rows"
 ) -> torch.Tensor:
-    """Attention of the question over the whole prompt, cached rows as they are reused, at their true positions.
+    """Attention of the question over all that is there, cached rows as they are reused, at their true positions.
 
     Question and holes are computed, these at every layer; their rows in the cache are those of this pass.
 
@@ -77,6 +77,7 @@ def question_attention(
     cache.before_update = lambda layer, count: loader.wait(layer)
     ids = plan.ids
     with suppress(_Seen):
-        decoder.walk([ids[position] for position in rows.order], replace(rows, watch=watch), cache)
+        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+        decoder.walk([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
     cache.before_update = None
     return watch.mean.cpu()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtool.core.common.timeline import Timeline
+from kvtool.core.fusion.condense import condensed, in_full
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts, fuse_into
 from kvtool.core.fusion.plan import Candidate, Plan, plan_further
 from kvtool.core.fusion.selectors.base import Selector
@@ -41,12 +42,13 @@ def fuse_further(
     """
     plan, cache = plan_further(before.plan, chunks), before.cache
     while True:
+        there = condensed(plan, selector, len(decoder.layers))
         try:
-            return fuse_into(cache, decoder, plan, selector, source, timeline, patience)
+            return fuse_into(cache, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            plan = plan.without_all(missing.unusable, missing.stored)
+            plan = plan.without_all(in_full(plan, there, missing.unusable), missing.stored)
             if missing.stored:  # the thread that reads it still may write into these buffers
-                cache = _copy(decoder, cache, plan.segments[0].stop)
+                cache = _copy(decoder, cache, there.segments[0].stop)
 
 
 def joined(before: Fused, now: Fused) -> Fused:
@@ -69,6 +71,7 @@ def joined(before: Fused, now: Fused) -> Fused:
             recomputed=before.tokens.recomputed + now.tokens.recomputed,
             fresh=fresh,
             rows=tuple(a + b for a, b in zip(before.tokens.rows, now.tokens.rows, strict=True)),
+            dropped=plan.dropped,
         ),
         timing=_sum(before.timing, now.timing),
         bytes_read=before.bytes_read + now.bytes_read,

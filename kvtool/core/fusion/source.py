@@ -17,7 +17,7 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.records.reading import Unusable, read_layer
+from kvtool.core.records.reading import Unusable, read_layer, stored_rows
 
 if TYPE_CHECKING:
     from kvtool.core.cache.link import RecordReader
@@ -110,7 +110,7 @@ class StoreSource:
 
         started = time.perf_counter()
         chunk_ids = [segment.source.chunk_id for segment in segments]
-        shapes = [(self.decoder.kv_heads, len(segment.ids), self.decoder.head_dim) for segment in segments]
+        shapes = [(self.decoder.kv_heads, len(segment.source.ids), self.decoder.head_dim) for segment in segments]
         # What has to be decoded does not cross as it stands.
         room = stats.room if level_of(level).verbatim else aligned
         read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=room)
@@ -118,10 +118,21 @@ class StoreSource:
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]
         stats.bytes_read += sum(len(record.payload) for top in records for record in top.chain())
-        if len(records) < len(read):
-            unusable = [(s, item.reason) for s, item in zip(segments, read, strict=True) if isinstance(item, Unusable)]
+        unusable = [(s, why) for s, item in zip(segments, read, strict=True) if (why := _why_not(s, item, level))]
+        if unusable:
             raise RecordMissing(*unusable[0], others=unusable[1:])
         return records
+
+
+def _why_not(segment: Segment, item: Encoded | Unusable, level: str) -> str:
+    """Why a record does not serve a segment; empty where it does."""
+    if isinstance(item, Unusable):
+        return item.reason
+    try:
+        rows = stored_rows(item, level)
+    except DamagedError as error:
+        return f"damaged: {error.message}"
+    return "" if rows == segment.source.kept else "damaged: it holds other rows of the chunk than layer 0 did"
 
 
 @dataclass(frozen=True, slots=True)

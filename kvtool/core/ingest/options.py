@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.core.cache.options import LockOptions, max_size_option
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import WHOLE
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions, system_option
@@ -92,7 +92,7 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         "Codec level to store at.",
         group=STORING,
         setting="ingest_level",
-        choices=LEVELS,
+        choices=WHOLE,
         metavar="raw|lossless|1..4",
     )
     lead_in: str | None = option(

@@ -99,7 +99,7 @@ class Decoder:
         ----------
         tokens : the token ids that stand at `rows`.
         keep : how many of the last rows go through the LM head.
-        position_ids : rotary positions `[rows]` when they are not the rows' own (the gate's shifted prefill).
+        position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
 
         Returns
         -------
@@ -125,13 +125,15 @@ class Decoder:
             return logits
 
     @torch.inference_mode()
-    def walk(self, tokens: Sequence[int], rows: Rows, cache: PromptCache) -> None:
-        """Compute rows of a prompt over its cache, without the LM head."""
+    def walk(
+        self, tokens: Sequence[int], rows: Rows, cache: PromptCache, position_ids: torch.Tensor | None = None
+    ) -> None:
+        """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (lean := self.lean) is not None:
-                lean.walk(self._there(tokens), rows, cache)
+                lean.walk(self._there(tokens), rows, cache, position_ids)
             else:
-                self._run(self.base, self._there(tokens), rows, cache)
+                self._run(self.base, self._there(tokens), rows, cache, position_ids)
 
     def _there(self, tokens: Sequence[int]) -> torch.Tensor:
         """Token ids on the device, int64 `[tokens]`."""
@@ -187,7 +189,8 @@ class Decoder:
         start = cache.buffers[0].length
         cache.set_length(start + len(ids))
         rows = Rows.of(torch.arange(start, start + len(ids)), self.device)
-        return self.compute(ids, rows, cache, keep=len(ids))
+        at = rows.positions + cache.dropped if cache.dropped else None
+        return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:

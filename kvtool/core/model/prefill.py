@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
-from kvtool.core.model.side_by_side import SideBySide
+from kvtool.core.model.side_by_side import SideBySide, Watch
 
 _LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
 
@@ -91,6 +91,7 @@ def prefill_chunks(
     items: Sequence[PrefillItem],
     layers: int | None = None,
     going: Callable[[], bool] = lambda: True,
+    watches: Sequence[Watch] = (),
 ) -> list[ChunkKV]:
     """Prefill chunks packed into one row, each as if it alone stood behind the lead-in.
 
@@ -103,6 +104,7 @@ def prefill_chunks(
     ----------
     layers : how many of the first layers are wanted; None: all.
     going : asked at every layer; False raises `PrefillStopped`.
+    watches : one an item, or none: shown every layer's queries and keys but the last one's (`SideBySide`).
 
     Returns
     -------
@@ -111,7 +113,7 @@ def prefill_chunks(
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
     tokens = [*(token for item in items for token in item.before + item.ids), *[0] * spare]
-    rows = SideBySide.of([*lengths, spare] if spare else lengths, lead_in.layers)
+    rows = SideBySide.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()

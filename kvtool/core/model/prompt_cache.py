@@ -77,6 +77,11 @@ class PromptCache(Cache):
     ----------
     shape : `[1, kv_heads, capacity, head_dim]` of one layer.
     before_update : called with (layer, how many rows) before they are scattered: the loader is waited for here.
+
+    Attributes
+    ----------
+    dropped : tokens of the prompt that have no row here: by so much is the position of a row that is appended larger
+        than its place.
     """
 
     def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
@@ -84,6 +89,7 @@ class PromptCache(Cache):
         super().__init__(layers=list(self.buffers))
         self.rows: Placed | None = None
         self.before_update: Observer | None = None
+        self.dropped = 0
 
     def set_length(self, length: int) -> None:
         """Declare the first `length` rows of every layer filled (they are, or will be before they are read)."""

@@ -5,7 +5,7 @@ Nothing is padded, and what a chunk gives depends on its own rows and the lead-i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,6 +15,7 @@ from kvtool.core.model.flash.kernel import Spans
 from kvtool.core.model.kernels import attend_rows, own_kernel
 
 KV = tuple[torch.Tensor, torch.Tensor]
+Watch = Callable[[torch.Tensor, torch.Tensor, float | None], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,21 +26,24 @@ class SideBySide:
     ----------
     spans : start and stop of each chunk.
     lead_in : rotated keys and values of the lead-in, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none.
+    watches : one for each of the first chunks, shown every layer's queries `[heads, rows, head_dim]` of it, the keys
+        that it sees `[kv_heads, keys, head_dim]`, the lead-in's among them, and the scaling.
     """
 
     spans: tuple[tuple[int, int], ...]
     lead_in: Sequence[KV]
     _rows: Spans
+    watches: Sequence[Watch] = ()
 
     @classmethod
-    def of(cls, lengths: Sequence[int], lead_in: Sequence[KV]) -> SideBySide:
+    def of(cls, lengths: Sequence[int], lead_in: Sequence[KV], watches: Sequence[Watch] = ()) -> SideBySide:
         """Place chunks of these lengths one after the other."""
         stops = list(accumulate(lengths))
         starts = [0, *stops[:-1]]
         leads = lead_in[0][0].shape[2] if lead_in else 0
         limits = torch.cat([torch.arange(leads, leads + length) for length in lengths])
         rows = Spans([(start, length, start) for start, length in zip(starts, lengths, strict=True) if length], limits)
-        return cls(tuple(zip(starts, stops, strict=True)), lead_in, rows)
+        return cls(tuple(zip(starts, stops, strict=True)), lead_in, rows, watches)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -55,6 +59,9 @@ class SideBySide:
         -------
         `[1, heads, rows, head_dim]`.
         """
+        for watch, (start, stop) in zip(self.watches, self.spans, strict=False):
+            keys, _ = self._visible(layer, key[:, :, start:stop], value[:, :, start:stop])
+            watch(query[0, :, start:stop], keys[0], scaling)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         own = own_kernel(query, key, value, scale)
         if own is not None:

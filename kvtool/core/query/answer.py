@@ -136,7 +136,7 @@ def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]
             end=hit.passage.end,
             line=line,
             score=None if math.isnan(hit.score) else hit.score,
-            tokens=len(segment.ids),
+            tokens=len(segment.source.ids),
             status=segment.status,
             reason=segment.reason if segment.status == "miss" else "",
             text=text,
@@ -156,8 +156,8 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment]) -> None:
             session.hot.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
     session.store.note_access([one.source.chunk_id for one in cached], missed=len(fused.plan.chunks) - len(cached))
     holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
-    starts = {segment.start for segment in holes}
-    holes += [segment for segment in computed if segment.start not in starts]
+    known = {segment.position for segment in holes}
+    holes += [segment for segment in computed if segment.position not in known]
     if holes:
         fill_holes(session, holes)
 
@@ -233,12 +233,12 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
     return {
         "prefix": list(plan.segments[0].ids),
         "lead_in": list(session.identity.lead_in.ids),
-        "chunks": [list(segment.ids) for segment in plan.chunks],
+        "chunks": [list(segment.source.ids) for segment in plan.chunks],
         "question": list(plan.segments[-1].ids),
     }
 
 
 def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
     counts = asdict(fused.tokens)
-    kinds = {name: counts[name] for name in ("prompt", "reused", "recomputed", "fresh")}
+    kinds = {name: counts[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
     return kinds | {"generated": len(said.ids)}

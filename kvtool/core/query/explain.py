@@ -10,12 +10,13 @@ from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.tokens import whole_characters
 
-HOLE = "hole"
+HOLE, DROPPED = "hole", "dropped"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Neighbouring tokens with one fate. `reason`: "" where they were reused; `start`, `stop`: tokens in the chunk."""
+    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where their rows are not there,
+    since they were not stored; `start`, `stop`: tokens in the chunk."""
 
     start: int
     stop: int
@@ -31,7 +32,7 @@ class ChunkSpans:
 
     @property
     def recomputed(self) -> dict[str, int]:
-        """Tokens by reason."""
+        """Tokens by reason, those that are not there among them."""
         counts: dict[str, int] = {}
         for span in self.spans:
             if span.reason:
@@ -56,21 +57,24 @@ def _fates(fused: Fused, segment: Segment) -> list[str]:
     """A reason or "" for each token of a segment."""
     if not segment.cached:
         return [HOLE] * len(segment.ids)
-    fates = [""] * len(segment.ids)
+    tokens = range(len(segment.ids)) if segment.kept is None else segment.kept
+    fates = ["" if segment.kept is None else DROPPED] * len(segment.source.ids)
+    for token in tokens:
+        fates[token] = ""
     for reason, rows in fused.reasons.items():
         for place in rows[segment.start : segment.stop].nonzero()[:, 0].tolist():
-            fates[place] = reason
+            fates[tokens[place]] = reason
     return fates
 
 
 def _spans(segment: Segment, fates: Sequence[str], tokenizer: Any) -> Iterator[TokenSpan]:
     """Give spans of whole characters: a token that ends inside of one goes with the next."""
     start, text, fate = 0, "", ""
-    for begin, stop, piece in whole_characters(tokenizer, segment.ids):
+    for begin, stop, piece in whole_characters(tokenizer, segment.source.ids):
         own = next((fates[place] for place in range(begin, stop) if fates[place]), "")
         if own != fate and begin > start:
             yield TokenSpan(start, begin, text, fate)
             start, text = begin, ""
         fate, text = own, text + piece
-    if segment.ids:
-        yield TokenSpan(start, len(segment.ids), text, fate)
+    if segment.source.ids:
+        yield TokenSpan(start, len(segment.source.ids), text, fate)

@@ -15,6 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.condense import with_rows
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
@@ -70,7 +71,7 @@ def lay_out(
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
         if not left:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
-        plan = _plan(session, request, options, [found for _, found in left])
+        plan = _plan(session, request, options, with_rows(session.store, [found for _, found in left]))
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     if session.is_loaded:
@@ -83,7 +84,7 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     """Lay the same prompt out with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
-    return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
+    return replace(asked, plan=build_plan(prefix.source, with_rows(session.store, chunks), question.ids))
 
 
 def line_and_text(store: Store, passage: Passage) -> tuple[int | None, str]:

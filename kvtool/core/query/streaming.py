@@ -18,6 +18,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy.native import compile_ahead
 from kvtool.core.codec.levels import known
 from kvtool.core.common.timeline import add_span
+from kvtool.core.fusion.condense import with_rows
 from kvtool.core.fusion.cost import PromptRows, Span
 from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
@@ -111,7 +112,7 @@ def _stream(
     computed = ahead.computed
     levels = computing.settled(policy.levels | dict.fromkeys(computed, COMPUTED))
     return Streamed(
-        plan=_at_levels(asked.plan, levels),
+        plan=_at_levels(store, asked.plan, levels),
         source=source,
         holes=[hole for number, hole in holes.items() if number in computed],
         rows=_rows(policy.log, segments, computed),
@@ -215,12 +216,12 @@ class Computing:
         return _SLOWER * prompt.seconds(self._selector.cost(prompt))
 
 
-def _at_levels(plan: Plan, levels: Mapping[int, str | None]) -> Plan:
+def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Plan:
     sources = [segment.source for segment in plan.segments[:-1]]
     for number, level in levels.items():
         if level is None:
             sources[number] = replace(sources[number], level=None, reason=_TEXT, stored=True)
         else:
             sources[number] = replace(sources[number], level=level)
-    prefix, *chunks = sources
+    prefix, *chunks = with_rows(store, sources)
     return build_plan(prefix, chunks, plan.segments[-1].ids)

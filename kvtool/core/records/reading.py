@@ -12,7 +12,9 @@ from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles
-from kvtool.core.codec.levels import exact
+from kvtool.core.codec.kept import rows_of
+from kvtool.core.codec.levels import exact, level_of
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 
@@ -25,6 +27,24 @@ class Unusable:
     """Stands for a record that is as good as none, and says why."""
 
     reason: str
+
+
+def stored_rows(item: Encoded, level: str) -> Ids | None:
+    """Which of a chunk's tokens a record has rows of, ascending; None: of all. Raises DamagedError."""
+    return None if level_of(level).share == 100 else rows_of(item)
+
+
+def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
+    """Read off the first layer's records of some chunks which of their tokens are stored at a level; None: all are."""
+    if level_of(level).share == 100:
+        return [None] * len(chunk_ids)
+    rows: list[Ids | Unusable | None] = []
+    for item in read_layer(store, chunk_ids, level, 0):
+        try:
+            rows.append(item if isinstance(item, Unusable) else rows_of(item))
+        except DamagedError as error:
+            rows.append(Unusable(f"damaged: {error.message}"))
+    return rows
 
 
 def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:

@@ -28,13 +28,14 @@ import zstandard
 
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
-from kvtool.core.codec.levels import LEVELS, nested
+from kvtool.core.codec.levels import LEVELS, nested, whole
 from kvtool.core.codec.nested import coarser
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import checks
 from kvtool.core.remote.limits import MOST_LAYERS, MOST_LEVEL_BYTES
 
-FORMAT = 1
+FORMAT = 2
+_PLAIN_FORMAT = 1  # of one without levels that leave rows out, which every kvtool reads
 HEAD = "head"
 _MOST_BYTES = 2**29
 _MOST_PACKED = 32  # to one
@@ -106,8 +107,9 @@ class Catalogue:
 
     def pack(self) -> bytes:
         """Canonical, packed."""
+        levels = {name for row in self.chunks.values() for name in row.levels}
         value = {
-            "format": FORMAT,
+            "format": _PLAIN_FORMAT if len(whole(levels)) == len(levels) else FORMAT,
             "identity": self.identity,
             "meta": self.meta,
             "profiles": sorted(self.profiles),
@@ -239,10 +241,10 @@ def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
 _MARK = "[0-9a-f]{32}"
 _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
-_FOLDERS = f"catalogue|meta|profile|file|chunk|kv/{_ID}/[a-z0-9]+-{_MARK}"
+_FOLDERS = f"catalogue|meta|profile|file|chunk|kv/{_ID}/[a-z0-9-]+-{_MARK}"
 _OWN = re.compile(
     f"{HEAD}|catalogue/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
-    f"|kv/{_ID}/[a-z0-9]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
+    f"|kv/{_ID}/[a-z0-9-]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
 )
 
 
@@ -266,7 +268,7 @@ def catalogue_name(digest: str) -> str:
 
 def seal_head(head: Head) -> bytes:
     """The value of `head`."""
-    value = {"format": FORMAT, "catalogue": head.catalogue, "before": head.before}
+    value = {"format": _PLAIN_FORMAT, "catalogue": head.catalogue, "before": head.before}
     return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps(value).encode())
 
 
@@ -280,7 +282,7 @@ def unseal_head(data: bytes) -> Head:
     """
     try:
         value = checks.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
-        if value["format"] > FORMAT:
+        if value["format"] > _PLAIN_FORMAT:
             raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
         digests = [value["catalogue"], *value.get("before", ())]
         if not all(isinstance(digest, str) and re.fullmatch(_MARK, digest) for digest in digests):

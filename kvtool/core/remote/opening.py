@@ -10,7 +10,7 @@ from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import nested
+from kvtool.core.codec.levels import nested, profiled
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.common.urls import place_of
@@ -117,7 +117,7 @@ def _take_over(
             raise
         warn(f"{error.message}: only what is here already is used", error.hint)
         return False
-    if any(level not in chunk.makers for chunk in catalogue.chunks.values() for level in nested(chunk.levels)):
+    if any(level not in chunk.makers for chunk in catalogue.chunks.values() for level in profiled(chunk.levels)):
         text = f"{blobs.url} does not say which profile its lossy records are of: --level auto leaves them alone"
         warn(text, "push to it again")
     return True

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class MeasuredLosses:
     """What `compress` has measured of the lossy levels: KL of the answer, in nats a token, by what made the records.
 
-    What cannot be read counts as never measured. Nothing is known of nested records without a profile once a named
-    predictor has made some: they look like those of `auto`. A level that is not nested is made in one way, whatever
+    What cannot be read counts as never measured. Nothing is known of records that name no profile once a named
+    predictor has made some: they look like those of `auto`. A level that knows no profiles is made in one way, whatever
     the profile was when it was measured.
     """
 
@@ -35,7 +35,7 @@ class MeasuredLosses:
                 for maker, rows in losses_by_maker(state).items()
             }
             for rows in measured.values():
-                self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).nested}
+                self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).profiled}
             if state.get("named_predictor"):
                 measured.pop(NO_PROFILE.hex(), None)
             self._rows = measured
@@ -50,7 +50,7 @@ class MeasuredLosses:
         return {level: loss for level, loss in found.items() if loss is not None}
 
     def _loss(self, chunk_id: bytes, level: str) -> float | None:
-        if not level_of(level).nested:
+        if not level_of(level).profiled:
             return self._alone[level]
         return self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
 

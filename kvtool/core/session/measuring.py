@@ -149,7 +149,8 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     """Load chunks as a query does; None: one of them is damaged."""
     segments: list[Segment] = []
     for chunk in chunks:
-        segments.append(Segment(chunk.ids, segments[-1].stop if segments else 0, "hit", chunk))
+        ids = tuple(chunk.ids[token] for token in chunk.rows)
+        segments.append(Segment(ids, segments[-1].stop if segments else 0, "hit", chunk, kept=chunk.kept))
     tokens = segments[-1].stop
     cache = decoder.new_cache(tokens)
     cache.set_length(tokens)

@@ -11,6 +11,7 @@ import torch
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.condense import with_rows
 from kvtool.core.fusion.plan import Candidate
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, Speeds, read_numbers
@@ -160,4 +161,4 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
         if info is not None and info.layers == layers:
             for level in set(wanted) & set(store.levels(chunk)):
                 found[level].append(Candidate(info.token_ids, chunk, level=level))
-    return found
+    return {level: [one for one in with_rows(store, chunks) if one.level] for level, chunks in found.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtool.core.cache.identity import ids_digest, learned_digest
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import nested
+from kvtool.core.codec.levels import profiled
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import StoreIdentity
 
@@ -28,7 +28,7 @@ def _old_codecs(store: Store, digests: list[bytes]) -> list[bytes]:
     candidates = [digest for digest in digests if digest.hex() != current]
     if not candidates:
         return []
-    named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in nested(store.levels(chunk))}
+    named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in profiled(store.levels(chunk))}
     if None in named:  # a record whose maker cannot be told: verify tells of it
         return []
     return [digest for digest in candidates if digest.hex() not in named]

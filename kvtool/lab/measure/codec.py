@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.codec.levels import level_of, lossy
+from kvtool.core.codec.levels import level_of, lossy, whole
 from kvtool.core.codec.profile import Profile
+from kvtool.core.common.types import Ids
 from kvtool.core.compress.by_layer import Toll
 from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, mean_loss, measure_one, tolls_of
+from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
+from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -30,7 +33,10 @@ class Integers:
 
     bits: int
 
-    def round_trip(self, kvs: Sequence[LayerKV]) -> tuple[list[LayerKV], list[int]]:
+    def rows(self, segment: Segment) -> None:
+        """All rows come back."""
+
+    def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
         """Round all layers of one chunk; returns what comes back, and each layer's bytes."""
         return [(self._rounded(keys), self._rounded(values)) for keys, values in kvs], [self._size(kv) for kv in kvs]
 
@@ -45,27 +51,39 @@ class Integers:
 
 
 def schemes(profile: Profile | None) -> dict[str, Scheme]:
-    """List all schemes by name: the profile's levels, the plain predictors' (`anchor` is the paper's), 8 and 4 bits."""
+    """List the schemes that store all rows: the profile's levels, the plain predictors' (`anchor` is the paper's), 8
+    and 4 bits."""
     known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
     for predictor in ("anchor", "mean"):
-        known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor) for level in lossy()}
+        known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor) for level in lossy(whole())}
     if profile is not None:
-        known |= {level: LevelScheme(level, profile) for level in lossy()}
+        known |= {level: LevelScheme(level, profile) for level in lossy(whole())}
     return known
 
 
-def chosen_schemes(names: Sequence[str], profile: Profile | None) -> dict[str, Scheme]:
-    """Pick the named schemes, or all.
+def sparse_schemes(profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
+    """List those that leave rows out, as far as they do not need a profile that there is not."""
+    names = [level for level in lossy() if level_of(level).share < 100]
+    return {
+        level: LevelScheme(level, profile, heavy=heavy)
+        for level in names
+        if profile is not None or not level_of(level).profiled
+    }
+
+
+def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
+    """Pick the named schemes; without names all that store every row.
 
     Raises
     ------
     UsageError : there is no such scheme.
     """
-    known = schemes(profile)
+    whole = schemes(profile)
+    known = whole | sparse_schemes(profile, heavy)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"there is no scheme {', '.join(unknown)}", f"known: {', '.join(known)}")
-    return {name: known[name] for name in (names or known)}
+    return {name: known[name] for name in (names or whole)}
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:

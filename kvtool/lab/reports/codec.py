@@ -20,20 +20,23 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 class CodecOptions(Options, settings=False):
     """What is measured."""
 
-    scheme: tuple[str, ...] = option((), "Only these: 1, mean-1, anchor-1, int8 …", group="Codec", metavar="NAME")
+    scheme: tuple[str, ...] = option(
+        (), "Only these: 1, mean-1, anchor-1, int8, keep50-2 …", group="Codec", metavar="NAME"
+    )
 
 
 def codec(desk: Desk) -> Findings:
     """Answer questions from exact records and from each level's, and tell what that costs and loses."""
     batch = desk.get(BatchOptions)
     requests, options = batch.requests("codec"), desk.query_options(*RETRIEVAL)
+    from kvtool.core.compress.rows import HeavyRows
     from kvtool.lab.charts.codec import codec_sections
     from kvtool.lab.measure.codec import chosen_schemes, codec_facts, codec_overview, codec_rows
     from kvtool.lab.measure.evaluation import Evaluation
     from kvtool.lab.measure.journal import Journal
 
     profile, session = desk.session.profiles.current(), desk.session
-    wanted = chosen_schemes(desk.get(CodecOptions).scheme, profile)
+    wanted = chosen_schemes(desk.get(CodecOptions).scheme, profile, HeavyRows(session))
     journal = Journal(
         desk.get(ResumeOptions).resume, codec_facts(session, requests, options, profile), "kvtool inspect codec"
     )

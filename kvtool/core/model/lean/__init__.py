@@ -62,9 +62,9 @@ class LeanPass:
         return logits.float() if self._scaling == 1 else logits.float() * self._scaling
 
     @torch.inference_mode()
-    def walk(self, ids: torch.Tensor, rows: Rows, cache: PromptCache) -> None:
+    def walk(self, ids: torch.Tensor, rows: Rows, cache: PromptCache, position_ids: torch.Tensor | None = None) -> None:
         """Do the same without the LM head."""
-        self._walked(ids, rows, cache, len(ids), None)
+        self._walked(ids, rows, cache, len(ids), position_ids)
 
     def _walked(
         self, ids: torch.Tensor, rows: Placing, cache: PromptCache, keep: int, position_ids: torch.Tensor | None

@@ -77,7 +77,7 @@ class Engine:
         length = cache.buffers[0].length + 1
         cache.set_length(length)
         self._bind(cache)
-        self._place(decoder, length - 1)
+        self._place(decoder, length - 1 + cache.dropped)
         hidden, logits = self._buffers.tensors[:2]
         hidden.copy_(embedded).mul_(self._family.embedding)
         self._set("length", length)

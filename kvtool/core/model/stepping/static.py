@@ -29,8 +29,9 @@ class StaticStep:
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
         self._decoder, self._cache = decoder, cache
         self._token = torch.zeros((1, 1), dtype=torch.int64, device=decoder.device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=decoder.device)
         self._position = torch.zeros(1, dtype=torch.int64, device=decoder.device)
-        self._row = _DeviceRow(self._position, cache.buffers[0].keys.shape[2], decoder.dtype)
+        self._row = _DeviceRow(self._place, cache.buffers[0].keys.shape[2], decoder.dtype)
         self._memory = _buffers(cache)
         length = cache.buffers[0].length
         with torch.inference_mode():
@@ -48,7 +49,8 @@ class StaticStep:
     def give(self, token: int) -> None:
         """Set the next step's token and position."""
         self._token.fill_(token)
-        self._position.fill_(self._cache.buffers[0].length)
+        self._place.fill_(self._cache.buffers[0].length)
+        self._position.fill_(self._cache.buffers[0].length + self._cache.dropped)
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
@@ -57,7 +59,7 @@ class StaticStep:
         self._row.look()
         self._cache.set_length(self._row.capacity)
         try:
-            return self._decoder.compute_there(self._token[0], self._row, self._cache)[-1]
+            return self._decoder.compute_there(self._token[0], self._row, self._cache, position_ids=self._position)[-1]
         finally:
             self._cache.set_length(length)
 

@@ -1,0 +1,148 @@
+"""Levels `keepNN-…`: a part of a chunk's rows, stored as another level stores all of them.
+
+The inner level's payload of the rows that stay, then which these are:
+
+=====================  ==========================================================
+bytes                  field
+=====================  ==========================================================
+n                      the inner level's payload; its records stand alone
+⌈tokens / 8⌉           a bit for every token of the chunk, the first the lowest: 1 where its row stays
+u32                    tokens of the chunk, which the record's header states, too
+u32                    rows that stay
+4 bytes                ``kvk`` and the format (1)
+=====================  ==========================================================
+
+It stands at the end, so that a record begins as the inner level's does.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvtool.core.codec.base import Codec, Encoded, LayerKV, Payload, Profiles, no_profiles
+from kvtool.core.codec.levels import level_of
+from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.raw import DTYPES
+from kvtool.core.common.types import Ids
+from kvtool.core.errors import DamagedError
+
+_TAIL = struct.Struct("<II4s")
+_MAGIC = b"kvk\1"
+
+
+class Kept:
+    """A level at which only some rows are stored. `encode` stores all that it is given, as the rows of a chunk that has
+    no others; `tail_of` says otherwise."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+
+    @property
+    def _inner(self) -> Codec:
+        from kvtool.core.codec import CODECS
+
+        return CODECS[level_of(self.level).inner]
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
+    ) -> Sequence[Payload]:
+        """Encode rows `[kv_heads, tokens, head_dim]`, all of which stay."""
+        return [*self._inner.encode(keys, values, layer, profile), _all(keys)]
+
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
+        """Encode all layers of a chunk, all of whose rows stay."""
+        made = self._inner.encode_layers(kvs, profile)
+        return [[*parts, _all(keys)] for parts, (keys, _) in zip(made, kvs, strict=True)]
+
+    def decode(
+        self,
+        items: Sequence[Encoded],
+        layer: int = 0,
+        profiles: Profiles = no_profiles,
+        device: torch.device | None = None,
+    ) -> list[LayerKV]:
+        """Keys and values of the rows that were stored, `[kv_heads, rows, head_dim]`. Raises DamagedError."""
+        return self._inner.decode([self._of_inner(item)[0] for item in items], layer, profiles, device)
+
+    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
+        """The same of all layers of a chunk. Raises DamagedError: they do not hold the same rows."""
+        opened = [self._of_inner(item) for item in items]
+        if len({rows for _, rows in opened}) > 1:
+            raise DamagedError("the layers of a chunk hold different rows")
+        return self._inner.decode_layers([item for item, _ in opened], profiles)
+
+    def base_of(self, payload: Payload) -> str | None:
+        """No other record is needed. Raises DamagedError: it says otherwise."""
+        if self._inner.base_of(payload) is not None:
+            raise DamagedError("a record of some of a chunk's rows refines no other one")
+        return None
+
+    def stated_error(self, payload: Payload) -> tuple[float, float]:
+        """What was lost of the rows that are stored."""
+        return self._inner.stated_error(_split(payload)[0])
+
+    def _of_inner(self, item: Encoded) -> tuple[Encoded, Ids]:
+        """The rows as the inner level stores them, and which these are. Raises DamagedError."""
+        inner, rows = _opened(item)
+        size = 2 * math.prod(inner.shape) * DTYPES[inner.dtype].itemsize
+        if level_of(level_of(self.level).inner).verbatim and len(inner.payload) != size:
+            raise DamagedError(f"{len(inner.payload)} bytes do not fit {len(rows)} rows, which need {size}")
+        return inner, rows
+
+
+def tail_of(rows: Sequence[int], tokens: int) -> bytes:
+    """What stands behind the inner level's payload.
+
+    Parameters
+    ----------
+    rows : which of the chunk's tokens the rows belong to, ascending.
+    tokens : how many the chunk has.
+    """
+    bits = np.zeros(tokens, np.uint8)
+    bits[list(rows)] = 1
+    return np.packbits(bits, bitorder="little").tobytes() + _TAIL.pack(tokens, len(rows), _MAGIC)
+
+
+def rows_of(item: Encoded) -> Ids:
+    """Which of a chunk's tokens a record holds rows of, ascending. Raises DamagedError."""
+    return _opened(item)[1]
+
+
+def inner_of(item: Encoded) -> Encoded:
+    """The rows that a record holds, as its inner level stores them. Raises DamagedError."""
+    return _opened(item)[0]
+
+
+def _all(keys: torch.Tensor) -> bytes:
+    tokens = keys.shape[1]
+    return tail_of(range(tokens), tokens)
+
+
+def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
+    """The inner payload, the bits, how many tokens there are and how many rows. Raises DamagedError."""
+    view = memoryview(payload)
+    if len(view) < _TAIL.size:
+        raise DamagedError("a record of some of a chunk's rows does not say of which")
+    tokens, count, magic = _TAIL.unpack_from(view, len(view) - _TAIL.size)
+    start = len(view) - _TAIL.size - -(-tokens // 8)
+    if magic != _MAGIC or start < 0:
+        raise DamagedError("a record of some of a chunk's rows does not say of which")
+    return view[:start], view[start : -_TAIL.size], tokens, count
+
+
+def _opened(item: Encoded) -> tuple[Encoded, Ids]:
+    """The rows as the inner level stores them, and which these are. Raises DamagedError."""
+    payload, packed, tokens, count = _split(item.payload)
+    kv_heads, stated, head_dim = item.shape
+    if tokens != stated:
+        raise DamagedError("a record of some rows of a chunk of another length")
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+    rows = tuple(bits[:tokens].nonzero()[0].tolist())
+    if len(rows) != count or bits[tokens:].any():
+        raise DamagedError("a record does not hold as many rows as it says")
+    return Encoded(payload, (kv_heads, count, head_dim), item.dtype), rows

@@ -1,0 +1,76 @@
+"""Which rows of a chunk are worth storing when not all are: those that are looked at when the chunk is read again.
+
+A chunk is prefilled once more with its own tokens behind it, as if someone repeated it word for word; what a row is
+worth is the most that any head gives it while doing so (KVzip, arXiv 2505.23416, there for each head apart), each layer
+by its own mean, times the root of how much the row depends on what stood before (records/sensitivity.py).
+
+Other rules lose more (kvtool/docs/codec.md): the attention that a chunk's own later rows give (H2O, arXiv 2306.14048)
+loses more than rows drawn by lot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtool.core.common.types import Ids
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.model.weights import attention_weights
+
+SINKS = 4  # first rows of a chunk, which always stay: its later rows lean on them
+_BLOCK = 64  # rows whose weights exist at a time
+
+
+class _Watch:
+    """Collects, layer by layer, the most that a chunk's rows are looked at by those of its repetition.
+
+    Attributes
+    ----------
+    worth : float32 `[tokens]`, summed over the layers, each by its own mean.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self.worth = torch.zeros(tokens, dtype=torch.float32)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """Look at a layer's queries `[heads, 2 · tokens, head_dim]` and at all keys that the last of them sees."""
+        tokens, keys = self._tokens, key.shape[1]
+        before = keys - 2 * tokens
+        most = torch.zeros(tokens, device=key.device, dtype=torch.float32)
+        for start in range(tokens, 2 * tokens, _BLOCK):
+            some = torch.arange(start, min(start + _BLOCK, 2 * tokens), device=key.device)
+            weights = attention_weights(query[:, some], key, before + some, scaling)
+            most = torch.maximum(most, weights[:, :, before : before + tokens].amax((0, 1)))
+        self.worth += (most / most.mean().clamp_min(1e-30)).cpu()
+
+
+def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[torch.Tensor]:
+    """Measure how much each row of some chunks is looked at when the chunk is repeated, float32 `[tokens]` each.
+
+    What a chunk gives does not depend on the others. Its own text before it, of a `neighbour` store, is left out.
+    """
+    watches = [_Watch(len(ids)) for ids in chunks]
+    prefill_chunks(decoder, lead_in, [PrefillItem((*ids, *ids)) for ids in chunks], watches=watches)
+    return [watch.worth for watch in watches]
+
+
+def heaviest(worth: torch.Tensor, sensitivity: bytes, share: int) -> Ids:
+    """Choose the rows that stay, ascending: the first ones, and of the others those of the highest worth.
+
+    Parameters
+    ----------
+    worth : as `repeated` gives it.
+    sensitivity : one little-endian float16 a token; empty: none was measured.
+    share : percent of the rows.
+    """
+    tokens = len(worth)
+    if sensitivity:
+        worth = worth * torch.frombuffer(bytearray(sensitivity), dtype=torch.float16).float().sqrt()
+    ranked = worth.clone()
+    ranked[:SINKS] = torch.inf
+    count = min(tokens, max(SINKS, -(-tokens * share // 100)))
+    chosen = ranked.argsort(descending=True, stable=True)[:count]
+    return tuple(chosen.sort().values.tolist())
