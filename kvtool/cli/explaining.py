@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
     from kvtool.core.query.reply import Reply
 
-_COLOURS = {"deviation": 33, "link token": 36, "question attention": 35, "hole": 31}
+_COLOURS = {"deviation": 33, "link token": 36, "question attention": 35, "hole": 31, "dropped": 90}
 _OTHER = 34
 
 
@@ -23,4 +23,5 @@ def show_explained(out: Out, reply: Reply) -> None:
 
 def _counts(runs: ChunkSpans, tokens: int) -> str:
     why = ", ".join(f"{count} for {reason}" for reason, count in runs.recomputed.items())
-    return f"{sum(runs.recomputed.values())} of {tokens} tokens recomputed" + (f" ({why})" if why else "")
+    gone = f", {runs.dropped} not there" if runs.dropped else ""
+    return f"{sum(runs.recomputed.values())} of {tokens} tokens recomputed" + (f" ({why})" if why else "") + gone

@@ -227,6 +227,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     run.out.status(
         f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
+        + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
     said = reply.generated
     run.out.detail(f"{said.steps} more tokens in {said.milliseconds:.0f} ms ({said.stepper})")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvtool.core.codec.levels import LEVELS, level_of
+from kvtool.core.codec.levels import WHOLE, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
@@ -30,7 +30,7 @@ def run(day: Day) -> None:
         return made[0]
 
     day.step(f"{shape}, prefill and fit", lambda: _fitted(day, shape), least_s=2 if day.dry else 60)
-    for level in LEVELS:
+    for level in WHOLE:
         day.step(f"{shape}, level {level}", partial(_encoded, prepared, level), least_s=2 if day.dry else 40)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Codec, Encoded
-from kvtool.core.codec.levels import LEVELS, exact, lossy
+from kvtool.core.codec.levels import LEVELS, exact, level_of, lossy
 from kvtool.core.codec.raw import DTYPES, NAMES, Raw
 
 LOSSLESS = exact()
@@ -54,7 +54,10 @@ def test_a_lossy_level_is_within_the_error_that_it_states(level: str) -> None:
     decoded = CODECS[level].decode([Encoded(payload, (2, 40, 32), "float32")])[0]
     for given, got, stated in zip(sides, decoded, CODECS[level].stated_error(payload), strict=True):
         wrong = (got - given).square().mean().sqrt() / given.square().mean().sqrt()
-        assert 0 < wrong <= stated * 1.01
+        if level_of(level_of(level).inner).lossless:  # what it loses is rows, none of which was left out here
+            assert wrong == stated == 0
+        else:
+            assert 0 < wrong <= stated * 1.01
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

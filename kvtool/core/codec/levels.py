@@ -78,6 +78,7 @@ _LEVELS = sorted(
     key=lambda level: (not level.lossless, -level.bits),
 )
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
+NAMES = "raw|lossless|1..4|keepNN-…"  # of all, for people
 WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.share == 100}  # with all rows
 
 

@@ -66,7 +66,12 @@ class _Made:
 
 
 class Encoder:
-    """Brings chunks to some levels, several at a time: as many as torch has threads."""
+    """Brings chunks to some levels, several at a time: as many as torch has threads.
+
+    Parameters
+    ----------
+    heavy : chooses rows; None: no level that leaves some out is asked for.
+    """
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class Encoder:
         options: CompressOptions,
         report: CompressReport,
         events: Events,
-        heavy: HeavyRows,
+        heavy: HeavyRows | None = None,
     ) -> None:
         self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
         self._shelf = ProfileShelf(store)
@@ -115,7 +120,8 @@ class Encoder:
         """Encode chunks where that is needed; returns those that have the levels now."""
         plans: list[_Plan] = []
         brought = [chunk for chunk in chunks if self._plan(chunk, levels, plans)]
-        self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
+        if self._heavy is not None:
+            self._heavy.learn([(plan.chunk, plan.info.token_ids) for plan in plans if plan.sparse])
         for plan, made in zip(plans, pool.map(self._made, plans), strict=True):
             self._report.encode_seconds += made.seconds
             self._report.encoded_bytes += made.raw_bytes * len(plan.levels)
@@ -179,6 +185,7 @@ class Encoder:
             layers, kvs, whole(plan.levels), self._profile, bases=bases, predictor=how, layers=len(layers)
         )
         for level in plan.sparse:
+            assert self._heavy is not None
             rows = self._heavy.of(plan.chunk, plan.info.token_ids, plan.info.sensitivity, level)
             made[level] = encode_rows(layers, kvs, rows, level, self._profile, predictor=how, layers=len(layers))
         records = {

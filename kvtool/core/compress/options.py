@@ -43,7 +43,6 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
         group=LEVEL,
         metavar="SHARE",
         unit="percentage",
-        check=lambda value: "" if value is None or round(100 * value, 6) in SHARES else "it is .75, .5 or .25",
         instead="all",
     )
     max_loss: float | None = option(None, "What `auto` may lose (nats a token).", group=LEVEL, lowest=0)
@@ -63,7 +62,9 @@ class CompressOptions(ModelOptions, LockOptions, settings=False):
     max_size: int | None = max_size_option()
 
     def check(self) -> None:
-        """Refuse two profiles at once."""
+        """Refuse two profiles at once, and a share that there is no level for."""
+        if self.share not in (100, *SHARES) or self.share != 100 * (1.0 if self.keep is None else self.keep):
+            raise UsageError(f"there is no level that keeps {self.keep:g} of the rows", "give .75, .5 or .25")
         if self.fit and self.profile is not None:
             raise UsageError("--fit and --profile exclude each other", "give one of them")
 

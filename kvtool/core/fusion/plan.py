@@ -104,7 +104,13 @@ class Plan:
 
     @property
     def ids(self) -> list[int]:
+        """Of the tokens that have a place."""
         return [token for segment in self.segments for token in segment.ids]
+
+    @property
+    def text_ids(self) -> list[int]:
+        """Of all tokens of the prompt's text."""
+        return [token for segment in self.segments for token in segment.source.ids]
 
     @property
     def length(self) -> int:
@@ -199,7 +205,7 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
 def plan_further(before: Plan, chunks: Sequence[Candidate]) -> Plan:
     """The plan of a further round: what stands before the question stays, `chunks` and the question come behind it."""
     *stand, question = before.segments
-    ids = tuple(token for segment in stand for token in segment.source.ids)
+    ids = tuple(before.text_ids[: question.position])
     kept = tuple(position for segment in stand for position in segment.positions) if before.dropped else None
     laid_out = build_plan(Candidate(ids, kept=kept), chunks, question.ids)
     standing = replace(laid_out.segments[0], status="standing")

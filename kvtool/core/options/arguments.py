@@ -76,6 +76,7 @@ class QueryArguments(TypedDict, total=False):
 class CompressArguments(TypedDict, total=False):
     """See `CompressOptions`."""
 
+    keep: float | str | None
     max_loss: float | None
     questions: int
     chunks: str | Iterable[str]

@@ -90,14 +90,14 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
 
 
 def uncached(plan: Plan) -> Plan:
-    """The same prompt as one segment of which nothing is stored."""
-    return build_plan(Candidate(()), [], plan.ids)
+    """The same prompt, rows that were not there among it, as one segment of which nothing is stored."""
+    return build_plan(Candidate(()), [], plan.text_ids)
 
 
 def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced, milliseconds: float) -> Audit:
     selector, plan, sampled = reply.selector, reply.fused.plan, options.temperature > 0
     greedily = forced.distance.agreement == 1.0
-    tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh")}
+    tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
     return Audit(
         at=int(time.time()),
         question=shortened(reply.question),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,16 @@ class ChunkSpans:
 
     @property
     def recomputed(self) -> dict[str, int]:
-        """Tokens by reason, those that are not there among them."""
-        counts: dict[str, int] = {}
+        """Tokens by reason."""
+        counts = Counter[str]()
         for span in self.spans:
-            if span.reason:
-                counts[span.reason] = counts.get(span.reason, 0) + span.stop - span.start
-        return counts
+            counts[span.reason] += span.stop - span.start
+        return {reason: count for reason, count in counts.items() if reason not in ("", DROPPED)}
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that are not there."""
+        return sum(span.stop - span.start for span in self.spans if span.reason == DROPPED)
 
     def to_json(self) -> dict[str, Any]:
         """How many tokens each reason has, and the spans (kvtool/docs/json.md)."""

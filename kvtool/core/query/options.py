@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtool.core.codec.levels import LEVELS, MAX_LOSS
+from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import AUTO, FUSIONS
 from kvtool.core.model.options import NetworkOptions, system_option
@@ -62,7 +62,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         "initial", "Where in a chunk they stand.", group=FUSION, choices=("initial", "final", "boundary")
     )
     level: str = option(
-        "auto", "Codec level to read.", group=FUSION, choices=("auto", *LEVELS), metavar="raw|lossless|1..4|auto"
+        "auto", "Codec level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
     )
     max_loss: float = option(
         MAX_LOSS,

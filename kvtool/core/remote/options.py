@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.core.cache.options import STORE, LockOptions, max_size_option
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import LEVELS, NAMES
 from kvtool.core.options.option import Options, option
 from kvtool.core.remote.blobs import TIMEOUT
 
@@ -29,7 +29,14 @@ class RemoteOptions(Options, sections=("query",)):
 def levels_option() -> tuple[str, ...]:
     """Levels of the KV that is moved; empty: all."""
     return option(
-        (), "Only KV of these levels.", group=MOVED, flag="--level", setting=False, choices=LEVELS, instead="all"
+        (),
+        "Only KV of these levels.",
+        group=MOVED,
+        flag="--level",
+        setting=False,
+        choices=LEVELS,
+        metavar=NAMES,
+        instead="all",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.core.codec.levels import LEVELS
+from kvtool.core.codec.levels import LEVELS, NAMES
 from kvtool.core.fusion.selectors import MODES, REFERENCE
 from kvtool.core.options.option import Options, option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
@@ -56,7 +56,7 @@ class FusionBenchOptions(Options, settings=False):
         instead="all but full",
     )
     question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
-    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
+    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS, metavar=NAMES)
     skip_full_above: int | None = option(
         None,
         "Longer prompts are not prefilled in full.",
@@ -89,7 +89,7 @@ class PeersBenchOptions(Options, settings=False):
     )
     question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
     new_tokens: int = option(64, "Tokens decoded behind the first.", group=MEASURED, lowest=1)
-    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS)
+    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS, metavar=NAMES)
     repeat: int = _repeat(3)
     threads: int | None = option(None, "Of everybody's arithmetic.", group=MEASURED, lowest=1, instead="one a core")
     resume: Path | None = option(

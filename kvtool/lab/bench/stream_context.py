@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtool.core.codec.levels import LEVELS, RAW, exact, nested
+from kvtool.core.codec.levels import RAW, exact, nested, whole
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.speeds import PassSpeed
 from kvtool.core.session.levels import MeasuredLosses
@@ -130,7 +130,7 @@ def store_context(store: Store, context: int, speeds: GivenSpeeds, known: PassSp
     chunks = list(_store_chunks(store, context))
     if not chunks:
         raise KvtoolError("the store holds no chunk whose KV is whole", "run `kvtool ingest PATH` first")
-    levels = [name for name in reversed([*LEVELS]) if all(name in rungs for _, rungs, *_ in chunks)]
+    levels = [name for name in reversed(whole()) if all(name in rungs for _, rungs, *_ in chunks)]
     if unknown := [name for name in levels if not all(name in losses for *_, losses in chunks)]:
         raise KvtoolError(
             f"what level {', '.join(unknown)} loses was never measured in this store", "run `kvtool compress` again"

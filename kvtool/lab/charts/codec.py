@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvtool.core.codec.levels import level_of
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
@@ -41,12 +42,19 @@ def codec_sections(value: dict[str, Any]) -> list[Section]:
 
 
 def _losses(schemes: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
-    """A line for each kind of scheme: the levels, `int4` and `int8`, `mean-1` to `mean-4` …"""
+    """A line for each kind of scheme: the levels, `int4` and `int8`, `mean-1` to `mean-4`, a share of the rows …"""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for row in schemes:
-        kind = row["scheme"].rstrip("-0123456789") or "levels"
+        kind = _kind(row["scheme"])
         kinds.setdefault(kind, []).append((round(row["bits_per_element"], 2), max(row["kl_answer"], 1e-6)))
     return tuple(Line(kind, tuple(sorted(points))) for kind, points in kinds.items())
+
+
+def _kind(scheme: str) -> str:
+    level = level_of(scheme)
+    if level.share == 100:
+        return scheme.rstrip("-0123456789") or "levels"
+    return f"{level.share} % of rows" if level.profiled else f"rows, {level.inner}"
 
 
 def _by_layer(schemes: Sequence[dict[str, Any]]) -> Section:

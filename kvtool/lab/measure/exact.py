@@ -107,7 +107,7 @@ def _computed(session: Session, asked: Asked, source: Exactly) -> Asked:
                 before = _before(session, segment, hit.passage.source, hit.passage.start)
                 item = PrefillItem(segment.ids, before)
                 source.computed[candidate.chunk_id] = prefill_chunks(session.decoder, session.lead_in, [item])[0]
-            candidate = replace(candidate, level=RAW, reason="")
+            candidate = replace(candidate, level=RAW, kept=None, reason="")
         chunks.append(candidate)
     return replace(asked, plan=build_plan(prefix.source, chunks, question.ids))
 

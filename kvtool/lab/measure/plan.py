@@ -28,9 +28,9 @@ def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Sp
     Returns
     -------
     `chunks[{id, source, start, end, line, score, keywords, tokens, status, level[, reason], bytes[, round]}]` (`round`:
-    the one of a deferred query that would load it, if it came to that), `tokens{prompt, reused, fresh, exact, miss}`,
-    `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for the prefill
-    of these chunks, by `union`'s saving; the last two None without speeds.
+    the one of a deferred query that would load it, if it came to that), `tokens{prompt, reused, fresh, exact, miss,
+    dropped}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for
+    the prefill of these chunks, by `union`'s saving; the last two None without speeds.
     """
     plan, chunks = asked.plan, _chunks(session, asked)
     if options.defer:
@@ -59,12 +59,20 @@ def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
 
 
 def _tokens(plan: Plan) -> dict[str, int]:
-    """Count tokens before a mode recomputes any: `prompt = reused + fresh`, reused with `exact`, fresh with `miss`."""
+    """Count tokens before a mode recomputes any: `prompt = reused + fresh`, reused with `exact`, fresh with `miss`;
+    those whose rows are not stored are in none of these but in `dropped`."""
     exact, hit, miss, fresh = (
-        sum(len(segment.ids) for segment in plan.segments if segment.status == status)
+        sum(len(segment.source.rows) for segment in plan.segments if segment.status == status)
         for status in ("exact", "hit", "miss", "fresh")
     )
-    return {"prompt": plan.length, "reused": exact + hit, "fresh": miss + fresh, "exact": exact, "miss": miss}
+    return {
+        "prompt": exact + hit + miss + fresh,
+        "reused": exact + hit,
+        "fresh": miss + fresh,
+        "exact": exact,
+        "miss": miss,
+        "dropped": plan.length - (exact + hit + miss + fresh),
+    }
 
 
 def _break_even(

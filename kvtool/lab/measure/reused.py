@@ -49,7 +49,11 @@ class ReusedPrompt:
 
     @classmethod
     def of(cls, decoder: Decoder, plan: Plan, source: KVSource) -> ReusedPrompt:
-        """Look at a laid out prompt. Raises UsageError where nothing of it is reused."""
+        """Look at a laid out prompt. Raises UsageError where nothing of it is reused, or rows of it are not stored."""
+        if any(segment.source.kept is not None for segment in plan.segments):
+            raise UsageError(
+                "some rows of this prompt are not stored, so that they cannot be compared", "name a level of all rows"
+            )
         hits = plan.hit_rows().nonzero()[:, 0]
         if not len(hits):
             raise UsageError(

@@ -45,6 +45,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
     yield (
         f"prompt   {tokens['prompt']} tokens: {tokens['reused']} reused ({tokens['exact']} exact), "
         f"{tokens['fresh']} fresh ({tokens['miss']} missed)"
+        + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
     if rounds := [chunk["round"] for chunk in chunks if "round" in chunk]:
         first = [chunk for chunk in chunks if chunk["round"] == 1]

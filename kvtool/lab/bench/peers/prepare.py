@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.codec.levels import LEVELS, level_of
+from kvtool.core.codec.levels import WHOLE, level_of
 from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
@@ -77,7 +77,7 @@ def _sizes(decoder: Decoder, said: BenchText, chunks: Sequence[Stored]) -> Itera
     """Bytes a token of whole records, level by level; lossy ones by a profile of these chunks' own."""
     kvs = prefill_chunks(decoder, LeadIn(decoder, said.lead_in), [PrefillItem(chunk.ids) for chunk in chunks])
     profile, tokens = fit_to(decoder, kvs), sum(len(chunk.ids) for chunk in chunks)
-    for level in LEVELS:
+    for level in WHOLE:
         used = profile if level_of(level).nested else None
         pairs = zip(chunks, kvs, strict=True)
         size = sum(len(record) for chunk, kv in pairs for record in encode_layers(chunk.chunk_id, kv, level, used))
