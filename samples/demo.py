@@ -20,6 +20,7 @@ from kvtool.cli.out import Out
 HERE = Path(__file__).resolve().parent
 MODES = "prefix,reuse,epic,blend,infoflow,union"
 KVTOOL = [sys.executable, "-P", "-m", "kvtool"]  # -P: nothing in the working directory is run
+PATIENT = ["--lock-wait", "10m"]  # another demo may be writing to the store
 FEW = 4  # questions that the part of the corpus is enough for
 PART = ("people", "places")  # folders of the corpus
 
@@ -33,14 +34,14 @@ def main() -> None:
     first, *others = ([str(HERE / "corpus" / folder)] for folder in folders)
 
     step(out, 1, f"ingest: the KV of the documents in samples/corpus/{folders[0]} is computed, once")
-    run(["ingest", *first, "--model", options.model, *place])
+    run(["ingest", *first, "--model", options.model, *place, *PATIENT])
     step(out, 2, "query: a first answer")
     run(["query", chosen(options, folders[:1])[0]["question"], "--max-tokens", "24", *place])
     out.print(f"first answer after {time.perf_counter() - started:.0f} s")
     step(out, 3, "ingest again: only what is new is computed")
-    run(["ingest", *first, *(folder for paths in others for folder in paths), *place])
+    run(["ingest", *first, *(folder for paths in others for folder in paths), *place, *PATIENT])
     step(out, 4, "compress: a profile is fitted, the loss is measured")
-    run(["compress", "--fit", "--fit-prompts", "24", "--level", options.level, *place])
+    run(["compress", "--fit", "--fit-prompts", "24", "--level", options.level, *place, *PATIENT])
     step(out, 5, f"query --compare: {len(questions)} questions in seven modes")
     asked = ["--batch", str(write_batch(options, questions)), "--compare", MODES]
     lines = run(["query", *asked, "--max-tokens", "32", "--level", options.level, *place], capture=True)
@@ -50,6 +51,8 @@ def main() -> None:
     show_answers(out, rows[0])
     show_table(out, rows[-1])
     out.print(f"\n{rows[-1]['count']} questions, {time.perf_counter() - started:.0f} s in all; store: {place[1]}")
+    question = shlex.quote(questions[0]["question"])
+    out.print(f"\nAsk it yourself:\n\n    {program()} query {question} {shlex.join(place)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -104,6 +107,14 @@ def run(command: Sequence[str], capture: bool = False) -> str:
     if done.returncode not in (0, 3):
         raise SystemExit(done.returncode)
     return done.stdout or ""
+
+
+def program() -> str:
+    """How kvtool is called here: it stands beside the Python that runs this, which need not be on PATH."""
+    beside = Path(sys.executable).parent / "kvtool"
+    if not beside.exists():
+        return "kvtool"
+    return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
 
 
 def show_answers(out: Out, row: dict[str, Any]) -> None:

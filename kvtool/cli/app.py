@@ -47,7 +47,7 @@ COMMANDS = {
     "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",
     "config": "Show the settings and where they come from.",
-    "help": "Show a page of the documentation.",
+    "help": "Show a page of the documentation, or what a command takes.",
 }
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
 _SHORT_SPIN = "1000"  # iterations, some microseconds

@@ -13,6 +13,7 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.sessions import open_session
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.progress import Events
+from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
@@ -110,7 +111,7 @@ def _show_codec(run: Run, result: CodecBench) -> None:
     run.out.table(head, rows)
     about = "the store's profile" if result.profile else "no profile: the mean predictor"
     run.out.print(
-        f"{result.model}: {result.chunks} chunks, {result.tokens} tokens, {about}; "
+        f"{result.model}: {counted(result.chunks, 'chunk')}, {counted(result.tokens, 'token')}, {about}; "
         f"decoded to {result.decoded_to}; entropy coder {result.backend}; medians of {result.repeat} rounds"
     )
     run.out.print(result.host.line())
@@ -124,7 +125,7 @@ def _show_codec(run: Run, result: CodecBench) -> None:
     IngestOptions.some("chunk_tokens"),
     ModelOptions,
     StoreOptions,
-    examples=("bench fusion", "bench fusion --shape qwen3-0.6b --context 1024,4096 --fusion reuse,union"),
+    examples=("bench fusion", "bench fusion --shape qwen3-0.6b --context 1024,4096 --fusion union"),
 )
 def fusion(run: Run) -> None:
     """Time to the first token of every mode, beside full prefill.

@@ -8,6 +8,7 @@ from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.options import CompressOptions
 
@@ -43,8 +44,8 @@ def _show(run: Run, report: CompressReport) -> None:
     run.out.table(head, rows)
     run.out.print(
         f"store: {report.bytes_before / 1e6:,.1f} MB before, {report.bytes_after / 1e6:,.1f} MB after; "
-        f"{report.encoded} chunks encoded, {report.kept} unchanged, {report.skipped} without an exact record, "
-        f"{report.seconds:.1f} s"
+        f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
+        f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
     if report.compacted:
         run.out.print(f"{report.compacted / 1e6:,.1f} MB given back to the disk")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.out import Out
@@ -40,24 +41,31 @@ _PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
 @app.command("help")
 def show_help(
     topic: Annotated[
-        str | None, typer.Argument(help="A page; without one all pages are listed.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="A page, or a command; without one all pages are listed.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a page of the documentation."""
+    """Show a page of the documentation, or what a command takes."""
     out = Out("json" if json else "human")
-    if topic is None:
+    if not topic:
         rows = list(TOPICS.items())
         out.result({"topics": [{"name": name, "about": line} for name, line in rows]}, lambda: _overview(out))
         return
-    name = topic.strip().lower().removesuffix(".md")
+    from kvtool.cli.app import COMMANDS
+
+    if topic[0] in COMMANDS:
+        text = _command_help(topic)
+        out.result({"topic": " ".join(topic), "text": text}, lambda: out.print(text))
+        return
+    name = " ".join(topic).strip().lower().removesuffix(".md")
     if name not in TOPICS:
-        raise UsageError(f"there is no page {topic!r}", _near(name))
+        raise UsageError(f"there is no page {' '.join(topic)!r}", _near(name))
     text = page(name)
     out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=_PAGE_LINK.sub(_as_topic, text)))
 
 
-show_help.examples = ("help concepts", "help cron --json")  # type: ignore[attr-defined]
+show_help.examples = ("help concepts", "help store ls", "help cron --json")  # type: ignore[attr-defined]
 
 
 def page(name: str) -> str:
@@ -70,11 +78,21 @@ def _overview(out: Out) -> None:
     out.print("\n`kvtool help PAGE` shows one; `kvtool COMMAND --help` says what a command takes.")
 
 
-def _near(name: str) -> str:
-    from kvtool.cli.app import COMMANDS
+def _command_help(words: list[str]) -> str:
+    """What `kvtool WORDS… --help` prints. Raises the parser's own errors: there is no such command."""
+    from kvtool.cli.app import app as every_command
 
-    if name in COMMANDS:
-        return f"`kvtool {name} --help` says what the command takes"
+    command: Any = typer.main.get_command(every_command)
+    context = command.context_class(command, info_name="kvtool", **command.context_settings)
+    for word in words:
+        if not hasattr(command, "resolve_command"):
+            raise UsageError(f"`kvtool help {' '.join(words)}`: there is no command {word!r} in it", "leave it out")
+        name, command, _ = command.resolve_command(context, [word])
+        context = command.context_class(command, info_name=name, parent=context, **command.context_settings)
+    return str(command.get_help(context))
+
+
+def _near(name: str) -> str:
     near = difflib.get_close_matches(name, TOPICS, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else "`kvtool help` lists them"
 

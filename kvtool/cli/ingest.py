@@ -98,4 +98,6 @@ def _show(run: Run, report: IngestReport) -> None:
         return
     speed = report.prefill_tokens_per_second
     rate = f" at {speed:,.0f} tokens/s" if speed else ""
-    run.out.print(f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s")
+    run.out.print(
+        f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
+    )

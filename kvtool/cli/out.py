@@ -240,8 +240,8 @@ class Out:
         raise OutputClosed from None
 
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
-        if self._in_line and self._stdout.isatty() and self._stderr.isatty():
-            self.end_line()  # on one screen, not behind half an answer
+        if self._in_line and self._stdout.is_beside(self._stderr):
+            self.end_line()  # on one screen, or in one file, not behind half an answer
         line = (f"{self._coloured(label, colour)}: " if label else "") + clean(text) + "\n"
         with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
             if self._bars is not None:

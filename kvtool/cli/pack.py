@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import counted
 from kvtool.cli.transfer import told
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
 from kvtool.core.pack.options import ExportOptions, ImportOptions
 

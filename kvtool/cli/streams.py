@@ -25,6 +25,20 @@ class SafeStream(io.TextIOBase):
             return self.stream is not None and self.stream.isatty()
         return False
 
+    def is_beside(self, other: SafeStream) -> bool:
+        """Whether both are shown on a terminal, or go into the same pipe or file."""
+        if self.isatty() and other.isatty():
+            return True
+        with suppress(OSError, ValueError, AttributeError):
+            return self.stream is not None and os.path.samestat(os.fstat(self.fileno()), os.fstat(other.fileno()))
+        return False
+
+    def fileno(self) -> int:
+        """The stream's own number. Raises OSError where it has none."""
+        if self.stream is None:
+            raise OSError("the stream is closed")
+        return self.stream.fileno()
+
     def write(self, text: str) -> int:
         if self.stream is not None:
             self.stream.write(degrade(text, self.encoding))

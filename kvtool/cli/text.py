@@ -22,11 +22,6 @@ def one_line(text: str) -> str:
     return clean(" ".join(text.split()))
 
 
-def counted(number: int, one: str, more: str = "") -> str:
-    """A number of things: `1 document`, `2 documents`."""
-    return f"{number:,} {one if number == 1 else more or one + 's'}"
-
-
 def degrade(text: str, encoding: str) -> str:
     """The text with what `encoding` cannot show put as look-alikes, else as `?`."""
     try:

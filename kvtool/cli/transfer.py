@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import counted
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
 from kvtool.core.remote.options import PullOptions, PushOptions, RemoteOptions
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import counted
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.common.sizes import shown_size as sized
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions

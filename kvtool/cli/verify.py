@@ -5,8 +5,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import counted
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
 
 

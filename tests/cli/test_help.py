@@ -36,13 +36,37 @@ def test_a_page_as_json(capsys: Capture) -> None:
     ("topic", "hint"),
     [
         ("conceps", "did you mean 'concepts'?"),
-        ("ingest", "`kvtool ingest --help` says what the command takes"),
         ("weather", "`kvtool help` lists them"),
     ],
 )
 def test_an_unknown_topic_is_a_usage_error_with_a_way_out(topic: str, hint: str, capsys: Capture) -> None:
     assert main(["help", topic]) == 2
     assert f"hint: {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["ingest"], ["store"], ["store", "ls"], ["inspect", "quality"], ["help"]])
+def test_a_command_is_shown_as_its_own_help_shows_it(words: list[str], capsys: Capture) -> None:
+    assert main([*words, "--help"]) == 0
+    own = capsys.readouterr().out
+    assert main(["help", *words]) == 0
+    assert capsys.readouterr().out == own
+    assert main(["help", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == own.rstrip("\n")
+
+
+@pytest.mark.parametrize("words", [["store", "lss"], ["ingest", "now"], ["inspect", "quality", "x"], ["cron", "ls"]])
+def test_a_command_that_there_is_not(words: list[str], capsys: Capture) -> None:
+    assert main(["help", *words]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def examples() -> list[str]:
+    page = reference.PAGE.read_text(encoding="utf-8")
+    return [line.strip() for line in page.splitlines() if line.startswith("    kvtool ")]
+
+
+def test_examples_fit_a_terminal() -> None:
+    assert [line for line in examples() if len(f"  {line}") > 80] == []
 
 
 def test_a_terminal_gets_the_page_drawn(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

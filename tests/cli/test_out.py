@@ -17,8 +17,8 @@ from rich.cells import cell_len
 from kvtool.cli import progress as module
 from kvtool.cli.json_out import to_json
 from kvtool.cli.out import Out, OutputClosed
-from kvtool.cli.text import clean, counted, degrade, one_line
-from kvtool.core.common.sizes import shown_size
+from kvtool.cli.text import clean, degrade, one_line
+from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
 
 
@@ -62,6 +62,18 @@ def test_a_warning_on_the_same_screen_does_not_stand_in_the_answer(make: Make) -
     out.print("wer", end="")
     out.end_line()
     assert stdout.text == "half an answer\n"
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_warning_in_the_same_file_does_not_stand_in_the_answer(together: bool, tmp_path: Path) -> None:
+    """As `2>&1 | cat` has it; an answer that goes elsewhere stays in one piece."""
+    with (tmp_path / "out").open("w") as stdout, (tmp_path / ("out" if together else "err")).open("a") as stderr:
+        out = Out(stdout=stdout, stderr=stderr)
+        out.print("the answer", end="")
+        out.warning("a chunk was computed")
+        out.end_line()
+    text = (tmp_path / "out").read_text()
+    assert text == "the answer\n" + ("warning: a chunk was computed\n" if together else "")
 
 
 def test_sizes_and_numbers_for_people() -> None:

@@ -141,3 +141,10 @@ def test_what_is_exported_is_there_without_torch() -> None:
 def test_every_default_is_the_same_everywhere() -> None:
     assert QueryOptions().max_tokens == 256
     assert resolve(SETTINGS, environ={}).get(QueryOptions) == QueryOptions()
+
+
+@pytest.mark.parametrize(("given", "hint"), [("epic,union", "--compare MODE,MODE"), ("epic,unoin", "did you mean")])
+def test_several_modes_where_one_is_meant(given: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        QueryOptions(fusion=given)
+    assert hint in caught.value.hint

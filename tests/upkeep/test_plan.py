@@ -11,7 +11,7 @@ import pytest
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.upkeep.forget import plan_forget
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
-from kvtool.core.upkeep.plan import Plan
+from kvtool.core.upkeep.plan import Plan, Step
 from kvtool.core.upkeep.prune import Wanted, plan_prune
 
 MB = 10**6
@@ -196,3 +196,10 @@ def test_laws_of_any_plan(seed: int) -> None:
     assert plan.expected == stock.used - sum(stock.chunks[chunk].levels[level] for chunk, level in drops)
     if goal is not None and not plan.reaches:
         assert all(not stays[c.chunk_id.rstrip(b".").decode()] for c in chunks if not c.pinned)
+
+
+def test_what_a_prompt_shows_of_a_plan_can_be_read() -> None:
+    """`forget` returns it, and raw ids are nothing to look at."""
+    plan = Plan((Step("documents", ((chunk_of("a"), "raw"),), ("a.md",), (chunk_of("b"),), 5),), 7)
+    assert "a.md" in repr(plan)
+    assert "b'" not in repr(plan)

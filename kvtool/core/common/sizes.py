@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes and counts as people write them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def shown_size(amount: int) -> str:
         if amount >= 0.95 * scale:
             return f"{amount / scale:,.1f} {unit}"
     return f"{amount / 1e3:,.1f} kB"
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """A number of things: `1 document`, `2 documents`."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"

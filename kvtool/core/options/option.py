@@ -49,6 +49,7 @@ def option(
     unit: Unit = "",
     read: Callable[[str], Any] | None = None,
     instead: str = "",
+    several: str = "",
 ) -> T:
     """Declare one option as the default of a dataclass's field.
 
@@ -68,6 +69,7 @@ def option(
         is relative to that file.
     read : makes the value of what a flag, a variable or a file says; Python gives the value itself.
     instead : what the help says of the default.
+    several : the hint where a list of its choices is given, though it takes one.
     """
     declared = locals()
     del declared["default"]
@@ -109,6 +111,7 @@ class Option:
     unit: Unit
     read: Callable[[str], Any] | None
     instead: str
+    several: str
 
     @property
     def key(self) -> str:
@@ -210,9 +213,15 @@ class Option:
     def _what(self) -> str:
         return _UNIT_NAMES.get(self.unit) or _KIND_NAMES[self.kind]
 
+    def _guess(self, value: str) -> str:
+        """What somebody may have meant who gave this; empty: nobody knows."""
+        if self.several and "," in value and {part.strip() for part in value.split(",")} <= {*self.choices}:
+            return self.several
+        return did_you_mean(value, self.choices or self.suggest)
+
     def _wrong(self, where: str, value: Any, complaint: str) -> UsageError:
         shown = scrubbed(repr(value) if isinstance(value, str) else str(value))
-        guess = did_you_mean(value, self.choices or self.suggest) if isinstance(value, str) else ""
+        guess = self._guess(value) if isinstance(value, str) else ""
         default = f"; default {self.default_text}" if self.default_text else ""
         return UsageError(f"{where}: {shown} {complaint}", guess or f"{self.help.rstrip('.')}{default}")
 

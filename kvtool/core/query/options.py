@@ -53,7 +53,13 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         choices=("relevance", "best-last", "document"),
     )
 
-    fusion: str = option("union", "How cached chunks become one prompt.", group=FUSION, choices=FUSIONS)
+    fusion: str = option(
+        "union",
+        "How cached chunks become one prompt.",
+        group=FUSION,
+        choices=FUSIONS,
+        several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` holds several against each other",
+    )
     ratio: float = option(
         0.15, "Share of the cached tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
     )

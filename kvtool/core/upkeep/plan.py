@@ -24,9 +24,9 @@ class Step:
     """
 
     name: str
-    drops: tuple[Drop, ...] = ()
+    drops: tuple[Drop, ...] = field(default=(), repr=False)  # raw ids, which nobody can read
     sources: tuple[str, ...] = ()
-    loose: tuple[bytes, ...] = ()
+    loose: tuple[bytes, ...] = field(default=(), repr=False)
     size: int = 0
 
     @property

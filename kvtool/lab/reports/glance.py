@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
-from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import DamagedError
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.reports.report import Desk, Findings, Report
@@ -67,19 +67,20 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     yield f"model    {value['model']} in {value['dtype']}; gate {gate}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
     chunks, tokens = (value[name] - beginning[name] for name in ("chunks", "tokens"))
-    yield f"content  {value['documents']} documents, {chunks} chunks; KV of {tokens:,} tokens"
+    yield f"content  {counted(value['documents'], 'document')}, {counted(chunks, 'chunk')}; KV of {tokens:,} tokens"
     if value["beginning"]:
         yield f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more"
     of_beginning = {row["level"] for row in beginning["levels"]}
     for row in value["levels"]:
         lost = f", {row['kl_answer']:.4f} nats a token lost at most" if "kl_answer" in row else ""
         first = row["level"] in of_beginning
-        what = f"{row['chunks'] - first} chunks{' and the beginning' if first else ''}"
+        what = f"{counted(row['chunks'] - first, 'chunk')}{' and the beginning' if first else ''}"
         yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
     served = value["served"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]
-        yield f"served   {served['questions']} questions; {served['hit_rate']:.1%} of {asked} chunks were found"
+        questions = counted(served["questions"], "question")
+        yield f"served   {questions}; found {served['hit_rate']:.1%} of {counted(asked, 'chunk')}"
     budget = "" if value["budget"] is None else f" of a budget of {shown_size(value['budget'])}"
     yield f"disk     {shown_size(value['folder_bytes'])} used{budget}; {shown_size(value['disk_free'])} free"
 

@@ -95,7 +95,7 @@ REPORT = Report(
         *(QueryOptions.some(*_ASKED, "defer_first"), ModelOptions),
     ),
     examples=(
-        "inspect quality --batch questions.jsonl --runs reuse,union:5%,union:15% --resume results.jsonl",
+        "inspect quality --batch q.jsonl --runs reuse,union:5% --resume r.jsonl",
         "inspect quality --batch questions.jsonl --no-context --halves",
         "inspect quality --batch questions.jsonl --defer --runs union",
     ),
