@@ -19,6 +19,12 @@ def show_explained(out: Out, reply: Reply) -> None:
     for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
         out.status(f"{chunk.source}[{chunk.start}:{chunk.end}]: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
+    shifted = reply.fused.shifted
+    if count := int(shifted.rows.sum()):
+        out.status(
+            f"{count} reused tokens shifted by {shifted.size:.0%} of what the recomputed ones changed by, "
+            f"of which their chunks have {shifted.common:.0%} in common"
+        )
 
 
 def _counts(runs: ChunkSpans, tokens: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -166,7 +167,8 @@ def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) ->
     place = Rotary.place
 
     def spy(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
-        seen[layer] += sum(keys.shape[2] for _, keys, _ in turns)
+        if threading.current_thread().name.startswith("kvtool-loader"):
+            seen[layer] += sum(keys.shape[2] for _, keys, _ in turns)
         assert all(keys.shape[2] == table.cos.shape[1] == out.shape[2] for out, keys, table in turns)
         place(self, turns, copies, layer)
 

@@ -17,6 +17,7 @@ from tests.fusion.making import BOS, QUESTION, Case, case, tokens
 
 CHUNKS = 3
 SHORT, LONG = 100, 600  # tokens of a chunk
+MORE = CHUNKS * (LONG - SHORT)
 HEADS, GROUP = 4, 2
 # Of every prompt token: whether it is cached, wanted, a hole; its id. Beside them the question's pass has float32 sums.
 TOKEN_BYTES = 16
@@ -49,19 +50,24 @@ def beside_the_cache(one: Case, size: int, selector: Selector) -> int:
     return most_held(lambda: one.fuse(plan, selector)) - one.decoder.kv_bytes(plan.length)
 
 
+def growth(selector: Selector) -> int:
+    """Bytes that the longer prompt takes more than the shorter one."""
+    return beside_the_cache(case("llama"), LONG, selector) - beside_the_cache(case("llama"), SHORT, selector)
+
+
 def test_a_longer_prompt_takes_no_more_but_its_cache() -> None:
     """The same rows over six times the keys."""
-    more, rows = CHUNKS * (LONG - SHORT), len(QUESTION) + CHUNKS * 8
-    growth = beside_the_cache(case("llama"), LONG, Epic(8)) - beside_the_cache(case("llama"), SHORT, Epic(8))
-    assert rows * HEADS > TOKEN_BYTES  # a matrix of scores, be it of bytes, would be noticed
-    assert growth <= TOKEN_BYTES * more
+    assert (len(QUESTION) + CHUNKS * 8) * HEADS > TOKEN_BYTES  # a matrix of scores, be it of bytes, would be noticed
+    assert growth(Epic(8, shift=False)) <= TOKEN_BYTES * MORE
+
+
+def test_a_shift_takes_a_table_of_positions_more() -> None:
+    """cos, sin, and while they are made what they are made of, float32 each; no layer's keys and values."""
+    table = 5 * 4 * case("llama").decoder.head_dim
+    assert growth(Epic(8)) <= (TOKEN_BYTES + table) * MORE
 
 
 def test_the_questions_own_pass_holds_few_rows_of_weights() -> None:
     """Rows of weights, one head's at a time: at most 64, here those of the question."""
-    more = CHUNKS * (LONG - SHORT)
-    growth = beside_the_cache(case("llama"), LONG, Union(ratio=0.0001)) - beside_the_cache(
-        case("llama"), SHORT, Union(ratio=0.0001)
-    )
     weights = 4 * (2 * GROUP + 2) * len(QUESTION)  # float32: scores and weights of the heads of one key's, their sums
-    assert growth <= (TOKEN_BYTES + 4 * SUMS + weights) * more
+    assert growth(Union(ratio=0.0001)) <= (TOKEN_BYTES + 4 * SUMS + weights) * MORE

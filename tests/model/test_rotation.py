@@ -100,7 +100,7 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
         pytest.skip("no bfloat16 layout here")
     decoder, calls = Decoder(replace(loaded, model=model)), []
     keys = random(1, decoder.kv_heads, len(POSITIONS), decoder.head_dim, dtype=decoder.dtype)
-    assert decoder.rotary._halves == (kernels.isa_here() is not None)
+    assert decoder.rotary.halves == (kernels.isa_here() is not None)
     monkeypatch.setattr(rotary.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
     decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0)
     assert bool(calls) == (kernels.isa_here() is None)

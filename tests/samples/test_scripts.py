@@ -8,6 +8,9 @@ import sys
 import xml.etree.ElementTree as Xml
 from pathlib import Path
 
+from tests.cli.working import built, tiny
+
+__all__ = ["built", "tiny"]
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 
 
@@ -42,3 +45,18 @@ def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
     said = run("rooms.py", str(figure), "--package", str(tmp_path / "kvtool"), "--order", "high,low")
     assert said == "2 arrows, 1 against the order: low → high\n"
     assert len(Xml.parse(figure).getroot().findall("{http://www.w3.org/2000/svg}path")) == 2
+
+
+def test_shifts_are_compared_question_by_question(built: Path, tmp_path: Path) -> None:
+    """Every kind is another distance."""
+    questions, journal = tmp_path / "batch.jsonl", tmp_path / "journal.jsonl"
+    questions.write_text(
+        '{"question": "Who built the first mill?"}\n{"question": "Which mill grinds flour?"}\n', encoding="utf-8"
+    )
+    asked = [str(built / "store"), str(questions), "--ratio", "0.3", "--max-tokens", "3", "--resume", str(journal)]
+    lines = run("shifts.py", *asked).splitlines()
+    kept = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
+    distances = {kind: answer for _, _, kind, answer, _ in kept}
+    assert lines[0] == "2 questions"
+    assert [line.split(" | ")[1] for line in lines[4:]] == ["none", "product", "random", "true", "keys", "values"]
+    assert len(set(distances.values())) == 6

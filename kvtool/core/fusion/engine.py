@@ -15,6 +15,7 @@ from kvtool.core.fusion.narrowing import Narrowing
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.question import question_attention
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -63,6 +64,7 @@ class Fused:
         have no place.
     recomputed : bool `[length]`, the cached rows computed at the last layer.
     reasons : why: names of reasons, each with its rows (bool `[length]`); no row has two.
+    shifted : which reused rows were moved, and how far.
     """
 
     logits: torch.Tensor
@@ -73,6 +75,7 @@ class Fused:
     bytes_read: int
     recomputed: torch.Tensor
     reasons: dict[str, torch.Tensor]
+    shifted: Shifted
 
 
 def fuse(
@@ -142,14 +145,15 @@ def fuse_into(
         # The question's own pass has computed the holes already, over the cache as it is reused.
         done = plan.mask("miss") if asked else plan.mask()
         rows = Rows.of(((wanted | plan.mask("miss", "fresh")) & ~done).nonzero()[:, 0], decoder.device)
-        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, timeline)
-        cache.before_update = narrowing.on_update
+        shift = Shift(decoder, plan, cache, wanted=selector.shift)
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
+        cache.before_update, cache.after_update = narrowing.on_update, narrowing.on_updated
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())
         at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
         logits = decoder.compute([ids[place] for place in rows.order], rows, cache, position_ids=at)[-1]
         narrowing.end()
-    cache.before_update = None
+    cache.before_update = cache.after_update = None
     if logits.is_cuda:  # who asked waits for them now in any case; the times are of what was done, not of asking for it
         torch.cuda.current_stream(logits.device).synchronize()
     total = time.perf_counter() - started
@@ -165,6 +169,7 @@ def fuse_into(
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
+        shifted=shift.done,
     )
 
 

@@ -15,6 +15,7 @@ from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.shift import Shift
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -62,6 +63,7 @@ class Narrowing:
         loader: Loader,
         rows: Rows,
         cached: torch.Tensor,
+        shift: Shift,
         timeline: Timeline | None = None,
     ) -> None:
         self.targets = selector.narrowing(plan, len(decoder.layers))
@@ -69,7 +71,8 @@ class Narrowing:
         self.computed: list[int] = []
         self.select_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
-        self._cached = cached
+        self._cached, self._shift = cached, shift
+        shift.follow(rows)
         self._timeline = timeline
         self._since = time.perf_counter()
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
@@ -79,7 +82,12 @@ class Narrowing:
         self._note_span(f"compute to layer {layer}", rows)
         self._loader.wait(layer)
         self.computed.append(rows)
+        self._shift.before(layer)
         self._since = time.perf_counter()
+
+    def on_updated(self, layer: int) -> None:
+        """The layer's rows are in the cache: those that are reused beside them are shifted."""
+        self._shift.after(layer)
 
     def end(self) -> None:
         """The pass is through."""
@@ -130,17 +138,25 @@ class Narrowing:
         new = keys[:, :, again], values[:, :, again]
         old = buffer.keys[:, :, where], buffer.values[:, :, where]
         worth = self._selector.worth(new, old)
-        buffer.scatter(where, *new)
         top = worth.topk(min(self.targets[layer], len(among))).indices.cpu()
         keep = ~reused
         keep[among[top]] = True
+        dropped = (~keep)[among].nonzero()[:, 0].to(hidden.device, non_blocking=True)
+        buffer.scatter(where[dropped], *(side[:, :, dropped] for side in new))
         chosen = keep.nonzero()[:, 0]
         indices = chosen.to(hidden.device, non_blocking=True)
         self._kept = indices if self._kept is None else self._kept[indices]
         self.rows = Rows.of(order[chosen], self._decoder.device)
         self._cache.rows = self.rows
+        self._shift.follow(self.rows, spared=self._spared(order[~keep]))
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
         return indices
+
+    def _spared(self, dropped: torch.Tensor) -> torch.Tensor:
+        """Bool `[length]`: rows that the layer has made anew and drops."""
+        rows = torch.zeros_like(self._cached)
+        rows[dropped] = True
+        return rows
 
     def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:
         """The layer's arguments for the current rows (`keep`: of the arguments' rows; else of the first layer's)."""

@@ -76,6 +76,7 @@ def joined(before: Fused, now: Fused) -> Fused:
         timing=_sum(before.timing, now.timing),
         bytes_read=before.bytes_read + now.bytes_read,
         recomputed=_behind(before.recomputed, now.recomputed, start),
+        shifted=before.shifted + now.shifted,
         reasons={name: _behind(before.reasons.get(name, none), now.reasons.get(name, none), start) for name in names},
     )
 

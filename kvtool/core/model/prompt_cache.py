@@ -77,6 +77,7 @@ class PromptCache(Cache):
     ----------
     shape : `[1, kv_heads, capacity, head_dim]` of one layer.
     before_update : called with (layer, how many rows) before they are scattered: the loader is waited for here.
+    after_update : called with the layer when they are there, before anything attends to them.
 
     Attributes
     ----------
@@ -89,6 +90,7 @@ class PromptCache(Cache):
         super().__init__(layers=list(self.buffers))
         self.rows: Placed | None = None
         self.before_update: Observer | None = None
+        self.after_update: Callable[[int], None] | None = None
         self.dropped = 0
 
     def set_length(self, length: int) -> None:
@@ -106,4 +108,6 @@ class PromptCache(Cache):
         if self.rows is None:
             raise ModelError("rows over a prompt cache need their positions", "this is a bug in kvtool")
         buffer.scatter(self.rows.positions, key_states, value_states)
+        if self.after_update is not None:
+            self.after_update(layer_idx)
         return buffer.view()

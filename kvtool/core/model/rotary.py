@@ -93,7 +93,7 @@ class Rotary:
         ----------
         turns : where to, keys, and the table of their positions; `copies`: where to, and what.
         """
-        if self._halves and self._isa is not None and all(len(out) == 1 for out, *_ in turns):
+        if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in turns):
             moves = [self._turned(turn, layer) for turn in turns]
             if move_all([*moves, *(Move(out[0], numbers[0]) for out, numbers in copies)], self._isa):
                 return
@@ -140,7 +140,7 @@ class Rotary:
         return self._apply(wide[:, :0], wide, table.cos, table.sin)[1].to(keys.dtype)
 
     @cached_property
-    def _halves(self) -> bool:
+    def halves(self) -> bool:
         """Whether the model rotates by halves, bit for bit, as machine code here does: it is tried."""
         if self._isa is None or self._device != "cpu":
             return False

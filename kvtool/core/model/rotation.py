@@ -152,8 +152,8 @@ def rotation_module(stored: str, kept: str) -> str:
     table = body(f"mul i64 {row.index}, {job['table_row']}")
     cos, sin = (body.at("float", job[name], table) for name in ("cos", "sin"))
     head = Loop(body, job["heads"], may_be_empty=True)
-    source = _row_of(body, job, "from", head.index, row.index, STORED[stored])
-    target = _row_of(body, job, "to", head.index, row.index, STORED[kept])
+    source = row_of(body, job, "from", head.index, row.index, STORED[stored])
+    target = row_of(body, job, "to", head.index, row.index, STORED[kept])
     _halves(body, (stored, kept), (source, target), (cos, sin), job["half"])
     behind = body(f"mul i64 {job['half']}, 2")
     rest = Loop(body, body(f"udiv i64 {job['rest']}, {_WIDTH}"), may_be_empty=True)
@@ -174,7 +174,8 @@ def _numbers(stored: str) -> str:
     return vector(_WIDTH, STORED[stored])
 
 
-def _row_of(body: Body, job: dict[str, str], side: str, head: str, row: str, element: str) -> str:
+def row_of(body: Body, job: dict[str, str], side: str, head: str, row: str, element: str) -> str:
+    """The address of a head's row on one side of a job, whose fields tell how far apart heads and rows are."""
     by_head, by_row = job[f"{side}_head"], job[f"{side}_row"]
     return body.at(
         element, job[side], body(f"add i64 {body(f'mul i64 {head}, {by_head}')}, {body(f'mul i64 {row}, {by_row}')}")

@@ -53,6 +53,7 @@ class QueryArguments(TypedDict, total=False):
     ratio: float | str
     link_tokens: int
     link: str
+    shift: bool
     level: str
     max_loss: float
     audit: float | str

@@ -67,6 +67,12 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     link: str = option(
         "initial", "Where in a chunk they stand.", group=FUSION, choices=("initial", "final", "boundary")
     )
+    shift: bool = option(
+        True,
+        "Move reused rows as the recomputed ones of their chunk have moved.",
+        group=FUSION,
+        flag="--shift/--no-shift",
+    )
     level: str = option(
         "auto", "Codec level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
     )

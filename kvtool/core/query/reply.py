@@ -155,6 +155,7 @@ class Reply:
         if self.explained:
             for chunk, runs in zip(row["chunks"], self.explained, strict=True):
                 chunk["explained"] = runs.to_json()
+            row["shift"] = self.fused.shifted.to_json()
         return row | ({"segments": self.segments} if self.segments is not None else {})
 
 

@@ -24,6 +24,7 @@ def deviation_sections(value: dict[str, Any], tokens: Sequence[Sequence[tuple[st
         _concentration(value["layers"]),
         _neighbours(value["layers"]),
         _attention(value["attention"]),
+        _shift(value["shift"]),
         *([_tokens(value["chunks"])] if value.get("chunks") else []),
     ]
 
@@ -85,6 +86,17 @@ def _attention(rows: Sequence[dict[str, Any]]) -> Section:
         "chunk."
     )
     return Section("Attention against recompute", (text,), (chart,))
+
+
+def _shift(shift: dict[str, Any]) -> Section:
+    names = {"k_before": "keys", "k_after": "keys, shifted", "v_before": "values", "v_after": "values, shifted"}
+    lines = tuple(Line(name, tuple((row["layer"], row[key]) for row in shift["layers"])) for key, name in names.items())
+    chart = line_charts("Deviation of the rows that stay reused", [Panel("‖Δ‖ / ‖full‖", lines)], "layer")
+    text = (
+        f"`union` recomputes {shift['ratio']:.0%} of the tokens and moves the others by what these changed by, chunk "
+        f"by chunk. Of the recomputed tokens' change in values their chunk has {shift['common']:.0%} in common."
+    )
+    return Section("Shifted reuse", (text,), (chart,))
 
 
 def _tokens(chunks: Sequence[dict[str, Any]]) -> Section:

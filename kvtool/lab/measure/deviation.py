@@ -12,6 +12,7 @@ import torch
 from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.lab.measure.reused import Queries, ReusedPrompt
+from kvtool.lab.measure.shifting import shift_report
 
 METRICS = ("v_sse", "k_sse", "kv_sse", "k_l1")  # as `blend` knows them
 _ROUNDING = 1e-6  # relative: what another order of a sum makes of the same numbers in float32
@@ -121,7 +122,8 @@ def deviation_report(
     `tokens{prompt, reused}`, `layers[{layer, v_sse, k_sse, kv_sse, k_l1, v_relative, k_relative, quantiles, top_share,
     spearman_next}]`: means over rows of each metric, ‖ΔV‖ / ‖V‖ over all rows, quantiles of ‖ΔV‖ over rows, the share
     of the squared V deviation in the top rows, the rank correlation with the layer after it;
-    `attention[{choice, ratio, tokens_recomputed, deviation, by_layer}]`; `token_deviation` by row: `Deviation.worth`.
+    `attention[{choice, ratio, tokens_recomputed, deviation, by_layer}]`; `shift` (see `shift_report`);
+    `token_deviation` by row: `Deviation.worth`.
     """
     full = prompt.full()  # beside it one other cache is held at a time
     asked = prompt.queries(full)
@@ -150,6 +152,7 @@ def deviation_report(
         "tokens": {"prompt": prompt.plan.length, "reused": len(prompt.hits)},
         "layers": [_layer(reuse, number) for number in range(reuse.size.shape[1])],
         "attention": rows,
+        "shift": shift_report(prompt, full),
         "token_deviation": reuse.worth.tolist(),
     }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS
@@ -12,32 +12,39 @@ from kvtool.core.options.option import Option, options_of
 from kvtool.core.query.options import QueryOptions
 
 RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
-_HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%"
+_HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%; MODE+OPTION=VALUE changes a mode"
 
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A mode and how much it recomputes.
+    """A mode, how much it recomputes, and what else of it is not as usual.
 
     Attributes
     ----------
     name : the same for every way to write the same run; results are kept under it.
     knob : the option that `amount` sets, such as `ratio`; "" where the mode has none.
+    changes : other options of the mode and their values, by name.
     """
 
     mode: str
     knob: str = ""
     amount: float | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def variant(self) -> str:
+        """The mode and its changes."""
+        return "+".join([self.mode, *(f"{name}={_text(value)}" for name, value in self.changes)])
 
     @property
     def name(self) -> str:
-        return self.mode if self.amount is None else f"{self.mode}:{self.amount:.12g}"
+        return self.variant if self.amount is None else f"{self.variant}:{self.amount:.12g}"
 
     def options(self, base: QueryOptions) -> QueryOptions:
-        """Put this run's mode and amount into the options `base`."""
-        if self.amount is None:
-            return replace(base, fusion=self.mode)
-        changed: dict[str, Any] = {self.knob: self.amount}
+        """Put this run's mode, amount and changes into the options `base`."""
+        changed: dict[str, Any] = dict(self.changes)
+        if self.amount is not None:
+            changed[self.knob] = self.amount
         return replace(base, fusion=self.mode, **changed)
 
 
@@ -59,24 +66,26 @@ def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
 
 
 def parse_run(text: str) -> RunSpec:
-    """Read one run: `mode`, or `mode:amount`. The amount is a ratio (0 … 1, or in percent) or a number of tokens.
+    """Read one run: `mode` or `mode:amount`; `mode+option=value` changes an option of the mode. The amount is a ratio
+    (0 … 1, or in percent) or a number of tokens.
 
     Raises
     ------
-    UsageError : no such mode, or an amount that the mode does not take.
+    UsageError : no such mode, or an amount or an option that the mode does not take.
     """
-    mode, colon, amount = (part.strip() for part in text.partition(":"))
+    variant, colon, amount = (part.strip() for part in text.partition(":"))
+    mode, *changes = (part.strip() for part in variant.split("+"))
     if mode not in SELECTORS:
         raise UsageError(
             f"run {text!r}: there is no fusion mode {mode!r}",
             did_you_mean(mode, SELECTORS) or f"known: {', '.join(SELECTORS)}; {_HINT}",
         )
-    knob = _knob(mode)
+    knob, changed = _knob(mode), tuple(sorted(_change(mode, change, f"run {text!r}") for change in changes))
     if knob is None and colon:
-        raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {mode}")
+        raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {variant}")
     if knob is None:
-        return RunSpec(mode)
-    return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default)
+        return RunSpec(mode, changes=changed)
+    return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default, changed)
 
 
 def default_runs() -> Iterator[str]:
@@ -93,9 +102,10 @@ def ordered(names: Iterable[str]) -> list[str]:
     """Order the names of runs by mode, as the registry has them, then by amount."""
     modes = list(SELECTORS)
 
-    def place(name: str) -> tuple[int, float, str]:
-        mode, _, amount = name.partition(":")
-        return modes.index(mode) if mode in modes else len(modes), float(amount or 0), name
+    def place(name: str) -> tuple[int, str, float]:
+        variant, _, amount = name.partition(":")
+        mode = variant.partition("+")[0]
+        return modes.index(mode) if mode in modes else len(modes), variant, float(amount or 0)
 
     return sorted(names, key=place)
 
@@ -104,3 +114,24 @@ def _knob(mode: str) -> Option | None:
     """Find the option of a query that says how much a mode recomputes."""
     knob = SELECTORS[mode].knob
     return options_of(QueryOptions)[knob] if knob else None
+
+
+def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
+    """Read `option=value`: a parameter of the mode that is an option of a query, other than its knob."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    known = [field.name for field in fields(cast(Any, SELECTORS[mode])) if field.name != SELECTORS[mode].knob]
+    if name not in known:
+        hint = did_you_mean(name, known) or (f"known: {', '.join(known)}" if known else "leave it out")
+        raise UsageError(f"{where}: {mode} has no option {name!r}", hint)
+    return name, options_of(QueryOptions)[name].parse(value, where)
+
+
+def _text(value: Any) -> str:
+    """A value as it is written in a run."""
+    return (
+        {True: "yes", False: "no"}[value]
+        if isinstance(value, bool)
+        else f"{value:.12g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment
     from kvtool.core.query.layout import Asked
 
+_SHIFT = ("layer", "K", "K shifted", "V", "V shifted")
 _HEAD = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
 
 
@@ -87,6 +88,14 @@ def _told(value: Mapping[str, Any], read_at: str) -> Iterator[str | Table]:
     yield "deviation of the question's attention:"
     rows = tuple((f"{ratio:.0%}", *(by[choice, ratio] for choice in choices)) for ratio in ratios)
     yield Table(("recomputed", *(CHOICES[choice] for choice in choices)), rows)
+    shift = value["shift"]
+    yield f"what {shift['tokens_shifted']:.0f} reused tokens beside `union`'s {shift['ratio']:.0%} deviate by:"
+    yield Table(_SHIFT, tuple(_shifted(layer) for layer in shift["layers"]))
+
+
+def _shifted(layer: Mapping[str, Any]) -> tuple[object, ...]:
+    names = ("k_before", "k_after", "v_before", "v_after")
+    return (layer["layer"], *(f"{layer[name]:.3f}" for name in names))
 
 
 def _row(layer: Mapping[str, Any]) -> tuple[object, ...]:

@@ -36,6 +36,10 @@ def test_nothing_given_is_the_default() -> None:
         ("infoflow:1", "infoflow:1"),
         ("infoflow:0", "infoflow:0"),
         ("union:1e-3", "union:0.001"),
+        ("union+shift=no:15%", "union+shift=no:0.15"),
+        ("union + shift=off", "union+shift=no:0.15"),
+        ("union+weighting=0.50+shift=yes:5%", "union+shift=yes+weighting=0.5:0.05"),
+        ("blend+metric=k_l1", "blend+metric=k_l1:0.15"),
     ],
 )
 def test_a_run_has_one_name(text: str, name: str) -> None:
@@ -57,6 +61,11 @@ def test_lists() -> None:
         ("blond", "did you mean 'blend'"),
         ("auto", "known: full"),
         ("blend@prefix", "fusion mode"),
+        ("union+shfit=no", "did you mean 'shift'"),
+        ("union+ratio=3%", "no option 'ratio'"),
+        ("reuse+shift=no", "leave it out"),
+        ("union+shift=perhaps", "perhaps"),
+        ("blend+metric=v", "v_sse"),
         ("", "known"),
         (":0.5", "known"),
         ("reuse:0.1", "write reuse"),
@@ -107,3 +116,16 @@ def test_the_amount_reaches_the_selector() -> None:
 def test_order() -> None:
     given = ["later:1", "union:0.5", "union:0.05", "epic:100", "epic:16", "full", "reuse"]
     assert ordered(given) == ["full", "reuse", "epic:16", "epic:100", "union:0.05", "union:0.5", "later:1"]
+
+
+def test_what_a_run_changes_reaches_its_mode() -> None:
+    run = parse_run("union+shift=no+weighting=2:5%")
+    assert selector_for(run.options(QueryOptions()), run.mode) == SELECTORS["union"](
+        ratio=0.05, weighting=2, shift=False
+    )
+    assert ordered(["union:0.15", "epic:16", "union+shift=no:0.05", "union:0.05"]) == [
+        "epic:16",
+        "union:0.05",
+        "union:0.15",
+        "union+shift=no:0.05",
+    ]

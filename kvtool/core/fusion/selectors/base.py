@@ -60,6 +60,11 @@ class Selector(ABC):
         """How the rows of the question's attention become one, where it is asked for."""
         return "rows"
 
+    @property
+    def shift(self) -> bool:
+        """Whether rows that are reused move as the recomputed ones among them do (fusion/shift.py)."""
+        return False
+
     def asked(self, plan: Plan, layers: int) -> range:
         """Layers whose question attention (fusion/question.py) the mode ranks rows by; empty: by none."""
         return range(0)

@@ -38,6 +38,7 @@ class Blend(Selector):
     metric: Metric = "v_sse"
     gradual: float = 1.5
     filter_layers: int = 3
+    shift: bool = True
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         return plan.hit_rows() if self.ratio > 0 else plan.mask()

@@ -27,6 +27,7 @@ class Epic(Selector):
     reason: ClassVar[str] = "link token"
     link_tokens: int = 16
     link: Link = "initial"
+    shift: bool = True
 
     def cost(self, prompt: PromptRows) -> Cost:
         return Cost(beside=sum(min(self.link_tokens, tokens) for tokens in prompt.hit_chunks))

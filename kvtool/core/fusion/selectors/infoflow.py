@@ -29,6 +29,7 @@ class Infoflow(Selector):
     ratio: float = 0.15
     from_depth: float = 0.5
     pooling: Pooling = "rows"
+    shift: bool = True
 
     def cost(self, prompt: PromptRows) -> Cost:
         rows = min(share_of(self.ratio, prompt.context), prompt.hits)

@@ -80,6 +80,8 @@ class LeanPass:
             if cache.before_update is not None:
                 cache.before_update(number, len(ids))
             queries = self._heads.place(number, queries, keys, values, table, rows.positions, cache.buffers[number])
+            if cache.after_update is not None:
+                cache.after_update(number)
             if number == last and keep < len(ids):  # no row behind asks for what the others become
                 queries, hidden, rows = queries[:, :, -keep:], hidden[-keep:], rows.last(keep)
             hidden = self._attended(number, layer, queries, hidden, rows, cache)

@@ -1,0 +1,187 @@
+"""Shifted reuse against a reference of its own, and what it must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.fusion import shift
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.rounds import fuse_further, joined
+from kvtool.core.fusion.selectors.blend import Blend
+from kvtool.core.fusion.selectors.epic import Epic
+from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model
+from tests.fusion.test_against_transformers import reused
+
+ALLOWED = 1e-4
+
+
+class Shifting(DynamicCache):
+    """Written row by row as the paper says it: the mean change of a chunk's probes, taken off its positions, is added
+    to the chunk's other rows at theirs, times sensitivity over the mean sensitivity of the probes."""
+
+    def __init__(self, model: Any, plan: Plan, past: DynamicCache, rows: Sequence[int]) -> None:
+        super().__init__()
+        self.rotary, self.apply = model.get_decoder().rotary_emb, _rotation_of(model)
+        self.plan, self.past, self.written = plan, past, torch.tensor(rows)
+        self.turns = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.get_decoder().layers]
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return self.plan.length, 0
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
+        room = [torch.zeros(1, keys.shape[1], self.plan.length, keys.shape[3]) for _ in range(2)]
+        old = self.past.layers[layer]
+        for side, stored in zip(room, (old.keys, old.values), strict=True):
+            side[:, :, : stored.shape[2]] = stored
+        changes = [new - side[:, :, self.written] for new, side in zip((keys, values), room, strict=True)]
+        for new, side in zip((keys, values), room, strict=True):
+            side[:, :, self.written] = new
+        for segment in self.plan.cached_chunks:
+            if segment.status == "hit":
+                self._shift(segment.start, segment.stop, layer, room, changes)
+        return tuple(room)
+
+    def _shift(self, start: int, stop: int, layer: int, room: list[Any], changes: list[Any]) -> None:
+        probes = [index for index, row in enumerate(self.written.tolist()) if start <= row < stop]
+        others = [row for row in range(start, stop) if row not in self.written.tolist()]
+        if len(probes) < 2 or not others:
+            return
+        sensitivity, rows = self.plan.sensitivity(), self.written[probes]
+        keys = self._turned(changes[0][:, :, probes], rows, layer, -1).mean(2, keepdim=True)
+        values = changes[1][:, :, probes].mean(2, keepdim=True)
+        for row in others:
+            share = min(float(sensitivity[row] / sensitivity[rows].mean()), 2.0)
+            room[0][:, :, [row]] += self._turned(share * keys, torch.tensor([row]), layer, 1)
+            room[1][:, :, [row]] += share * values
+
+    def _turned(self, keys: torch.Tensor, rows: torch.Tensor, layer: int, sign: int) -> torch.Tensor:
+        if not self.turns[layer]:
+            return keys
+        cos, sin = self.rotary(torch.empty(0), position_ids=rows[None])
+        scale = (cos.square() + sin.square()) if sign < 0 else torch.ones(())
+        return self.apply(keys[:, :0], keys, cos / scale, sign * sin / scale)[1]
+
+
+def _rotation_of(model: Any) -> Any:
+    import sys
+
+    return sys.modules[type(model.get_decoder().layers[0].self_attn).__module__].apply_rotary_pos_emb
+
+
+def expected(name: str, plan: Plan, rows: Sequence[int]) -> torch.Tensor:
+    model = plain_model(name, "float32")
+    question = plan.segments[-1]
+    computed = [*rows, *range(question.start, question.stop)]
+    cache: Any = Shifting(model, plan, reused(model, plan, BOS), computed)
+    hidden = torch.arange(plan.length) > torch.tensor(computed)[:, None]
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))[None, None]
+    with torch.inference_mode():
+        out = model(
+            input_ids=torch.tensor([[plan.ids[row] for row in computed]]),
+            position_ids=torch.tensor([computed]),
+            attention_mask=mask,
+            past_key_values=cache,
+        )
+    logits: torch.Tensor = out.logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_what_the_reference_gives(name: str) -> None:
+    shared = case(name)
+    plan = shared.plan(lead_in=BOS)
+    fused = shared.fuse(plan, Epic(5))
+    rows = Epic(5).rows(plan).nonzero()[:, 0].tolist()
+    logits = expected(name, plan, rows)
+    assert float((fused.logits.cpu() - logits).abs().max()) <= ALLOWED
+    plain = shared.fuse(plan, Epic(5, shift=False))
+    assert float((plain.logits.cpu() - logits).abs().max()) > 10 * ALLOWED  # it does something
+
+
+def test_without_machine_code_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit of a sum, in every layer; partial rotations, and layers without any, too."""
+    for name in ("llama", "phi3", "smollm3"):
+        own = new_case(name)
+        plan = own.plan(lead_in=BOS)
+        by_code = own.fuse(plan, Epic(5))
+        with monkeypatch.context() as patched:
+            patched.setattr(shift, "add_offsets", lambda offsets, isa: False)
+            by_torch = own.fuse(plan, Epic(5))
+        for one, other in zip(by_code.cache.buffers, by_torch.cache.buffers, strict=True):
+            torch.testing.assert_close(one.view(), other.view(), rtol=0, atol=1e-5)
+
+
+def test_rows_that_blend_drops_keep_what_their_layer_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the layer at which it drops them; from the next on they are reused, and shifted."""
+    own = new_case("llama")
+    plan = own.plan(lead_in=BOS)
+    plain, shifted = (own.fuse(plan, Blend(0.1, filter_layers=0, shift=wanted)) for wanted in (False, True))
+    hits = plan.hit_rows()
+    assert torch.equal(plain.recomputed, shifted.recomputed)
+    for layer, same in ((0, True), (1, True), (2, False)):
+        one, other = plain.cache.buffers[layer].keys[0], shifted.cache.buffers[layer].keys[0]
+        assert torch.equal(one[:, hits], other[:, hits]) == same
+
+
+def test_a_chunk_with_one_probe_or_none_is_left_alone() -> None:
+    own = case("llama")
+    plan = own.plan(lead_in=BOS)
+    second, fourth = plan.chunks[1], plan.chunks[3]
+    chosen = plan.mask()
+    chosen[[second.start + 3, fourth.start, fourth.start + 7]] = True
+    fused = own.fuse(plan, ShiftedRows(chosen))
+    moved = fused.shifted.rows
+    assert moved.nonzero()[:, 0].tolist() == [
+        row for row in range(fourth.start, fourth.stop) if row not in (fourth.start, fourth.start + 7)
+    ]
+    assert 0 < fused.shifted.common <= 1
+    assert fused.shifted.size > 0
+
+
+def test_no_row_takes_more_than_twice_the_change() -> None:
+    """A probe of hardly any sensitivity would otherwise throw the others far away."""
+    own = case("llama")
+    plan = own.plan(lead_in=BOS)
+    quiet = [replace(s, source=replace(s.source, sensitivity=_sensitivity(len(s.ids)))) for s in plan.chunks]
+    plan = Plan((plan.segments[0], *quiet, plan.segments[-1]))
+    chosen = plan.mask()
+    for chunk in plan.chunks[1::2]:
+        chosen[chunk.start : chunk.start + 2] = True
+    fused = own.fuse(plan, ShiftedRows(chosen))
+    assert fused.shifted.size <= 2
+
+
+def _sensitivity(tokens: int) -> bytes:
+    """Two of hardly any, then of much."""
+    return torch.tensor([1e-4] * 2 + [4.0] * (tokens - 2))[:tokens].half().numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class ShiftedRows(Fixed):
+    """Chosen rows, and the others shifted."""
+
+    shift: bool = True
+
+
+def test_rounds_shift_what_is_new_and_add_up() -> None:
+    own = new_case("llama")
+    first = own.fuse(own.plan(CHUNKS[:2], lead_in=BOS), Epic(5))
+    further = own.plan(CHUNKS, lead_in=BOS)
+    chunks = [segment.source for segment in further.chunks[2:]]
+    before = [buffer.keys[0, :, : first.plan.segments[-1].start].clone() for buffer in first.cache.buffers]
+    now = fuse_further(own.decoder, first, chunks, Epic(5), own.source)
+    both = joined(first, now)
+    start = first.plan.segments[-1].start
+    for buffer, rows in zip(now.cache.buffers, before, strict=True):
+        assert torch.equal(buffer.keys[0, :, :start], rows)
+    assert not now.shifted.rows[:start].any()
+    assert int(both.shifted.rows.sum()) == int(first.shifted.rows.sum()) + int(now.shifted.rows.sum()) > 0
