@@ -15,8 +15,10 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.reuse import Reuse
 from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model
 from tests.fusion.test_against_transformers import reused
+from tests.fusion.test_condense import fuse as fuse_condensed
 
 ALLOWED = 1e-4
 
@@ -185,3 +187,19 @@ def test_rounds_shift_what_is_new_and_add_up() -> None:
         assert torch.equal(buffer.keys[0, :, :start], rows)
     assert not now.shifted.rows[:start].any()
     assert int(both.shifted.rows.sum()) == int(first.shifted.rows.sum()) + int(now.shifted.rows.sum()) > 0
+
+
+def test_rows_that_have_closed_up_take_the_offset_at_their_positions() -> None:
+    """Taken off its position, what was added to each row of a chunk points one way."""
+    own = case("llama")
+    plain, moved = (fuse_condensed(own, selector) for selector in (Reuse(), Epic(3)))
+    assert plain.plan.dropped
+    rotary, positions = own.decoder.rotary, moved.plan.positions
+    for chunk in moved.plan.chunks:
+        rows = moved.shifted.rows[chunk.start : chunk.stop].nonzero()[:, 0] + chunk.start
+        if len(rows) < 2:
+            continue
+        added = moved.cache.buffers[1].keys[:, :, rows] - plain.cache.buffers[1].keys[:, :, rows]
+        at_zero = rotary.rotate(added, rotary.table(positions[rows]).inverse(), 1)[0]
+        ways = torch.nn.functional.normalize(at_zero, dim=-1)
+        torch.testing.assert_close(ways, ways[:, :1].expand_as(ways), rtol=0, atol=1e-3)
