@@ -4,7 +4,7 @@
     python samples/row_rules.py STORE [--batch samples/questions.jsonl] [--limit N] [--keep .75 .5 .25]
 
 KL in nats a token of the answer from all rows, nothing recomputed (`reuse`); a store that holds its chunks exactly.
-`repeated × √sensitivity` is what `compress --keep` goes by (kvtool/core/records/heavy.py).
+`repeated` is what `compress --keep` goes by (kvtool/core/records/heavy.py).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def worth_of(session: Session, ids: Ids, sensitivity: bytes) -> Worth:
     depends = torch.frombuffer(bytearray(sensitivity), dtype=torch.float16).float()
     draw = random.Random(str(ids))
     return {
-        "repeated × √sensitivity": again * depends.sqrt(),
         "repeated": again,
+        "repeated × √sensitivity": again * depends.sqrt(),
         "repeated × sensitivity": again * depends,
         "sensitivity": depends,
         "own later rows (H2O)": looked.total,
@@ -97,7 +97,7 @@ class Rule:
     worth: Callable[[Segment], Worth]
 
     def rows(self, segment: Segment) -> Ids:
-        return heaviest(self.worth(segment)[self.name], b"", self.share)
+        return heaviest(self.worth(segment)[self.name], self.share)
 
     def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
         assert rows is not None

@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.core.codec.levels import LEVELS, Level
 from kvtool.core.codec.nested import NO_PROFILE
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
 
 ONE, OTHER = "11" * 16, "22" * 16
 
@@ -36,3 +36,15 @@ def test_a_nested_level_by_its_profile_and_another_whatever_the_profile(monkeypa
         losses = MeasuredLosses(store)  # type: ignore[arg-type]
         assert losses.of(b"chunk", ["raw", "1", "2", "4", "eight"]) == {"2": 0.1, "eight": 0.3}
         assert losses.of(b"chunk", ["1"]) == {}
+
+
+def test_where_no_level_may_be_taken_it_is_the_one_that_loses_least() -> None:
+    losses = {"3": 0.03, "4": 0.2, "keep50-raw": 0.4, "keep75-raw": 0.01}
+    assert smallest_allowed(["3", "4", "keep50-raw"], losses, 0.001) == "3"
+    assert smallest_allowed(["3", "keep75-raw", "keep50-raw"], losses, 0.001) == "keep75-raw"
+    assert smallest_allowed(["4", "keep50-raw"], {}, 0.001) == "4"  # fewer rows lose more, as far as is known
+    assert smallest_allowed(["keep50-2", "keep50-raw"], {"keep50-2": 0.5}, 0.001) == "keep50-2"
+    assert smallest_allowed(["keep75-2", "keep50-raw"], {}, 0.001) == "keep50-raw"
+    assert smallest_allowed(["3", "keep75-raw", "lossless"], losses, 0.001) == "lossless"
+    assert smallest_allowed(["keep75-raw", "raw"], losses, 0.02) == "keep75-raw"
+    assert smallest_allowed(["keep75-raw", "lossless"], losses, 0.02) == "lossless"  # which is the smaller, too

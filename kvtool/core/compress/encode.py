@@ -186,7 +186,7 @@ class Encoder:
         )
         for level in plan.sparse:
             assert self._heavy is not None
-            rows = self._heavy.of(plan.chunk, plan.info.token_ids, plan.info.sensitivity, level)
+            rows = self._heavy.of(plan.chunk, plan.info.token_ids, level)
             made[level] = encode_rows(layers, kvs, rows, level, self._profile, predictor=how, layers=len(layers))
         records = {
             level: [sealed(plan.chunk, kvs[layer], level, layer, made[level][layer]) for layer in layers]

@@ -69,7 +69,7 @@ class LevelScheme:
         if level_of(self.level).share == 100:
             return None
         assert self.heavy is not None
-        return self.heavy.of_candidate(segment.source, self.level)
+        return self.heavy.of(segment.source.chunk_id, segment.source.ids, self.level)
 
     def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
         """Encode and decode all layers of one chunk, or some rows of them; returns these and each record's bytes."""

@@ -12,7 +12,6 @@ from kvtool.core.records.heavy import heaviest, repeated
 if TYPE_CHECKING:
     import torch
 
-    from kvtool.core.fusion.plan import Candidate
     from kvtool.core.session.session import Session
 
 _TOGETHER = 4  # chunks of a pass
@@ -34,11 +33,7 @@ class HeavyRows:
             self._worth.update(zip((chunk for chunk, _ in some), made, strict=True))
             advance(len(some))
 
-    def of(self, chunk: bytes, ids: Ids, sensitivity: bytes, level: str) -> Ids:
+    def of(self, chunk: bytes, ids: Ids, level: str) -> Ids:
         """The rows of a chunk that stay at a level, ascending."""
         self.learn([(chunk, ids)])
-        return heaviest(self._worth[chunk], sensitivity, level_of(level).share)
-
-    def of_candidate(self, source: Candidate, level: str) -> Ids:
-        """The same of a segment as it is wanted."""
-        return self.of(source.chunk_id, source.ids, source.sensitivity, level)
+        return heaviest(self._worth[chunk], level_of(level).share)

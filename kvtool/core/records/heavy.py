@@ -1,11 +1,12 @@
 """Which rows of a chunk are worth storing when not all are: those that are looked at when the chunk is read again.
 
 A chunk is prefilled once more with its own tokens behind it, as if someone repeated it word for word; what a row is
-worth is the most that any head gives it while doing so (KVzip, arXiv 2505.23416, there for each head apart), each layer
-by its own mean, times the root of how much the row depends on what stood before (records/sensitivity.py).
+worth is the most that any head gives it while doing so, the mean over the layers (KVzip, arXiv 2505.23416, there for
+each head apart).
 
 Other rules lose more (kvtool/docs/codec.md): the attention that a chunk's own later rows give (H2O, arXiv 2306.14048)
-loses more than rows drawn by lot.
+loses more than rows drawn by lot; times the sensitivity (records/sensitivity.py) it is better on one model and much
+worse on another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Watch:
 
     Attributes
     ----------
-    worth : float32 `[tokens]`, summed over the layers, each by its own mean.
+    worth : float32 `[tokens]`, summed over the layers.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -44,7 +45,7 @@ class _Watch:
             some = torch.arange(start, min(start + _BLOCK, 2 * tokens), device=key.device)
             weights = attention_weights(query[:, some], key, before + some, scaling)
             most = torch.maximum(most, weights[:, :, before : before + tokens].amax((0, 1)))
-        self.worth += (most / most.mean().clamp_min(1e-30)).cpu()
+        self.worth += most.cpu()
 
 
 def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[torch.Tensor]:
@@ -57,18 +58,15 @@ def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[t
     return [watch.worth for watch in watches]
 
 
-def heaviest(worth: torch.Tensor, sensitivity: bytes, share: int) -> Ids:
+def heaviest(worth: torch.Tensor, share: int) -> Ids:
     """Choose the rows that stay, ascending: the first ones, and of the others those of the highest worth.
 
     Parameters
     ----------
     worth : as `repeated` gives it.
-    sensitivity : one little-endian float16 a token; empty: none was measured.
     share : percent of the rows.
     """
     tokens = len(worth)
-    if sensitivity:
-        worth = worth * torch.frombuffer(bytearray(sensitivity), dtype=torch.float16).float().sqrt()
     ranked = worth.clone()
     ranked[:SINKS] = torch.inf
     count = min(tokens, max(SINKS, -(-tokens * share // 100)))

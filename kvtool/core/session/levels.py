@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import exact, known, level_of, lossy
+from kvtool.core.codec.levels import exact, known, level_of, lossy, whole
 from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.errors import DamagedError
 
@@ -85,8 +85,18 @@ def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss:
 
 def smallest_allowed(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> str | None:
     """The smallest of a chunk's levels whose measured loss is allowed; where none is, the one that loses least."""
-    allowed = reversed(lossy(allowed_levels(levels, losses, max_loss)))
-    return next(iter((*allowed, *reversed(exact(levels)), *lossy(levels))), None)
+    exactly = min((level_of(level).bits for level in exact(levels)), default=math.inf)
+    allowed = [level for level in lossy(allowed_levels(levels, losses, max_loss)) if level_of(level).bits < exactly]
+    return next(iter((*reversed(allowed), *reversed(exact(levels)), *_least_lossy(levels, losses))), None)
+
+
+def _least_lossy(levels: Sequence[str], losses: Mapping[str, float]) -> list[str]:
+    """The finest of a chunk's lossy levels that store all rows, or one that leaves rows out where less is known to be
+    lost with it; the better one first."""
+    finest = lossy(whole(levels))[:1]
+    sparse = [level for level in lossy(levels) if level_of(level).share < 100]
+    unknown = dict.fromkeys(finest, 0.0)
+    return sorted([*finest, *sparse], key=lambda level: losses.get(level, unknown.get(level, math.inf)))
 
 
 class ProfileShelf:
