@@ -170,11 +170,14 @@ class Loader:
 
     def _table(self) -> Table:
         """Of the positions of all places up to the last one that is read."""
-        positions = torch.arange(max((segment.stop for segment in self._segments), default=0))
-        for segment in self._segments:
-            if segment.position != segment.start or segment.kept is not None:
-                positions[segment.start : segment.stop] = torch.tensor(segment.positions)
-        return self._decoder.rotary.table(positions.to(self._decoder.device, non_blocking=True))
+        stop, device = max((segment.stop for segment in self._segments), default=0), self._decoder.device
+        moved = [one for one in self._segments if one.position != one.start or one.kept is not None]
+        if not moved:
+            return self._decoder.rotary.table(torch.arange(stop, device=device))
+        positions = torch.arange(stop)
+        for segment in moved:
+            positions[segment.start : segment.stop] = torch.tensor(segment.positions)
+        return self._decoder.rotary.table(positions.to(device))
 
     def _load(self, layer: int, turning: Turning, worker: _Worker) -> None:
         if not self._segments:

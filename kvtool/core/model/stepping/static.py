@@ -30,7 +30,7 @@ class StaticStep:
         self._decoder, self._cache = decoder, cache
         self._token = torch.zeros((1, 1), dtype=torch.int64, device=decoder.device)
         self._place = torch.zeros(1, dtype=torch.int64, device=decoder.device)
-        self._position = torch.zeros(1, dtype=torch.int64, device=decoder.device)
+        self._position = torch.zeros_like(self._place) if cache.dropped else self._place
         self._row = _DeviceRow(self._place, cache.buffers[0].keys.shape[2], decoder.dtype)
         self._memory = _buffers(cache)
         length = cache.buffers[0].length
@@ -50,7 +50,8 @@ class StaticStep:
         """Set the next step's token and position."""
         self._token.fill_(token)
         self._place.fill_(self._cache.buffers[0].length)
-        self._position.fill_(self._cache.buffers[0].length + self._cache.dropped)
+        if self._position is not self._place:
+            self._position.fill_(self._cache.buffers[0].length + self._cache.dropped)
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
