@@ -41,7 +41,8 @@ class TokenCounts:
 class FuseTiming:
     """Milliseconds. `read`, `decode`, `upload` and `rotate` run beside `recompute` in the loader's thread.
 
-    `wait` is how long the compute stood still for them; `select` holds the question's own pass where there is one.
+    `wait` is how long the compute stood still for them; `select` holds the question's own pass where there is one;
+    `shift` is what moving reused rows took of the compute (on a GPU: what asking for it took).
     """
 
     read: float
@@ -49,6 +50,7 @@ class FuseTiming:
     upload: float
     rotate: float
     select: float
+    shift: float
     recompute: float
     wait: float
 
@@ -165,7 +167,7 @@ def fuse_into(
         cache=cache,
         plan=plan,
         tokens=_count(plan, cached, recomputed, [count + int(done.sum()) for count in narrowing.computed]),
-        timing=_timing(loader, narrowing.select_s + asking, total),
+        timing=_timing(loader, narrowing.select_s + asking, narrowing.shift_s, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
@@ -180,7 +182,7 @@ def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed:
     return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), standing, plan.dropped)
 
 
-def _timing(loader: Loader, select: float, total: float) -> FuseTiming:
+def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTiming:
     upload, rotate = loader.placing_s()
     seconds = {
         "read": loader.stats.read_s,
@@ -188,7 +190,8 @@ def _timing(loader: Loader, select: float, total: float) -> FuseTiming:
         "upload": upload,
         "rotate": rotate,
         "select": select,
-        "recompute": total - select - loader.waited_s,
+        "shift": shift,
+        "recompute": total - select - shift - loader.waited_s,
         "wait": loader.waited_s,
     }
     return FuseTiming(**{name: value * 1e3 for name, value in seconds.items()})

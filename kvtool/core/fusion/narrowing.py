@@ -69,7 +69,7 @@ class Narrowing:
         self.targets = selector.narrowing(plan, len(decoder.layers))
         self.rows = rows
         self.computed: list[int] = []
-        self.select_s = 0.0
+        self.select_s = self.shift_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
         self._cached, self._shift = cached, shift
         shift.follow(rows)
@@ -82,12 +82,16 @@ class Narrowing:
         self._note_span(f"compute to layer {layer}", rows)
         self._loader.wait(layer)
         self.computed.append(rows)
+        started = time.perf_counter()
         self._shift.before(layer)
+        self.shift_s += time.perf_counter() - started
         self._since = time.perf_counter()
 
     def on_updated(self, layer: int) -> None:
         """The layer's rows are in the cache: those that are reused beside them are shifted."""
+        started = time.perf_counter()
         self._shift.after(layer)
+        self.shift_s += time.perf_counter() - started
 
     def end(self) -> None:
         """The pass is through."""

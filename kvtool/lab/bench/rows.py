@@ -28,7 +28,7 @@ class FusionRow:
         neither was measured, None and "", and so are `speedup` and `efficiency`.
     flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
     load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
-        `select_ms` (the question's own pass included) being a part.
+        `select_ms` (the question's own pass included) and `shift_ms` being parts.
     overlap : ttft_ms / max(load_ms, compute_ms): 1 is loading and computing beside each other at no cost.
     limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
     roofline_efficiency : limit_ms / ttft_ms.
@@ -50,6 +50,7 @@ class FusionRow:
     rotate_ms: float
     load_ms: float
     select_ms: float
+    shift_ms: float
     compute_ms: float
     wait_ms: float
     plan_ms: float
@@ -183,8 +184,8 @@ def _parts(samples: Sequence[Sample]) -> dict[str, float]:
         return float(statistics.median(sum(getattr(timing, name) for name in names) for timing in timings))
 
     return {
-        **{f"{name}_ms": middle(name) for name in ("read", "decode", "upload", "rotate", "select", "wait")},
+        **{f"{name}_ms": middle(name) for name in ("read", "decode", "upload", "rotate", "select", "shift", "wait")},
         "load_ms": middle("read", "decode", "upload", "rotate"),
-        "compute_ms": middle("recompute", "select"),
+        "compute_ms": middle("recompute", "select", "shift"),
         "plan_ms": statistics.median(sample.plan_ms for sample in samples),
     }

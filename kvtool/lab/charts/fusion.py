@@ -32,7 +32,7 @@ def fusion_tables(result: FusionBench) -> tuple[FusionTable, ...]:
     """How fast each mode is, where its time goes, and what it moves and holds."""
     head = ("fusion", "context")
     speed = (*head, "TTFT ms", "speedup", "FLOPs", "efficiency", "of limit")
-    times = (*head, "read", "decode", "load", "wait", "select", "compute")
+    times = (*head, "read", "decode", "load", "wait", "select", "shift", "compute")
     sizes = (*head, "overlap", "limit ms", "MB read", "peak MB", "staged")
     return (
         FusionTable("time to the first token", speed, tuple(_speeds(result))),
@@ -67,7 +67,7 @@ def _speed(row: FusionRow) -> tuple[Any, ...]:
 
 
 def _times(row: FusionRow) -> tuple[Any, ...]:
-    parts = (row.read_ms, row.decode_ms, row.load_ms, row.wait_ms, row.select_ms, row.compute_ms)
+    parts = (row.read_ms, row.decode_ms, row.load_ms, row.wait_ms, row.select_ms, row.shift_ms, row.compute_ms)
     return (row.fusion, row.context, *map(_ms, parts))
 
 
