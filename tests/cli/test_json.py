@@ -28,7 +28,19 @@ from tests.cli.working import (
 )
 
 CHUNK = {"id": str, "source": str, "start": int, "end": int, "tokens": int, "status": str}
-TIMES = {"retrieve", "read", "decode", "upload", "rotate", "select", "shift", "recompute", "ttft", "generate", "model_load"}
+TIMES = {
+    "retrieve",
+    "read",
+    "decode",
+    "upload",
+    "rotate",
+    "select",
+    "shift",
+    "recompute",
+    "ttft",
+    "generate",
+    "model_load",
+}
 TOKENS = {"prompt", "reused", "recomputed", "fresh", "generated"}
 
 
