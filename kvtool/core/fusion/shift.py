@@ -192,7 +192,7 @@ class Shift:
 
     def _made(self, probes: torch.Tensor, reused: torch.Tensor) -> Probes | None:
         """Weigh the probes (bool `[length]`, as the reused rows) of each chunk; None: none has enough of them."""
-        sensitivity, factors = self.plan.sensitivity(), torch.zeros(self.plan.length)
+        sensitivity, factors = self.plan.sensitivity(), torch.zeros(self.plan.length, dtype=torch.float32)
         spans, counts = [], []
         for segment in self.plan.cached_chunks:
             span = slice(segment.start, segment.stop)
@@ -209,7 +209,7 @@ class Shift:
     def _weighed(
         self, places: torch.Tensor, factors: torch.Tensor, spans: Sequence[slice], counts: torch.Tensor
     ) -> Probes:
-        weights = torch.zeros(len(spans), len(places))
+        weights = torch.zeros(len(spans), len(places), dtype=torch.float32)
         weights[torch.arange(len(spans)).repeat_interleave(counts), torch.arange(len(places))] = 1.0
         others = factors.nonzero()[:, 0]
         stops = torch.tensor([span.stop for span in spans])
