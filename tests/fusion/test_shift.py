@@ -116,7 +116,7 @@ def test_without_machine_code_it_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
         plan = own.plan(lead_in=BOS)
         by_code = own.fuse(plan, Epic(5))
         with monkeypatch.context() as patched:
-            patched.setattr(shift, "add_offsets", lambda offsets, isa: False)
+            patched.setattr(shift, "add_offsets", lambda sides, runs, isa: False)
             by_torch = own.fuse(plan, Epic(5))
         for one, other in zip(by_code.cache.buffers, by_torch.cache.buffers, strict=True):
             torch.testing.assert_close(one.view(), other.view(), rtol=0, atol=1e-5)

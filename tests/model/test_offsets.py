@@ -1,18 +1,21 @@
-"""One offset added to many rows by machine code is what torch makes of it."""
+"""Offsets added to runs of rows by machine code are what torch makes of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from kvtool.core.model.offsets import Offset, add_offsets
+from kvtool.core.model.offsets import Runs, add_offsets
 from kvtool.core.model.rotary import Table
 from kvtool.core.native.compiling import ISAS, runnable
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NATIVE = [name for name in runnable() if name != "scalar"]
+COUNT = 50
+SPANS = [(0, 7), (9, 9), (9, 10), (12, 44)]
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 
 
@@ -20,71 +23,81 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def table_of(rows: int, rotary_dim: int) -> Table | None:
-    if not rotary_dim:
-        return None
+def table_of(rows: int, rotary_dim: int) -> Table:
     cos, sin = (random(1, rows, rotary_dim // 2, seed=side).repeat(1, 1, 2) for side in (1, 2))
     return Table(cos, sin)
 
 
-def by_torch(one: Offset) -> torch.Tensor:
-    more = (one.factors[:, None] * one.offset[:, None]).clone()
-    if one.table is not None:
-        size = one.table.cos.shape[2]
-        low, high = more[..., :size].chunk(2, -1)
-        more[..., :size] = more[..., :size] * one.table.cos[0] + torch.cat([-high, low], -1) * one.table.sin[0]
-    return (one.to.float() + more).to(one.to.dtype)
+def runs_of(rotary_dim: int) -> Runs:
+    factors = random(COUNT, seed=3).abs()
+    factors[::5] = 0
+    return Runs(np.array(SPANS, np.int64), factors, table_of(COUNT, rotary_dim))
+
+
+def by_torch(rows: torch.Tensor, offsets: torch.Tensor, runs: Runs, turned: bool) -> torch.Tensor:
+    rows = rows.clone()
+    for run, (start, stop) in enumerate(SPANS):
+        more = runs.factors[start:stop, None] * offsets[:, run, None]
+        if turned:
+            table, size = runs.table[slice(start, stop)], runs.table.cos.shape[2]
+            low, high = more[..., :size].chunk(2, -1)
+            ahead = more[..., :size] * table.cos[0] + torch.cat([-high, low], -1) * table.sin[0]
+            more = torch.cat([ahead, more[..., size:]], -1)
+        rows[:, start:stop] = (rows[:, start:stop].float() + more).to(rows.dtype)
+    return rows
 
 
 @pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("head_dim", "rotary_dim"), [(16, 16), (64, 0), (64, 64), (64, 32), (80, 80), (8, 0), (256, 64)]
-)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (64, 32), (80, 80), (256, 64)])
 def test_it_is_what_torch_gives(isa: str, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
-    buffer = random(3, 50, head_dim).to(dtype)
-    before = buffer.clone()
-    factors = random(37, seed=3).abs()
-    factors[::5] = 0
-    offset = random(3, 4, head_dim, seed=4)[:, 1]  # a row of several, as chunks have
-    one = Offset(buffer[:, 7:44], offset, factors, table_of(37, rotary_dim))
-    expected = by_torch(one)
-    assert add_offsets([one], ISAS[isa])
-    torch.testing.assert_close(buffer[:, 7:44], expected, rtol=0, atol=0)
-    assert torch.equal(buffer[:, :7], before[:, :7])
-    assert torch.equal(buffer[:, 44:], before[:, 44:])
-    assert torch.equal(buffer[:, 7:44:5], before[:, 7:44:5])  # factor 0: not touched
+    """Keys and values in one call, in buffers with room behind; nothing beside the runs is touched."""
+    room = [random(3, COUNT + 6, head_dim, seed=side).to(dtype) for side in range(2)]
+    room[0][0, 3, 2] = torch.nan
+    runs = runs_of(rotary_dim)
+    offsets = [random(3, len(SPANS), head_dim, seed=4 + side) for side in range(2)]
+    expected = [
+        by_torch(rows, each, runs, not side) for side, (rows, each) in enumerate(zip(room, offsets, strict=True))
+    ]
+    assert add_offsets([(room[0], offsets[0], True), (room[1], offsets[1], False)], runs, ISAS[isa])
+    for found, right in zip(room, expected, strict=True):
+        torch.testing.assert_close(found, right, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("isa", NATIVE)
-def test_several_in_one_call_and_rows_that_are_no_numbers(isa: str) -> None:
-    rows = [random(2, count, 16, seed=count).bfloat16() for count in (1, 9, 0)]
-    rows[1][0, 3, 2] = torch.nan
-    offsets = [Offset(to, random(2, 16, seed=9), torch.ones(to.shape[1])) for to in rows]
-    expected = [by_torch(one) for one in offsets]
-    assert add_offsets(offsets, ISAS[isa])
-    for one, right in zip(offsets, expected, strict=True):
-        torch.testing.assert_close(one.to, right, equal_nan=True, rtol=0, atol=0)
+def test_rows_apart_and_heads_in_another_order(isa: str) -> None:
+    rows = random(COUNT, 2, 16).transpose(0, 1)
+    offsets = random(len(SPANS), 2, 16, seed=7).transpose(0, 1)
+    runs = runs_of(16)
+    expected = by_torch(rows, offsets, runs, True)
+    assert add_offsets([(rows, offsets, True)], runs, ISAS[isa])
+    torch.testing.assert_close(rows, expected, rtol=0, atol=0)
 
 
 def test_what_machine_code_does_not_know_is_refused_and_left_alone() -> None:
-    good = Offset(random(2, 5, 16), random(2, 16), torch.ones(5), table_of(5, 16))
-    assert good.table is not None
-    cut = Table(good.table.cos[:, :4], good.table.sin[:, :4])
-    bad = [
-        replace(good, to=random(2, 5, 32)[..., ::2]),
-        replace(good, to=random(2, 5, 16).double()),
-        replace(good, offset=random(3, 16)),
-        replace(good, offset=random(2, 16).double()),
-        replace(good, factors=torch.ones(4)),
-        replace(good, factors=torch.ones(10)[::2]),
-        replace(good, table=cut),
-        replace(good, table=table_of(5, 32)),
-        Offset(random(2, 5, 12), random(2, 12), torch.ones(5)),
-    ]
-    before = good.to.clone()
-    for one in bad:
-        assert not add_offsets([good, one], ISAS[runnable()[0]])
-    assert not add_offsets([good, replace(good, to=good.to.half())], ISAS[runnable()[0]])
-    assert torch.equal(good.to, before)
-    assert add_offsets([], ISAS[runnable()[0]])
+    rows, offsets, runs, isa = random(2, COUNT, 16), random(2, len(SPANS), 16), runs_of(16), ISAS[runnable()[0]]
+    assert runs.fits
+    good, before = (rows, offsets, True), rows.clone()
+    for bad in (
+        (random(2, COUNT, 32)[..., ::2], offsets, True),
+        (rows.double(), offsets, True),
+        (rows[:, : COUNT - 1], offsets, True),
+        (rows, random(3, len(SPANS), 16), True),
+        (rows, offsets[:, 1:], True),
+        (rows, offsets.double(), True),
+        (random(2, COUNT, 12), random(2, len(SPANS), 12), False),
+        (random(2, COUNT, 8), random(2, len(SPANS), 8), True),
+        (rows.half(), offsets, True),
+    ):
+        assert not add_offsets([good, bad], runs, isa)
+    assert torch.equal(rows, before)
+
+
+def test_runs_that_reach_beyond_their_rows_do_not_fit() -> None:
+    runs = runs_of(16)
+    for spans in ([(0, COUNT + 1)], [(-1, 3)], [(5, 4)]):
+        assert not replace(runs, spans=np.array(spans, np.int64)).fits
+    assert not replace(runs, factors=torch.ones(2 * COUNT)[::2]).fits
+    assert not replace(runs, factors=runs.factors.double()).fits
+    assert not replace(runs, table=table_of(COUNT - 1, 16)).fits
+    assert not replace(runs, table=table_of(COUNT, 20)).fits

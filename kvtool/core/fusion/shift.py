@@ -8,10 +8,11 @@ that tell the offset: no other row is computed for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvtool.core.codec.base import LayerKV
@@ -19,7 +20,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kernels import isa_here
-from kvtool.core.model.offsets import Offset, add_offsets
+from kvtool.core.model.offsets import Runs, add_offsets
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rotary import Table
 
@@ -78,7 +79,7 @@ class Probes:
     unturned : the table that takes their positions off keys.
     weights : float32 `[chunks, probes]`: the probes' change times these is a chunk's offset.
     factors : float32 `[length]`: how much of its chunk's offset each row takes; 0 where it takes none.
-    spans : of the chunks; `counts`: of their probes, float32 `[chunks]`.
+    spans : of the chunks; `counts`: of their probes, `reach`: sum of their squared factors, float32 `[chunks]`.
     others : places of the rows that take an offset, int64 `[others]`, and the number of each one's chunk.
     """
 
@@ -88,6 +89,7 @@ class Probes:
     factors: torch.Tensor
     spans: tuple[slice, ...]
     counts: torch.Tensor
+    reach: torch.Tensor
     others: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -100,6 +102,7 @@ class Shift:
         self._wanted = wanted
         self._isa = isa_here() if decoder.device == "cpu" else None
         self._probes: Probes | None = None
+        self._runs: Runs | None = None
         self._spared: torch.Tensor | None = None
         self._old: LayerKV | None = None
         self._rows = plan.mask()
@@ -123,6 +126,7 @@ class Shift:
         computed[rows.order] = True
         hits = self.plan.hit_rows()
         self._probes = self._made(hits & computed, hits & ~computed)
+        self._runs = self._runs_of(self._probes)
         self._spared = spared
 
     def before(self, layer: int) -> None:
@@ -143,8 +147,8 @@ class Shift:
             factors = factors.masked_fill(self._there(self._spared), 0.0)
         self._old = self._spared = None
         offsets = self.offsets(layer, probes, (keys, values))
-        self._by_layer.append(_mean_squares(probes, values, offsets[1], factors))
-        if not self._added_at_once(probes, buffer, layer, offsets, factors):
+        self._by_layer.append(_mean_squares(probes, values, offsets[1]))
+        if not self._added_at_once(buffer, layer, offsets, factors):
             self._add(probes, buffer, layer, offsets, factors)
 
     def offsets(self, layer: int, probes: Probes, changes: LayerKV) -> LayerKV:
@@ -157,19 +161,23 @@ class Shift:
         keys, values = changes
         return probes.weights @ keys, probes.weights @ values
 
-    def _added_at_once(
-        self, probes: Probes, buffer: BufferLayer, layer: int, offsets: LayerKV, factors: torch.Tensor
-    ) -> bool:
+    def _added_at_once(self, buffer: BufferLayer, layer: int, offsets: LayerKV, factors: torch.Tensor) -> bool:
         """Add the chunks' offsets, `[kv_heads, chunks, head_dim]`, by machine code. False: there is none."""
-        if self._isa is None or not self.decoder.rotary.halves:
+        if (runs := self._runs) is None or self._isa is None:
             return False
+        if factors is not runs.factors:
+            runs = replace(runs, factors=factors)
         keys, values = offsets
-        turns, adding = self.decoder.rotary.rotates(layer), []
-        for chunk, span in enumerate(probes.spans):
-            table = self._table[span] if turns else None
-            adding.append(Offset(buffer.keys[0, :, span], keys[:, chunk], factors[span], table))
-            adding.append(Offset(buffer.values[0, :, span], values[:, chunk], factors[span]))
-        return add_offsets(adding, self._isa)
+        turned = self.decoder.rotary.rotates(layer)
+        return add_offsets([(buffer.keys[0], keys, turned), (buffer.values[0], values, False)], runs, self._isa)
+
+    def _runs_of(self, probes: Probes | None) -> Runs | None:
+        """The chunks as machine code takes them; None: it does not."""
+        if probes is None or self._isa is None or not self.decoder.rotary.halves:
+            return None
+        spans = np.array([(span.start, span.stop) for span in probes.spans], np.int64)
+        runs = Runs(spans, probes.factors, self._table)
+        return runs if runs.fits else None
 
     def _add(self, probes: Probes, buffer: BufferLayer, layer: int, offsets: LayerKV, factors: torch.Tensor) -> None:
         """Add them by torch, on any device."""
@@ -221,6 +229,7 @@ class Shift:
             factors=self._there(factors),
             spans=tuple(spans),
             counts=self._there(counts.float()),
+            reach=self._there(torch.stack([factors[span].square().sum() for span in spans])),
             others=(self._there(others), self._there(torch.searchsorted(stops, others, right=True))),
         )
 
@@ -243,9 +252,9 @@ def rows_of(buffer: BufferLayer, rows: torch.Tensor) -> LayerKV:
     return buffer.keys[0].index_select(1, rows), buffer.values[0].index_select(1, rows)
 
 
-def _mean_squares(probes: Probes, changes: torch.Tensor, offsets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def _mean_squares(probes: Probes, changes: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """As `Shifted.by_layer` has them, from the probes' changes and the chunks' offsets in values."""
-    where, chunks = probes.others
-    squares = offsets.square().sum((0, 2))
-    shifted = (squares[chunks] * factors[where].square()).mean()
-    return torch.stack([shifted, changes.square().sum() / len(probes.rows), squares @ probes.counts / len(probes.rows)])
+    squares, count = offsets.square().sum((0, 2)), len(probes.rows)
+    flat = changes.flatten()  # one call of a product instead of two that wake other threads
+    shifted = squares @ probes.reach / len(probes.others[0])
+    return torch.stack([shifted, flat @ flat / count, squares @ probes.counts / count])

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,79 +39,110 @@ _FIELDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Offset:
-    """Rows that take one offset, each as much of it as its factor says.
+class Runs:
+    """Runs of rows, each of which takes an offset of its own, every row as much of it as its factor says.
 
     Attributes
     ----------
-    to : `[heads, rows, head_dim]`, changed in place.
-    offset : float32 `[heads, head_dim]`; of keys the un-rotated one, which is rotated to each row's position.
-    factors : float32 `[rows]`; a row whose factor is 0 is not touched.
-    table : of the rows' positions; None: nothing is rotated.
+    spans : int64 `[runs, 2]`, the first row of each and the one behind its last.
+    factors : float32 `[rows]`, of all rows; one whose factor is 0 is not touched.
+    table : of all rows' positions.
     """
 
-    to: torch.Tensor
-    offset: torch.Tensor
+    spans: np.ndarray[Any, np.dtype[np.int64]]
     factors: torch.Tensor
-    table: Table | None = None
+    table: Table
 
     @property
     def fits(self) -> bool:
-        """Whether there is machine code for it: it knows no bounds."""
-        heads, rows, head_dim = self.to.shape
-        rotated = 0 if self.table is None else self.table.cos.shape[2]
+        """Whether there is machine code for them: it knows no bounds."""
+        cos, sin, count = self.table.cos, self.table.sin, len(self.factors)
         return (
-            self.to.is_cpu
-            and str(self.to.dtype).removeprefix("torch.") in STORED
-            and self.to.stride(2) == 1
-            and self.offset.shape == (heads, head_dim)
-            and self.offset.dtype == self.factors.dtype == torch.float32
-            and self.offset.stride(1) == 1
-            and self.factors.shape == (rows,)
+            self.factors.dtype == cos.dtype == sin.dtype == torch.float32
             and self.factors.is_contiguous()
-            and rotated <= head_dim
-            and rotated % (2 * _WIDTH) == 0 == (head_dim - rotated) % _WIDTH
-            and (self.table is None or _fits(self.table, rows))
+            and self.factors.is_cpu
+            and cos.is_cpu
+            and cos.shape == sin.shape
+            and cos.shape[:2] == (1, count)
+            and cos.stride() == sin.stride()
+            and cos.stride(2) == 1
+            and cos.shape[2] % (2 * _WIDTH) == 0
+            and self.spans.shape[1:] == (2,)
+            and bool((self.spans[:, 0] >= 0).all() and (self.spans[:, 1] <= count).all())
+            and bool((self.spans[:, 0] <= self.spans[:, 1]).all())
         )
 
-    def job(self) -> list[int]:
-        """What machine code is told of it, in the order of its fields."""
-        heads, rows, head_dim = self.to.shape
-        table, rotated = [0, 0, 0], 0
-        if self.table is not None:
-            cos, sin = self.table.cos[0], self.table.sin[0]
-            table, rotated = [cos.data_ptr(), sin.data_ptr(), cos.stride(0)], cos.shape[1]
-        places = [self.to.data_ptr(), *self.to.stride()[:2], self.offset.data_ptr(), self.offset.stride(0)]
-        return [*places, self.factors.data_ptr(), *table, heads, rows, rotated // 2, head_dim - rotated]
+
+Side = tuple[torch.Tensor, torch.Tensor, bool]  # rows, offsets, whether these are turned: see `add_offsets`
 
 
-def _fits(table: Table, rows: int) -> bool:
-    cos, sin = table.cos, table.sin
-    return (
-        cos.dtype == sin.dtype == torch.float32
-        and cos.shape == sin.shape
-        and cos.shape[:2] == (1, rows)
-        and cos.stride() == sin.stride()
-        and cos.stride(2) == 1
-        and cos.is_cpu
-    )
+def add_offsets(sides: Sequence[Side], runs: Runs, isa: Isa) -> bool:
+    """Add each run's offset to its rows in one call, by the calling thread alone; in float32, rounded once.
 
-
-def add_offsets(offsets: Sequence[Offset], isa: Isa) -> bool:
-    """Add all offsets in one call, by the calling thread alone; in float32, rounded once to the format of the rows.
+    Parameters
+    ----------
+    sides : rows `[heads, rows, head_dim]`, changed in place and of one format; offsets, float32 `[heads, runs,
+        head_dim]`; and whether these are rotated to each row's position, as those of un-rotated keys are.
+    runs : ones that fit.
 
     Returns
     -------
-    False: there is no machine code for one of them, or they differ in format; then nothing was added.
+    False: there is no machine code for these; then nothing was added.
     """
-    if not offsets:
-        return True
-    dtype = offsets[0].to.dtype
-    if not all(one.to.dtype == dtype and one.fits for one in offsets):
+    width = runs.table.cos.shape[2]
+    turns = [width if turned else 0 for *_, turned in sides]
+    if not all(_fit(rows, offsets, runs, turn) for (rows, offsets, _), turn in zip(sides, turns, strict=True)):
         return False
-    jobs = np.array([one.job() for one in offsets], np.int64)
+    dtype = sides[0][0].dtype
+    if any(rows.dtype != dtype for rows, *_ in sides):
+        return False
+    jobs = np.concatenate(
+        [_jobs(rows, offsets, runs, turn) for (rows, offsets, _), turn in zip(sides, turns, strict=True)]
+    )
     _function(isa, str(dtype).removeprefix("torch."))(jobs.ctypes.data, len(jobs))
     return True
+
+
+def _fit(rows: torch.Tensor, offsets: torch.Tensor, runs: Runs, rotated: int) -> bool:
+    heads, count, head_dim = rows.shape
+    return (
+        rows.is_cpu
+        and str(rows.dtype).removeprefix("torch.") in STORED
+        and rows.stride(2) == 1
+        and count >= len(runs.factors)
+        and offsets.is_cpu
+        and offsets.dtype == torch.float32
+        and offsets.shape == (heads, len(runs.spans), head_dim)
+        and offsets.stride(2) == 1
+        and rotated <= head_dim
+        and (head_dim - rotated) % _WIDTH == 0
+        and len(runs.spans) > 0
+    )
+
+
+def _jobs(rows: torch.Tensor, offsets: torch.Tensor, runs: Runs, rotated: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """What machine code is told of each run, in the order of its fields."""
+    first, behind = runs.spans[:, 0], runs.spans[:, 1]
+    cos, sin = runs.table.cos, runs.table.sin
+    columns: dict[str, Any] = {
+        "to": rows.data_ptr() + first * rows.stride(1) * rows.itemsize,
+        "to_head": rows.stride(0),
+        "to_row": rows.stride(1),
+        "offset": offsets.data_ptr() + np.arange(len(first)) * offsets.stride(1) * offsets.itemsize,
+        "offset_head": offsets.stride(0),
+        "factors": runs.factors.data_ptr() + first * runs.factors.itemsize,
+        "cos": cos.data_ptr() + first * cos.stride(1) * cos.itemsize,
+        "sin": sin.data_ptr() + first * sin.stride(1) * sin.itemsize,
+        "table_row": cos.stride(1),
+        "heads": rows.shape[0],
+        "rows": behind - first,
+        "half": rotated // 2,
+        "rest": rows.shape[2] - rotated,
+    }
+    jobs = np.empty((len(first), len(_FIELDS)), np.int64)
+    for number, name in enumerate(_FIELDS):
+        jobs[:, number] = columns[name]
+    return jobs
 
 
 @cache
