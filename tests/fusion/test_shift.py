@@ -16,7 +16,7 @@ from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
-from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model
+from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model, same_bits
 from tests.fusion.test_against_transformers import reused
 from tests.fusion.test_condense import fuse as fuse_condensed
 
@@ -160,6 +160,19 @@ def test_no_row_takes_more_than_twice_the_change() -> None:
         chosen[chunk.start : chunk.start + 2] = True
     fused = own.fuse(plan, ShiftedRows(chosen))
     assert fused.shifted.size <= 2
+
+
+def test_a_chunk_whose_sensitivity_was_not_kept_is_left_alone() -> None:
+    """Every row would take the whole change of those that move most."""
+    own = case("llama")
+    plan = own.plan(lead_in=BOS)
+    bare = [replace(s, source=replace(s.source, sensitivity=b"")) for s in plan.chunks]
+    some = Plan((plan.segments[0], *bare[:2], *plan.chunks[2:], plan.segments[-1]))
+    none = Plan((plan.segments[0], *bare, plan.segments[-1]))
+    moved = own.fuse(some, Epic(5)).shifted.rows
+    assert not moved[: plan.chunks[2].start].any()
+    assert moved[plan.chunks[3].start :].any()
+    assert same_bits(own.fuse(none, Epic(5)), own.fuse(none, Epic(5, shift=False)))
 
 
 def _sensitivity(tokens: int) -> bytes:

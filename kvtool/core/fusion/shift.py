@@ -205,7 +205,8 @@ class Shift:
         for segment in self.plan.cached_chunks:
             span = slice(segment.start, segment.stop)
             mine, others = probes[span], reused[span]
-            if int(mine.sum()) < _FEWEST or not bool(others.any()):
+            known = bool(segment.source.sensitivity)  # at full strength all rows would be moved too far
+            if not known or int(mine.sum()) < _FEWEST or not bool(others.any()):
                 probes[span] = False
                 continue
             factors[span] = _shares(sensitivity[span], mine).masked_fill(~others, 0.0)
