@@ -21,14 +21,13 @@ _HALVES_HEAD = (
 
 def quality_sections(value: dict[str, Any]) -> list[Section]:
     """Sections from what `inspect quality --json` gives."""
-    runs = [row for row in value["runs"] if row["run"] != NO_CONTEXT]
     text = (
         "KL: how far a run's distributions are from full recompute's, in nats, before the first token and mean over "
         "the full answer; in brackets the 95 % interval over questions. Pareto: no other run recomputes less and is "
         "nearer to full."
     )
     sections = [
-        Section("Distance against recompute", (text,), (_charts(runs),) if len(runs) > 1 else ()),
+        Section("Distance against recompute", (text,), _figures(value)),
         Section("All runs", tables=(quality_table(value),)),
     ]
     if len(value["runs"]) > 1:
@@ -38,26 +37,49 @@ def quality_sections(value: dict[str, Any]) -> list[Section]:
     return sections
 
 
-def _charts(runs: Sequence[dict[str, Any]]) -> str:
+# ---- the figure ----
+
+
+def _figures(value: Mapping[str, Any]) -> tuple[str, ...]:
+    """Draw the figure, if any run stands beside full recompute."""
+    beside = {row["run"] for row in value["runs"]} - {value["reference"], NO_CONTEXT}
+    return (_charts(value),) if beside else ()
+
+
+def _charts(value: Mapping[str, Any]) -> str:
+    """Draw KL and F1 against what is recomputed; F1 of full and of no context are lines across."""
+    found = {row["run"]: row for row in value["runs"]}
+    runs = [row for name, row in found.items() if name not in (value["reference"], NO_CONTEXT)]
+    levels = ((value["reference"], "full"), (NO_CONTEXT, "no context"))
+    scores = tuple((told, found[run]["f1"]) for run, told in levels if "f1" in found.get(run, {}))
     panels = [
-        Panel(title, tuple(_by_mode(runs, name)))
-        for title, name in (("KL of the answer, nats", "kl_answer"), ("F1", "f1"))
+        Panel(title, tuple(_by_variant(runs, name)), levels=beside)
+        for title, name, beside in (("KL of the answer, nats", "kl_answer", ()), ("F1", "f1", scores))
         if any(name in row for row in runs)
     ]
-    note = "with 95 % intervals over questions"
-    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed", note)
+    note = f"with 95 % intervals over {value['questions']} questions; hollow: a variant of the mode"
+    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed", note, True)
 
 
-def _by_mode(runs: Sequence[dict[str, Any]], name: str) -> Iterator[Line]:
-    """Points of each mode, ascending; shares are rounded so that modes with the same ratio stand below each other."""
-    found: dict[str, dict[float, tuple[float, tuple[float, float]]]] = {}
+def _by_variant(runs: Sequence[Mapping[str, Any]], name: str) -> Iterator[Line]:
+    """Points of each mode, ascending, and of each of its variants beside them; shares are rounded so that modes with
+    the same ratio stand at the same place."""
+    found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in runs:
         if name in row:
-            share, value = round(100 * row["recomputed_share"]), row[name]
-            found.setdefault(row["run"].partition(":")[0], {})[share] = value, row["intervals"][name] or (value, value)
-    for mode, points in found.items():
-        told = sorted(points.items())
-        yield Line(mode, tuple((share, value) for share, (value, _) in told), tuple(of for _, (_, of) in told))
+            found.setdefault(row["run"].partition(":")[0], {})[round(100 * row["recomputed_share"])] = row
+    for variant, of_share in found.items():
+        mode, *changes = variant.split("+")
+        told = sorted(of_share.items())
+        points = tuple((share, row[name]) for share, row in told)
+        bounds = tuple(tuple(row["intervals"][name] or (row[name],) * 2) for _, row in told)
+        yield Line(_readable(mode, changes), points, bounds, mode if changes else "")
+
+
+def _readable(mode: str, changes: Sequence[str]) -> str:
+    """Write a variant for a legend: `union+shift=no` is `union, no shift`."""
+    without = [f"no {change[:-3]}" if change.endswith("=no") else change for change in changes]
+    return ", ".join([mode, *without])
 
 
 # ---- all runs ----

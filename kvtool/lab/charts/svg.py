@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -11,7 +11,7 @@ WIDTH = 1056  # of a whole chart: what a page at 1,200 pixels has room for
 _HEIGHT = 280  # of a panel's plot
 _LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 64, 64, 72, 24, 56
 _LABEL = 30  # pixels that a number below a panel takes at least
-_ASIDE = 4  # pixels between the points of two series with intervals
+_ASIDE = 6  # pixels between the points of two series with intervals
 _LEGEND = 150  # pixels of a name in the legend
 COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
 _MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-4 -4h8v8h-8z", "M0 -5l5 5l-5 5l-5 -5z", "M0 -5l5 9h-10z")
@@ -19,48 +19,69 @@ STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 15px; font-weight: 600 } .note { font-size: 11px; fill: #6a737d }
 .page { fill: #ffffff } .grid { stroke: #d9dee3; stroke-width: 1 }
+.level { stroke: #6a737d; stroke-width: 1; stroke-dasharray: 2 3 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e3e7ec } .note { fill: #98a1ab } .page { fill: #14181d } .grid { stroke: #333a42 }
+  .level { stroke: #98a1ab }
 }
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A named series of (x, y), ascending in x; `bounds`, where there are any: of each point, its interval in y."""
+    """A named series of points.
+
+    Attributes
+    ----------
+    points : (x, y), ascending in x.
+    bounds : of each point, its interval in y; empty: there are none.
+    beside : the series of which this is a variant: it has its colour and its mark, hollow and dashed. "": of none.
+    """
 
     name: str
     points: tuple[tuple[float, float], ...]
     bounds: tuple[tuple[float, float], ...] = ()
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot. `logarithmic` is the vertical axis; it then needs numbers above 0."""
+    """One plot.
+
+    Attributes
+    ----------
+    logarithmic : the vertical axis, which then needs numbers above 0.
+    levels : name and y of lines across the whole plot, to hold the series against.
+    """
 
     title: str
     lines: tuple[Line, ...]
     logarithmic: bool = False
+    levels: tuple[tuple[str, float], ...] = ()
 
 
-def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "") -> str:
-    """Panels side by side over the same values of x, which stand evenly spaced; a name has one colour in all of them.
+def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "", to_scale: bool = False) -> str:
+    """Panels side by side over the same values of x; a name has one colour in all of them.
+
+    Parameters
+    ----------
+    to_scale : whether x is a scale from 0, for numbers of at least 0; else its values stand evenly spaced.
 
     Returns
     -------
     The SVG document's text.
     """
-    names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
-    across = sorted({x for panel in panels for line in panel.lines for x, _ in line.points})
+    values = sorted({x for panel in panels for line in panel.lines for x, _ in line.points})
     wide = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
-    legend_rows = -(-len(names) // _per_row())
-    height = _TOP + _HEIGHT + _BOTTOM + 20 * legend_rows + (20 if note else 0)
+    across = _Across.to_scale(values, wide) if to_scale else _Across.evenly(values, wide)
+    looks = _looks(line for panel in panels for line in panel.lines)
+    height = _TOP + _HEIGHT + _BOTTOM + 20 * -(-len(looks) // _per_row()) + (20 if note else 0)
     parts = [*opening(title, WIDTH, height)]
     for number, panel in enumerate(panels):
         parts.append(f'<g transform="translate({_LEFT + number * (wide + _GAP):.1f} {_TOP})">')
-        parts += _panel(panel, names, across, x_label, wide)
+        parts += _panel(panel, looks, across, x_label)
         parts.append("</g>")
-    parts += _legend(names, _TOP + _HEIGHT + _BOTTOM)
+    parts += _legend(looks, _TOP + _HEIGHT + _BOTTOM)
     return closing(parts, note, height)
 
 
@@ -81,58 +102,138 @@ def closing(parts: Sequence[str], note: str, height: int) -> str:
     return "\n".join([*parts, *told, "</svg>"]) + "\n"
 
 
-def _panel(panel: Panel, names: Sequence[str], across: Sequence[float], x_label: str, wide: float) -> Iterator[str]:
-    values = [y for line in panel.lines for _, y in line.points]
+def _panel(panel: Panel, looks: Mapping[str, _Look], across: _Across, x_label: str) -> Iterator[str]:
+    values = [y for line in panel.lines for _, y in line.points] + [y for _, y in panel.levels]
     values += [y for line in panel.lines for bounds in line.bounds for y in bounds]
     scale = _Scale.over(values, panel.logarithmic)
     yield f'<text x="0" y="-12">{escape(panel.title)}</text>'
     for tick in scale.ticks:
         y = scale.place(tick)
-        yield f'<path class="grid" d="M0 {y:.1f}H{wide:.1f}"/>'
+        yield f'<path class="grid" d="M0 {y:.1f}H{across.wide:.1f}"/>'
         yield f'<text x="-8" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
-    places = {x: wide * (number + 0.5) / len(across) for number, x in enumerate(across)}
-    for x, place in list(places.items())[:: math.ceil(len(places) * _LABEL / wide)]:
-        yield f'<text x="{place:.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
-    yield f'<text class="note" x="{wide / 2:.1f}" y="{_HEIGHT + 36}" text-anchor="middle">{escape(x_label)}</text>'
+    for x in across.ticks:
+        yield f'<text x="{across.place(x):.1f}" y="{_HEIGHT + 18}" text-anchor="middle">{x:g}</text>'
+    middle = across.wide / 2
+    yield f'<text class="note" x="{middle:.1f}" y="{_HEIGHT + 36}" text-anchor="middle">{escape(x_label)}</text>'
+    for name, y in panel.levels:
+        yield from _level(name, scale.place(y), across.wide)
+    aside = _asides(panel.lines)
     for line in panel.lines:
-        number = names.index(line.name)
-        aside = _ASIDE * (number - (len(names) - 1) / 2) if line.bounds else 0.0  # else intervals hide one another
-        spots = [(places[x] + aside, scale.place(y), y) for x, y in line.points]
-        yield from _series(line.name, number, spots)
+        look = looks[line.name]
+        spots = [(across.place(x) + aside.get((line.name, x), 0.0), scale.place(y), y) for x, y in line.points]
         for (x, _, _), (low, high) in zip(spots, line.bounds, strict=False):
-            yield _whisker(number, x, scale.place(low), scale.place(high))
+            yield _whisker(look, x, scale.place(low), scale.place(high))
+        yield from _series(line.name, look, spots)
 
 
-def _series(name: str, number: int, spots: Sequence[tuple[float, float, float]]) -> Iterator[str]:
-    colour = COLOURS[number % len(COLOURS)]
+def _asides(lines: Sequence[Line]) -> dict[tuple[str, float], float]:
+    """How far points move aside, in pixels, by series and x: intervals over the same x would hide one another."""
+    at: dict[float, list[str]] = {}
+    for line in lines:
+        for x, _ in line.points if line.bounds else ():
+            at.setdefault(x, []).append(line.name)
+    middles = {x: (len(names) - 1) / 2 for x, names in at.items()}
+    return {(name, x): _ASIDE * (place - middles[x]) for x, names in at.items() for place, name in enumerate(names)}
+
+
+def _level(name: str, y: float, wide: float) -> Iterator[str]:
+    yield f'<path class="level" d="M0 {y:.1f}H{wide:.1f}"/>'
+    yield f'<text class="note" x="2" y="{y - 4:.1f}">{escape(name)}</text>'
+
+
+def _series(name: str, look: _Look, spots: Sequence[tuple[float, float, float]]) -> Iterator[str]:
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in spots)
-    yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    yield f'<path d="M{path}" fill="none" {look.stroke} stroke-width="2"/>'
     for x, y, value in spots:
         told = f"<title>{escape(name)}: {value:.4g}</title>"
-        yield f'<path transform="translate({x:.1f} {y:.1f})" d="{_mark(number)}" fill="{colour}">{told}</path>'
+        yield f'<path transform="translate({x:.1f} {y:.1f})" d="{look.mark}" {look.fill}>{told}</path>'
 
 
-def _whisker(number: int, x: float, low: float, high: float) -> str:
+def _whisker(look: _Look, x: float, low: float, high: float) -> str:
     """A point's interval: a line with short ends."""
-    colour = COLOURS[number % len(COLOURS)]
     ends = "".join(f"M{x - 3:.1f} {y:.1f}h6" for y in (low, high))
-    return f'<path class="interval" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" fill="none" stroke="{colour}"/>'
-
-
-def _mark(number: int) -> str:
-    return _MARKS[number % len(_MARKS)]
+    return f'<path class="interval" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}" fill="none" stroke="{look.colour}"/>'
 
 
 def _per_row() -> int:
     return (WIDTH - _LEFT) // _LEGEND
 
 
-def _legend(names: Sequence[str], top: int) -> Iterator[str]:
-    for number, name in enumerate(names):
+def _legend(looks: Mapping[str, _Look], top: int) -> Iterator[str]:
+    for number, (name, look) in enumerate(looks.items()):
         row, column = divmod(number, _per_row())
-        x, y, colour = _LEFT + _LEGEND * column, top + 20 * row, COLOURS[number % len(COLOURS)]
-        yield f'<path transform="translate({x + 5} {y})" d="{_mark(number)}" fill="{colour}"/>'
+        x, y = _LEFT + _LEGEND * column, top + 20 * row
+        yield f'<path transform="translate({x + 5} {y})" d="{look.mark}" {look.fill}/>'
         yield f'<text x="{x + 16}" y="{y + 4}">{escape(name)}</text>'
+
+
+# ---- looks ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The colour and the mark of a series; `hollow`: it is a variant of the one that has them, too."""
+
+    number: int
+    hollow: bool
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.number % len(COLOURS)]
+
+    @property
+    def mark(self) -> str:
+        return _MARKS[self.number % len(_MARKS)]
+
+    @property
+    def stroke(self) -> str:
+        return f'stroke="{self.colour}"' + (' stroke-dasharray="5 4"' if self.hollow else "")
+
+    @property
+    def fill(self) -> str:
+        return f'class="page" stroke="{self.colour}" stroke-width="1.5"' if self.hollow else f'fill="{self.colour}"'
+
+
+def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
+    """The looks of series, by name, in their order; no two are alike: a second variant has a colour of its own."""
+    looks: dict[str, _Look] = {}
+    numbers: dict[str, int] = {}
+    for line in lines:
+        look = _Look(numbers.setdefault(line.beside or line.name, len(numbers)), bool(line.beside))
+        if line.name not in looks and look in looks.values():
+            look = _Look(numbers.setdefault(line.name, len(numbers)), True)
+        looks.setdefault(line.name, look)
+    return looks
+
+
+# ---- axes ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Across:
+    """The horizontal axis of a panel `wide` pixels wide: `places` of its values, and the `ticks` that are named."""
+
+    wide: float
+    places: Mapping[float, float]
+    ticks: tuple[float, ...]
+
+    @classmethod
+    def evenly(cls, values: Sequence[float], wide: float) -> _Across:
+        """An axis on which values stand evenly spaced."""
+        places = {x: wide * (number + 0.5) / len(values) for number, x in enumerate(values)}
+        return cls(wide, places, tuple(values[:: math.ceil(len(values) * _LABEL / wide)]))
+
+    @classmethod
+    def to_scale(cls, values: Sequence[float], wide: float) -> _Across:
+        """An axis from 0 on which values stand to scale, with room at both ends for what moves aside."""
+        last = max([*values, 0.0]) or 1.0
+        step = _round_step(last / 10)
+        ticks = tuple(step * number for number in range(int(last / step) + 1))
+        return cls(wide, {x: wide * (0.05 + 0.9 * x / last) for x in (*values, *ticks)}, ticks)
+
+    def place(self, value: float) -> float:
+        """Distance from the left."""
+        return self.places[value]
 
 
 @dataclass(frozen=True, slots=True)

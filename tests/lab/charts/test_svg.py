@@ -42,3 +42,42 @@ def test_intervals_stand_around_their_points() -> None:
     for place in places:
         assert place
         assert 280 >= float(place[2]) > float(place[3]) >= 0
+
+
+def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
+    point = ((1.0, 2.0),)
+    lines = (Line("a", point), Line("a, less", point, beside="a"), Line("b", point), Line("c, less", point, beside="c"))
+    root = ElementTree.fromstring(line_charts("t", [Panel("p", lines)], "x"))
+    marks = {
+        title.text.partition(":")[0]: path.attrib
+        for path in root.iter(SVG + "path")
+        if (title := path.find(SVG + "title")) is not None and title.text
+    }
+    colours = {name: mark.get("fill") or mark["stroke"] for name, mark in marks.items()}
+    assert colours["a"] == colours["a, less"]
+    assert len({colours[name] for name in ("a", "b", "c, less")}) == 3
+    assert marks["a"]["d"] == marks["a, less"]["d"] != marks["b"]["d"]
+    assert [name for name, mark in marks.items() if "fill" not in mark] == ["a, less", "c, less"]
+    more = line_charts("t", [Panel("p", (*lines, Line("a, more", point, beside="a")))], "x")
+    assert len(set(re.findall(r'stroke="(#\w+)" stroke-dasharray', more))) == 3  # a second variant is told apart
+    assert sum("stroke-dasharray" in path.attrib for path in root.iter(SVG + "path")) == 2
+
+
+def test_to_scale() -> None:
+    line = Line("a", ((0.0, 1.0), (5.0, 2.0), (25.0, 3.0)))
+    root = ElementTree.fromstring(line_charts("t", [Panel("p", (line,))], "x", to_scale=True))
+    marks = [path.attrib["transform"] for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
+    first, second, last = (float(mark.removeprefix("translate(").split()[0]) for mark in marks)
+    assert (second - first) * 5 == pytest.approx(last - first, abs=0.5)
+    assert {"0", "5", "10", "15", "20", "25"} <= {text.text for text in root.iter(SVG + "text")}
+    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((0.0, 1.0),)),))], "x", to_scale=True))
+
+
+def test_levels_stand_across_the_plot_and_inside_it() -> None:
+    panel = Panel("p", (Line("a", ((1.0, 0.1),)),), levels=(("full & more", 0.9), ("none", 0.05)))
+    root = ElementTree.fromstring(line_charts("t", [panel], "x"))
+    assert {"full & more", "none"} <= {text.text for text in root.iter(SVG + "text")}
+    paths = [path.attrib["d"] for path in root.iter(SVG + "path") if path.attrib.get("class") == "level"]
+    places = [float(path.split()[1].partition("H")[0]) for path in paths]
+    assert len(places) == 2
+    assert 0 < places[0] < places[1] < 280
