@@ -33,6 +33,43 @@ def test_batches_are_paired_by_question(tmp_path: Path) -> None:
     assert lines[2] == "difference of f1, 2 pairs: 0.500 [0.500, 0.500]"
 
 
+def journal(path: Path, wrong: int, count: int = 4) -> str:
+    """Results of some questions, of which the first `wrong` are answered wrongly by reuse; the last is torn."""
+    head = {"type": "kvtool inspect quality", "facts": {}}
+    rows = [json.dumps(head)]
+    for place in range(count):
+        for run, score, distance in (("full", 1.0, 0.0), ("reuse", float(place >= wrong), 0.5), ("none", 0.0, 2.0)):
+            rows.append(json.dumps({"index": place, "id": None, "runs": {run: answered(score, distance)}}))
+    rows.append(json.dumps({"index": count, "id": None, "runs": {"full": answered(0, 0)}}))
+    path.write_text("\n".join(rows) + '\n{"index": 9, "ru', encoding="utf-8")
+    return str(path)
+
+
+def answered(score: float, distance: float) -> dict[str, object]:
+    scores = dict.fromkeys(("f1", "exact_match", "contains"), score)
+    distances = {"kl_first": distance, "kl_answer": distance, "top1_agrees": not distance, "answer_equal": not distance}
+    counts = {"reused": 3, "recomputed": 1, "fresh": 1, "bytes_read": 0, "levels": [], "holes": []}
+    return {**scores, **distances, **counts, "ttft_ms": 1.0, "speedup": 1.0}
+
+
+def test_tables_of_several_sets_and_of_all_together(tmp_path: Path) -> None:
+    a, b = journal(tmp_path / "a.jsonl", 1), journal(tmp_path / "b.jsonl", 0, 6)
+    said = run("quality_tables.py", f"A={a}", f"B, of six={b}", "--default", "reuse")
+    assert "A: 4 questions" in said  # of the fifth one run alone is known
+    assert "all together: 10 questions" in said
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("|")]
+    reuse = [row for row in rows if row[0] == "`reuse`"]
+    assert [row[5] for row in reuse] == [".750", "1.000", ".900"]
+    loss = {row[0]: row for row in rows if row[0] in ("A", "B, of six", "all together") and row[1].isdigit()}
+    assert loss["A"][2].startswith("-.250 [-.750, +.000]")
+    assert loss["all together"][5].startswith(".900 [")
+    assert loss["all together"][5].endswith("of 10")
+    assert [row[1:3] for row in rows if row[0] == "A" and not row[1].isdigit()] == [
+        ["nearest", "none does"],
+        ["cheapest", "none does"],
+    ]
+
+
 def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
     for name, text in {
         "low/a.py": "import kvtool.core.high.b\n",
