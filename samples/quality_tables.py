@@ -20,11 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvtool.core.evaluate.measures import numbers_of
+from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.lab.measure.halves import halves
 from kvtool.lab.measure.intervals import interval
 from kvtool.lab.measure.quality import summarise
+from kvtool.lab.measure.trial import NO_CONTEXT
 
-FULL = "full"
 ALL = "all together"
 RUN_HEAD = (
     *("run", "rows", "KL answer", "less the default's", "KL first token", "F1", "less full's", "PGR of F1"),
@@ -88,7 +89,7 @@ def together(sets: Sequence[Rows]) -> Rows:
 
 def run_cells(summary: Mapping[str, Any]) -> Iterator[str]:
     yield f"`{summary['run']}`"
-    yield f"{summary['recomputed_share']:.1%}"
+    yield "" if summary["run"] == NO_CONTEXT else f"{summary['recomputed_share']:.1%}"
     for name in ("kl_answer", "kl_answer_difference"):
         yield told(summary, name)
     yield plain(summary["kl_first"])
@@ -107,7 +108,7 @@ def loss_cells(name: str, rows: Rows, default: str) -> Iterator[str]:
     for key in ("f1_difference", "pgr_f1", "contains_difference"):
         yield told(own, key)
     for right in (1, 0):
-        yield apart([one[default] for one in rows.values() if one[FULL].get("contains") == right])
+        yield apart([one[default] for one in rows.values() if one[REFERENCE].get("contains") == right])
     yield from agreement(own)
     yield told(own, "kl_answer")
 
