@@ -97,3 +97,13 @@ def test_shifts_are_compared_question_by_question(built: Path, tmp_path: Path) -
     assert lines[0] == "2 questions"
     assert [line.split(" | ")[1] for line in lines[4:]] == ["none", "product", "random", "true", "keys", "values"]
     assert len(set(distances.values())) == 6
+
+
+def test_what_limits_fusion_is_told_from_a_journal(tmp_path: Path) -> None:
+    row = {"question": 0, "kl": {"product": [0.2, 0.4], "spread 50%": [0.1, 0.2]}, "facts": {}}
+    journal = tmp_path / "ideas.jsonl"
+    journal.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    code = f"import limits; limits.show(limits.read_journal(__import__('pathlib').Path({str(journal)!r})))"
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True, cwd=SAMPLES).stdout
+    assert "| spread 50% | 0.1500 [0.1500, 0.1500] | 0.1500 | 0.50 [0.50, 0.50] |" in told

@@ -1,0 +1,1 @@
+"""What `samples/limits.py` measures: a question's caches with the truth put back in pieces."""
