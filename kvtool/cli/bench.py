@@ -145,6 +145,7 @@ def fusion(run: Run) -> None:
         repeat=wanted.repeat,
         query=run.get(QueryOptions),
         skip_full_above=wanted.skip_full_above,
+        paired=wanted.paired,
     )
     with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))

@@ -98,6 +98,16 @@ def test_long_prompts_need_no_full_prefill(tmp_path: Path) -> None:
     assert "not measured" in told.out
 
 
+def test_what_the_shift_costs_is_measured_in_turn() -> None:
+    given = ("--context", 120, "--fusion", "reuse,epic", "--link-tokens", LINKS)
+    reuse, epic = bench(*given, "--paired")["rows"]
+    assert (reuse["shift_cost_ms"], reuse["shift_cost"]) == (None, None)
+    assert epic["shift_cost"] == pytest.approx(epic["shift_cost_ms"] / (epic["ttft_ms"] - epic["shift_cost_ms"]))
+    assert bench(*given)["rows"][1]["shift_cost"] is None
+    told = kvtool("bench", "fusion", "--shape", "tiny", *given, "--repeat", 2, "--paired").fine()
+    assert "the middle of 2 pairs in turn" in told.out
+
+
 def test_flops_ratios_by_hand() -> None:
     found = bench(
         "--context", 120, "--fusion", "full,reuse,epic,prefix,infoflow", "--link-tokens", LINKS, "--ratio", 0.1

@@ -132,28 +132,18 @@ def fuse_into(
     cache.set_length(plan.length)
     cache.dropped = plan.dropped
     cached = plan.mask("hit", "exact")
-    asked = selector.asked(plan, len(decoder.layers))
-    wanted = selector.rows(plan) & cached if selector.uses_cache else cached
-    started, asking = time.perf_counter(), 0.0
-    ids = plan.ids
+    started = time.perf_counter()
     with ExitStack() as stack:
         # What is there whole although its records are not is computed at every layer.
         needed = [one for one in selector.reads(plan, len(decoder.layers)) if one.kept == one.source.kept]
         loader = stack.enter_context(Loader(decoder, needed, cache, source, timeline, patience=patience))
-        if asked:
-            attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
-            wanted = selector.rows(plan, attention) & cached
-            asking = add_span(timeline, "question attention", started) - loader.waited_s
-        # The question's own pass has computed the holes already, over the cache as it is reused.
-        done = plan.mask("miss") if asked else plan.mask()
-        rows = Rows.of(((wanted | plan.mask("miss", "fresh")) & ~done).nonzero()[:, 0], decoder.device)
-        shift = Shift(decoder, plan, cache, wanted=selector.shift)
-        narrowing = Narrowing(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
+        first = _first_rows(decoder, plan, selector, cache, loader, timeline)
+        shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
+        narrowing = Narrowing(decoder, plan, selector, cache, loader, first.rows, cached, shift, timeline)
         cache.before_update, cache.after_update = narrowing.on_update, narrowing.on_updated
         if narrowing.targets:
             stack.enter_context(narrowing.hooked())
-        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-        logits = decoder.compute([ids[place] for place in rows.order], rows, cache, position_ids=at)[-1]
+        logits = _computed(decoder, plan, first.rows, cache)
         narrowing.end()
     cache.before_update = cache.after_update = None
     if logits.is_cuda:  # who asked waits for them now in any case; the times are of what was done, not of asking for it
@@ -166,13 +156,54 @@ def fuse_into(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=_count(plan, cached, recomputed, [count + int(done.sum()) for count in narrowing.computed]),
-        timing=_timing(loader, narrowing.select_s + asking, narrowing.shift_s, total),
+        tokens=_count(plan, cached, recomputed, [count + first.done for count in narrowing.computed]),
+        timing=_timing(loader, narrowing.select_s + first.asking_s, narrowing.shift_s, total),
         bytes_read=loader.stats.bytes_read,
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
         shifted=shift.done,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """What the first layer computes.
+
+    Attributes
+    ----------
+    done : rows that the question's own pass has computed already: the holes, over the cache as it is reused.
+    asking_s : seconds that that pass has taken.
+    """
+
+    rows: Rows
+    done: int = 0
+    asking_s: float = 0.0
+
+
+def _first_rows(
+    decoder: Decoder, plan: Plan, selector: Selector, cache: PromptCache, loader: Loader, timeline: Timeline | None
+) -> _First:
+    """Choose the rows, by the question's attention where the selector asks for that."""
+    started, cached = time.perf_counter(), plan.mask("hit", "exact")
+    asked = selector.asked(plan, len(decoder.layers))
+    if not asked:
+        wanted = selector.rows(plan) & cached if selector.uses_cache else cached
+        return _First(_rows(decoder, wanted | plan.mask("miss", "fresh")))
+    attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
+    wanted = selector.rows(plan, attention) & cached
+    asking = add_span(timeline, "question attention", started) - loader.waited_s
+    return _First(_rows(decoder, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking)
+
+
+def _rows(decoder: Decoder, mask: torch.Tensor) -> Rows:
+    return Rows.of(mask.nonzero()[:, 0], decoder.device)
+
+
+def _computed(decoder: Decoder, plan: Plan, rows: Rows, cache: PromptCache) -> torch.Tensor:
+    """Logits of the prompt's last token."""
+    ids = plan.ids
+    at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+    return decoder.compute([ids[place] for place in rows.order], rows, cache, position_ids=at)[-1]
 
 
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:

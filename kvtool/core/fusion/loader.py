@@ -60,7 +60,8 @@ class Loader:
         self._error: BaseException | None = None
         self._stop = self._given_up = False
         self._left: Iterator[int] = iter(range(len(decoder.layers)))
-        self._turn = threading.Lock()
+        self._turn, self._making = threading.Lock(), threading.Lock()
+        self._made: Table | None = None
         count = min(workers or default_workers(), len(decoder.layers)) if self._segments else 1
         self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
         self._workers = [_Worker(_placing_for(decoder, self._segments)) for _ in range(count)]
@@ -129,7 +130,7 @@ class Loader:
     def _run(self, worker: _Worker) -> None:
         try:
             with torch.inference_mode(), worker.placing.at_work():
-                turning = self._turning or Turning(self._decoder.rotary, self._table())
+                turning = self._turning or Turning(self._decoder.rotary, self.table)
                 while not self._stop and self._error is None and (layer := self._next()) is not None:
                     self._load(layer, turning, worker)
                     self._ready[layer].set()
@@ -166,10 +167,17 @@ class Loader:
     def _shared(self) -> Turning:
         """For all threads, in the stream of the computing, for which those of the threads wait at first: on a GPU each
         of its operations would cost every thread what it costs one. What is tried once is tried here, too."""
-        return Turning(self._decoder.rotary, self._table(), self._decoder.rotary.by_kernel)
+        return Turning(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
+
+    @property
+    def table(self) -> Table:
+        """Of the positions of all places up to the last one that is read; made once, by whoever needs it first."""
+        with self._making:
+            if self._made is None:
+                self._made = self._table()
+            return self._made
 
     def _table(self) -> Table:
-        """Of the positions of all places up to the last one that is read."""
         stop, device = max((segment.stop for segment in self._segments), default=0), self._decoder.device
         moved = [one for one in self._segments if one.position != one.start or one.kept is not None]
         if not moved:

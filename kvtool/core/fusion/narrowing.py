@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class Narrowing:
         self.select_s = self.shift_s = 0.0
         self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
         self._cached, self._shift = cached, shift
-        shift.follow(rows)
+        self._shifting(shift.follow, rows)
         self._timeline = timeline
         self._since = time.perf_counter()
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
@@ -82,15 +82,17 @@ class Narrowing:
         self._note_span(f"compute to layer {layer}", rows)
         self._loader.wait(layer)
         self.computed.append(rows)
-        started = time.perf_counter()
-        self._shift.before(layer)
-        self.shift_s += time.perf_counter() - started
+        self._shifting(self._shift.before, layer)
         self._since = time.perf_counter()
 
     def on_updated(self, layer: int) -> None:
         """The layer's rows are in the cache: those that are reused beside them are shifted."""
+        self._shifting(self._shift.after, layer)
+
+    def _shifting(self, step: Callable[..., None], *given: Any) -> None:
+        """A step of the shift, whose time is told apart."""
         started = time.perf_counter()
-        self._shift.after(layer)
+        step(*given)
         self.shift_s += time.perf_counter() - started
 
     def end(self) -> None:
@@ -152,8 +154,8 @@ class Narrowing:
         self._kept = indices if self._kept is None else self._kept[indices]
         self.rows = Rows.of(order[chosen], self._decoder.device)
         self._cache.rows = self.rows
-        self._shift.follow(self.rows, spared=self._spared(order[~keep]))
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
+        self._shifting(self._shift.follow, self.rows, self._spared(order[~keep]))
         return indices
 
     def _spared(self, dropped: torch.Tensor) -> torch.Tensor:

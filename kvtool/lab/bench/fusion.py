@@ -11,7 +11,7 @@ import torch
 from kvtool.core.common.arithmetic import FLOAT32, why_float32
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
-from kvtool.core.fusion.selectors import REFERENCE
+from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import resolve_device
 from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
@@ -19,7 +19,7 @@ from kvtool.core.model.shapes import PUBLISHED, build_shape, shape_dtype
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
 from kvtool.lab.bench.machine import Host
-from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Facts, Sample, warm_up
+from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Sample, warm_up
 from kvtool.lab.bench.prompts import BenchPrompt, stored_prompts
 from kvtool.lab.bench.rows import About, FusionRow, Measured, Reference, rows_of
 from kvtool.lab.bench.scratch import Sizes, scratch_store
@@ -40,6 +40,7 @@ class FusionOptions:
     ----------
     skip_full_above : longer prompts are not prefilled in full: attention over all of 32,000 tokens takes minutes, and
         the limits that a mode is measured against need none of it.
+    paired : modes that shift reused rows are timed without that, too.
     """
 
     modes: tuple[str, ...]
@@ -48,12 +49,18 @@ class FusionOptions:
     repeat: int
     query: QueryOptions
     skip_full_above: int | None = None
+    paired: bool = False
 
     def measured(self, length: int) -> tuple[str, ...]:
         """The modes of one prompt, full prefill by both first unless that takes too long."""
         if self.skip_full_above is not None and length > self.skip_full_above:
             return tuple(mode for mode in self.modes if mode != REFERENCE)
         return tuple(dict.fromkeys((PLAIN, REFERENCE, *self.modes)))
+
+    def held_against(self) -> tuple[str, ...]:
+        """The modes that are timed without their shift as well."""
+        shifting = self.paired and self.query.shift
+        return tuple(mode for mode in self.modes if shifting and selector_for(self.query, mode).shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,9 @@ class FusionBench:
 
 def passes(options: FusionOptions) -> int:
     """How many passes there will be at most: the work of a progress bar."""
-    return sum(len(options.measured(context)) for context in options.sizes.contexts) * (options.repeat + 1)
+    contexts = options.sizes.contexts
+    all_modes = sum(len(options.measured(context)) for context in contexts)
+    return all_modes * (options.repeat + 1) + len(contexts) * len(options.held_against()) * options.repeat
 
 
 def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: Events) -> FusionBench:
@@ -191,16 +200,20 @@ def _shortfalls(prompts: Sequence[BenchPrompt], level: str) -> Iterator[str]:
 
 
 def _measure(answerer: Answerer, prompt: BenchPrompt, options: FusionOptions, events: Events) -> Measured:
-    """Every mode once a round, so that a slow moment of the machine meets all of them; the first round for memory."""
-    modes = options.measured(prompt.length)
-    facts: dict[str, Facts] = {}
+    """Every mode once a round, so that a slow moment of the machine meets all of them; one before for memory."""
+    modes, paired = options.measured(prompt.length), options.held_against()
+    facts = {}
+    for mode in modes:
+        events.status(f"{prompt.length} tokens, {mode}")
+        facts[mode] = answerer.facts(prompt, mode)
+        events.advance(1)
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
-    for number in range(options.repeat + 1):
+    unshifted: dict[str, list[Sample]] = {mode: [] for mode in paired}
+    for number in range(options.repeat):
         for mode in modes:
             events.status(f"{prompt.length} tokens, {mode}")
-            if number == 0:
-                facts[mode] = answerer.facts(prompt, mode)
-            else:
-                samples[mode].append(answerer.sample(prompt, mode))
-            events.advance(1)
-    return Measured(prompt, samples, facts)
+            turns = [(samples, True), (unshifted, False)] if mode in paired else [(samples, True)]
+            for found, shift in turns[:: -1 if number % 2 else 1]:
+                found[mode].append(answerer.sample(prompt, mode, shift))
+                events.advance(1)
+    return Measured(prompt, samples, facts, unshifted)

@@ -65,6 +65,9 @@ class FusionBenchOptions(Options, settings=False):
         lowest=0,
         instead="all are",
     )
+    paired: bool = option(
+        False, "Time modes that shift reused rows without it too, in turn: what it costs.", group=MEASURED
+    )
     repeat: int = _repeat(5)
     plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
 

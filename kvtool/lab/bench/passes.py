@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,9 +72,9 @@ class Answerer:
         self._store, self._options = store, options
         self._profiles = ProfileShelf(store)
 
-    def sample(self, prompt: BenchPrompt, mode: str) -> Sample:
-        """Time one pass."""
-        return self._plain(prompt) if mode == PLAIN else self._fused(prompt, mode)[0]
+    def sample(self, prompt: BenchPrompt, mode: str, shift: bool = True) -> Sample:
+        """Time one pass; without `shift` none of its reused rows are shifted."""
+        return self._plain(prompt) if mode == PLAIN else self._fused(prompt, mode, shift=shift)[0]
 
     def facts(self, prompt: BenchPrompt, mode: str) -> Facts:
         """One pass that is not timed."""
@@ -110,14 +110,17 @@ class Answerer:
             synchronize(device)
             return Sample((time.perf_counter() - started) * 1e3)
 
-    def _fused(self, prompt: BenchPrompt, mode: str, source: KVSource | None = None) -> tuple[Sample, Fused]:
+    def _fused(
+        self, prompt: BenchPrompt, mode: str, source: KVSource | None = None, shift: bool = True
+    ) -> tuple[Sample, Fused]:
         decoder = self.decoder
+        options = self._options if shift else replace(self._options, shift=False)
         synchronize(decoder.device)
         started = time.perf_counter()
         source = source or self._source()
         plan = prompt.plan(self._store)
         planned = time.perf_counter()
-        fused = fuse(decoder, plan, selector_for(self._options, mode), source)
+        fused = fuse(decoder, plan, selector_for(options, mode), source)
         int(fused.logits.argmax())
         synchronize(decoder.device)
         ended = time.perf_counter()

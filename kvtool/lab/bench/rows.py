@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtool.core.fusion.selectors import REFERENCE
@@ -29,6 +29,8 @@ class FusionRow:
     flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
     load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
         `select_ms` (the question's own pass included) and `shift_ms` being parts.
+    shift_cost_ms, shift_cost : ttft_ms less the same without the shift, the median over rounds of both in turn, and
+        as a share of the latter's median; None: not measured (`--paired`), or nothing is shifted.
     overlap : ttft_ms / max(load_ms, compute_ms): 1 is loading and computing beside each other at no cost.
     limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
     roofline_efficiency : limit_ms / ttft_ms.
@@ -51,6 +53,8 @@ class FusionRow:
     load_ms: float
     select_ms: float
     shift_ms: float
+    shift_cost_ms: float | None
+    shift_cost: float | None
     compute_ms: float
     wait_ms: float
     plan_ms: float
@@ -97,11 +101,17 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A prompt's samples and facts by mode."""
+    """A prompt's samples and facts by mode.
+
+    Attributes
+    ----------
+    unshifted : samples of the same rounds without a shift, of the modes that were measured so.
+    """
 
     prompt: BenchPrompt
     samples: Mapping[str, Sequence[Sample]]
     facts: Mapping[str, Facts]
+    unshifted: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
 
     @property
     def reference(self) -> Reference:
@@ -132,10 +142,15 @@ def rows_of(measured: Measured, about: About, modes: Sequence[str]) -> Iterator[
     """A row for each of these modes that was measured."""
     reference = measured.reference
     for mode in (mode for mode in modes if mode in measured.samples):
-        yield _row(mode, measured.samples[mode], measured.facts[mode], reference, about)
+        without = measured.unshifted.get(mode, ())
+        yield _row(mode, (measured.samples[mode], without), measured.facts[mode], reference, about)
 
 
-def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Reference, about: About) -> FusionRow:
+def _row(
+    mode: str, taken: tuple[Sequence[Sample], Sequence[Sample]], facts: Facts, reference: Reference, about: About
+) -> FusionRow:
+    """Of samples with and without a shift."""
+    samples, cost = taken[0], _cost_of_shift(*taken)
     ttft = statistics.median(sample.ttft_ms for sample in samples)
     parts = _parts(samples)
     work = flops(about.architecture, facts.passes)
@@ -152,6 +167,8 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
         flops_ratio=full / work,
         efficiency=None if speedup is None else speedup / (full / work),
         **parts,
+        shift_cost_ms=None if cost is None else cost[0],
+        shift_cost=None if cost is None else cost[1],
         overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
         bytes_read=facts.bytes_read,
         rows_by_layer=facts.rows,
@@ -168,6 +185,15 @@ def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Referenc
         kv_bytes=kv_bytes,
         layer_bytes=kv_bytes // len(about.architecture.layers),
     )
+
+
+def _cost_of_shift(samples: Sequence[Sample], unshifted: Sequence[Sample]) -> tuple[float, float] | None:
+    """Milliseconds, and as a share."""
+    if not unshifted:
+        return None
+    pairs = zip(samples, unshifted, strict=True)
+    cost = statistics.median(moved.ttft_ms - plain.ttft_ms for moved, plain in pairs)
+    return cost, cost / statistics.median(plain.ttft_ms for plain in unshifted)
 
 
 def _staging_bytes(facts: Facts) -> int | None:

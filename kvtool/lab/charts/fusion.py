@@ -96,6 +96,12 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
             f"{reference.context} tokens: {reference.chunks} chunks and a question of {reference.question_tokens}; "
             f"full prefill is {full}"
         )
+    for row in result.rows:
+        if row.shift_cost_ms is not None:
+            yield (
+                f"{row.fusion}, {row.context} tokens: with the shift {row.shift_cost_ms:.1f} ms later than without "
+                f"({row.shift_cost:.1%}), the middle of {result.repeat} pairs in turn"
+            )
     upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
     yield (
         f"its limits: products in {result.dtype} {machine.gemm_flop_per_s / 1e12:.3f} TFLOP/s, weights read at "

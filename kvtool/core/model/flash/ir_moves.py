@@ -128,27 +128,27 @@ def _turned(body: Body, rows: Sequence[str]) -> list[str]:
     return turned
 
 
-def widened(body: Body, stored: str, value: str) -> str:
-    """Eight numbers as stored in float32."""
+def widened(body: Body, stored: str, value: str, lanes: int = _SIDE) -> str:
+    """Some numbers as stored in float32."""
     if stored == "float32":
         return value
     if stored == "float16":
-        return body(f"fpext <{_SIDE} x half> {value} to <{_SIDE} x float>")
-    ints = f"<{_SIDE} x i32>"
-    bits = body(f"shl {ints} {body(f'zext <{_SIDE} x i16> {value} to {ints}')}, {splat(16)}")
-    return body(f"bitcast {ints} {bits} to <{_SIDE} x float>")
+        return body(f"fpext <{lanes} x half> {value} to <{lanes} x float>")
+    ints = f"<{lanes} x i32>"
+    bits = body(f"shl {ints} {body(f'zext <{lanes} x i16> {value} to {ints}')}, {splat(16)}")
+    return body(f"bitcast {ints} {bits} to <{lanes} x float>")
 
 
-def narrowed(body: Body, stored: str, value: str) -> str:
-    """Eight float32 in the format that is stored, to the nearest, ties to even."""
+def narrowed(body: Body, stored: str, value: str, lanes: int = _SIDE) -> str:
+    """Some float32 in the format that is stored, to the nearest, ties to even."""
     if stored == "float32":
         return value
     if stored == "float16":
-        return body(f"fptrunc <{_SIDE} x float> {value} to <{_SIDE} x half>")
-    ints, shorts = f"<{_SIDE} x i32>", f"<{_SIDE} x i16>"
-    bits = body(f"bitcast <{_SIDE} x float> {value} to {ints}")
+        return body(f"fptrunc <{lanes} x float> {value} to <{lanes} x half>")
+    ints, shorts = f"<{lanes} x i32>", f"<{lanes} x i16>"
+    bits = body(f"bitcast <{lanes} x float> {value} to {ints}")
     odd = body(f"and {ints} {body(f'lshr {ints} {bits}, {splat(16)}')}, {splat(1)}")
     up = body(f"add {ints} {bits}, {body(f'add {ints} {odd}, {splat(0x7FFF)}')}")
     short = body(f"trunc {ints} {body(f'lshr {ints} {up}, {splat(16)}')} to {shorts}")
-    none = body(f"fcmp uno <{_SIDE} x float> {value}, zeroinitializer")
-    return body(f"select <{_SIDE} x i1> {none}, {shorts} {splat(_NAN, 'i16')}, {shorts} {short}")
+    none = body(f"fcmp uno <{lanes} x float> {value}, zeroinitializer")
+    return body(f"select <{lanes} x i1> {none}, {shorts} {splat(_NAN, 'i16')}, {shorts} {short}")
