@@ -103,6 +103,7 @@ def test_what_the_shift_costs_is_measured_in_turn() -> None:
     reuse, epic = bench(*given, "--paired")["rows"]
     assert (reuse["shift_cost_ms"], reuse["shift_cost"]) == (None, None)
     assert epic["shift_cost"] == pytest.approx(epic["shift_cost_ms"] / (epic["ttft_ms"] - epic["shift_cost_ms"]))
+    assert epic["shift_cost_cpu_ms"] < epic["ttft_ms"]
     assert bench(*given)["rows"][1]["shift_cost"] is None
     told = kvtool("bench", "fusion", "--shape", "tiny", *given, "--repeat", 2, "--paired").fine()
     assert "the middle of 2 pairs in turn" in told.out

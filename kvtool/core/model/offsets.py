@@ -144,11 +144,9 @@ class Mover:
     """
 
     def __init__(self, runs: Runs, layers: Sequence[Sides], isa: Isa) -> None:
-        (like, _), (rotated, kinds) = (
-            layers[0],
-            (runs.table.cos.shape[2], {_layout(side) for kv in layers for side in kv}),
-        )
-        if not (runs.fits and len(kinds) == 1 and _is_known(like, runs) and _lanes(isa, like.shape[2], rotated)):
+        like, rotated = layers[0][0], runs.table.cos.shape[2]
+        alike = len({_layout(side) for layer in layers for side in layer}) == 1
+        if not (runs.fits and alike and _is_known(like, runs) and _lanes(isa, like.shape[2], rotated)):
             raise ValueError(f"no machine code moves rows of {like.dtype} {tuple(like.shape)}")
         self._runs, self._layers = runs, layers
         heads, _, head_dim = like.shape

@@ -38,11 +38,12 @@ PLAIN_INCLUDES = "one call of the model on the same ids with sdpa attention, a c
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One timed pass, milliseconds; `plan_ms` is a part of `ttft_ms`."""
+    """One timed pass, milliseconds; `plan_ms` is a part of `ttft_ms`, `cpu_ms` the calling thread's processor time."""
 
     ttft_ms: float
     plan_ms: float = 0.0
     timing: FuseTiming | None = None
+    cpu_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +117,15 @@ class Answerer:
         decoder = self.decoder
         options = self._options if shift else replace(self._options, shift=False)
         synchronize(decoder.device)
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.thread_time()
         source = source or self._source()
         plan = prompt.plan(self._store)
         planned = time.perf_counter()
         fused = fuse(decoder, plan, selector_for(options, mode), source)
         int(fused.logits.argmax())
         synchronize(decoder.device)
-        ended = time.perf_counter()
-        return Sample((ended - started) * 1e3, (planned - started) * 1e3, fused.timing), fused
+        ended, cpu_ms = time.perf_counter(), (time.thread_time() - busy) * 1e3
+        return Sample((ended - started) * 1e3, (planned - started) * 1e3, fused.timing, cpu_ms), fused
 
 
 def _check_whole(fused: Fused) -> None:

@@ -31,6 +31,8 @@ class FusionRow:
         `select_ms` (the question's own pass included) and `shift_ms` being parts.
     shift_cost_ms, shift_cost : ttft_ms less the same without the shift, the median over rounds of both in turn, and
         as a share of the latter's median; None: not measured (`--paired`), or nothing is shifted.
+    shift_cost_cpu_ms, shift_cost_cpu : the same of the calling thread's processor time, which other programs change
+        less; on a GPU what asking for it took.
     overlap : ttft_ms / max(load_ms, compute_ms): 1 is loading and computing beside each other at no cost.
     limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
     roofline_efficiency : limit_ms / ttft_ms.
@@ -55,6 +57,8 @@ class FusionRow:
     shift_ms: float
     shift_cost_ms: float | None
     shift_cost: float | None
+    shift_cost_cpu_ms: float | None
+    shift_cost_cpu: float | None
     compute_ms: float
     wait_ms: float
     plan_ms: float
@@ -150,7 +154,8 @@ def _row(
     mode: str, taken: tuple[Sequence[Sample], Sequence[Sample]], facts: Facts, reference: Reference, about: About
 ) -> FusionRow:
     """Of samples with and without a shift."""
-    samples, cost = taken[0], _cost_of_shift(*taken)
+    samples = taken[0]
+    later, busier = (_cost_of_shift(*taken, which) for which in ("ttft_ms", "cpu_ms"))
     ttft = statistics.median(sample.ttft_ms for sample in samples)
     parts = _parts(samples)
     work = flops(about.architecture, facts.passes)
@@ -167,8 +172,10 @@ def _row(
         flops_ratio=full / work,
         efficiency=None if speedup is None else speedup / (full / work),
         **parts,
-        shift_cost_ms=None if cost is None else cost[0],
-        shift_cost=None if cost is None else cost[1],
+        shift_cost_ms=later[0],
+        shift_cost=later[1],
+        shift_cost_cpu_ms=busier[0],
+        shift_cost_cpu=busier[1],
         overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
         bytes_read=facts.bytes_read,
         rows_by_layer=facts.rows,
@@ -187,13 +194,15 @@ def _row(
     )
 
 
-def _cost_of_shift(samples: Sequence[Sample], unshifted: Sequence[Sample]) -> tuple[float, float] | None:
-    """Milliseconds, and as a share."""
+def _cost_of_shift(
+    samples: Sequence[Sample], unshifted: Sequence[Sample], which: str
+) -> tuple[float, float] | tuple[None, None]:
+    """What it adds to a time of samples: milliseconds, and as a share; None where none was taken without."""
     if not unshifted:
-        return None
-    pairs = zip(samples, unshifted, strict=True)
-    cost = statistics.median(moved.ttft_ms - plain.ttft_ms for moved, plain in pairs)
-    return cost, cost / statistics.median(plain.ttft_ms for plain in unshifted)
+        return None, None
+    moved, plain = ([float(getattr(one, which)) for one in some] for some in (samples, unshifted))
+    cost = statistics.median(later - sooner for later, sooner in zip(moved, plain, strict=True))
+    return cost, cost / statistics.median(plain)
 
 
 def _staging_bytes(facts: Facts) -> int | None:

@@ -100,7 +100,8 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
         if row.shift_cost_ms is not None:
             yield (
                 f"{row.fusion}, {row.context} tokens: with the shift {row.shift_cost_ms:.1f} ms later than without "
-                f"({row.shift_cost:.1%}), the middle of {result.repeat} pairs in turn"
+                f"({row.shift_cost:.1%}), {row.shift_cost_cpu_ms:.1f} ms more of processor time "
+                f"({row.shift_cost_cpu:.1%}), the middle of {result.repeat} pairs in turn"
             )
     upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
     yield (
