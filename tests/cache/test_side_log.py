@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from kvtool.core.cache import side_log
+from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side_log import SideLog, append_side, read_side_log
 from kvtool.core.cache.store import Store
 from tests.cache.making import make_store
@@ -109,6 +111,52 @@ def test_what_cannot_be_written_is_said_and_left(store: Store, monkeypatch: pyte
     os.mkfifo(path)  # opening or reading it as a file would wait for ever
     assert not append_side(store, NAME, {"number": 1})
     assert read_side_log(store, NAME) == SideLog()
+
+
+def test_only_the_newest_of_one_that_is_too_long_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(50):
+        append_side(store, NAME, {"number": number})
+    monkeypatch.setattr(side_log, "LOG_BYTES", 500)
+    read = numbers(store)
+    assert read == list(range(read[0], 50))
+    assert 5 <= len(read) <= 10
+    assert read_side_log(store, NAME).damaged == 0
+
+
+# ---- verify and repair -------------------------------------------------------------------------------------------
+
+
+def test_damaged_lines_are_found_and_dropped_and_the_others_stay(store: Store) -> None:
+    for number in range(3):
+        append_side(store, NAME, {"number": number})
+    assert found(store) == []
+    path = store.side_file(NAME)
+    data = path.read_bytes()
+    path.write_bytes(data[:40] + bytes([data[40] ^ 1]) + data[41:] + b'{"digest": ')
+    assert found(store) == ["audit/both.jsonl has 2 lines that cannot be read"]
+    assert repaired(store) == 1
+    assert found(store) == []
+    assert numbers(store) == [1, 2]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)])
+def test_what_is_no_file_goes(store: Store, make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(store.side_file(NAME))
+    assert not append_side(store, NAME, {"number": 0})
+    (reason,) = found(store)
+    assert "is not a regular file" in reason
+    repaired(store)
+    assert found(store) == []
+    assert append_side(store, NAME, {"number": 1})
+
+
+def found(store: Store) -> list[str]:
+    return [damage.reason for damage in find_damage(store, Fraction(1))]
+
+
+def repaired(store: Store) -> int:
+    with store.writer() as writer:
+        return writer.repair(find_damage(store, Fraction(1)))
 
 
 def _full(*args: object) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import keys, tables
@@ -14,6 +15,7 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.cache.side import damaged_files
+from kvtool.core.cache.side_log import damaged_journals
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.errors import DamagedError
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 NO_LAYER = -1
-BESIDE = "beside"  # `table` of a damaged file beside the records: the retrieval index, vectors, what was measured
+BESIDE = "beside"  # `table` of a damaged file beside the records: index, vectors, journals, what was measured
 CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 TIMES = (tables.USED, tables.ADDED)
 
@@ -68,7 +70,7 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
                 yield from _check_row(store, table, key)
     yield from _missing_records(store)
     yield from _missing_chunks(store)
-    for place, reason in damaged_files(store.path):
+    for place, reason in chain(damaged_files(store.path), damaged_journals(store.path)):
         yield Damage("", "", NO_LAYER, f"{place} {reason}", BESIDE, os.fsencode(place).hex())
 
 

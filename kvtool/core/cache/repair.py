@@ -13,15 +13,19 @@ from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.rows import Doomed, level_keys
 from kvtool.core.cache.side import damaged_files
+from kvtool.core.cache.side_log import mend_journals
 from kvtool.core.cache.snapshot import Snapshot
 
 
 def drop_files(root: Path, damages: list[Damage]) -> int:
-    """Remove damaged files beside the records: they are made anew when they are needed. Returns how many."""
+    """Remove damaged files beside the records, which are made anew when they are needed, and damaged lines of journals.
+    Returns how many files that were."""
     wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
     for place, _ in damaged_files(root):
         if place in wrong:
             (root / place).unlink(missing_ok=True)
+    if wrong:
+        mend_journals(root)
     return len(wrong)
 
 
