@@ -75,7 +75,18 @@ def test_audits_are_kept_by_model(tmp_path: Path) -> None:
 
 def test_what_is_no_audit_is_counted(tmp_path: Path) -> None:
     with Store.open(make_store(tmp_path / "store")) as store:
-        rows = [{}, {"format": 2}, made().to_json() | {"kl_first": "0"}, made().to_json() | {"tokens": []}]
+        wrong: list[dict[str, object]] = [
+            {"kl_first": "0"},
+            {"tokens": []},
+            {"tokens": {"reused": 3}},
+            {"levels": [1]},
+            {"lead_in": {}},
+            {"amount": "0.15"},
+            {"at": 10**15},  # no year has it
+            {"holes": 10**400},
+            {"kl_answer": float("nan")},
+        ]
+        rows = [{}, {"format": 2}, *(made().to_json() | changes for changes in wrong)]
         for row in (*rows, made().to_json()):
             append_side(store, f"audit/{MODEL[:16]}.jsonl", row)
         kept = kept_audits(store, MODEL)

@@ -17,6 +17,7 @@ from kvtool.core.evaluate.audits import Audit, is_drawn, kept_audits
 from kvtool.core.query import audit as module
 from kvtool.core.session.identity import store_identity
 from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool
+from tests.evaluate.test_audits import made
 
 AT = (QUESTION, *SHORT, "--level", "raw")
 ALL = ("--audit", "1")
@@ -76,11 +77,22 @@ def test_a_setting_a_share_and_none_by_default(store: Path, tmp_path: Path, monk
     kvtool("query", *AT, "--store", store, "--audit", "2").failed(2, "not between 0 and 1")
 
 
-def test_modes_that_lose_nothing_are_not_audited(store: Path) -> None:
+def test_modes_that_lose_nothing_are_not_audited(store: Path, tmp_path: Path) -> None:
     for mode in ("full", "prefix"):
         done = kvtool("query", *AT, "--store", store, "--fusion", mode, *ALL).fine()
         assert f"no audit: {mode} gives full prefill's answer by construction" in done.err
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text((json.dumps({"question": QUESTION}) + "\n") * 2)
+    done = kvtool("query", "--batch", batch, "--store", store, *SHORT, "--fusion", "full", *ALL).fine()
+    assert done.err.count("no audit: ") == 1
     assert audits_of(store) == []
+
+
+def test_what_is_no_number_is_told_and_not_kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "audit", lambda *args: made(kl_answer=float("nan")))
+    done = kvtool("query", *AT, "--store", store, "--fusion", "reuse", *ALL).fine()
+    assert "warning: an answer could not be audited: its distributions are no numbers" in done.err
+    assert not (store / "audit").exists()
 
 
 def test_a_sampled_answer_is_measured_by_the_greedy_one(store: Path) -> None:

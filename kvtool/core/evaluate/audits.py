@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _FORMAT = 1  # of a line
 _SHORT = 160  # characters of a question that are kept
 _DRAWN_OF = 2**64
+_LATEST = 253_402_300_800  # seconds since 1970 that no calendar names any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,22 @@ class Audit:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Audit:
-        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError where it is no audit."""
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError, ValueError or OverflowError where it is no audit."""
         if row["format"] != _FORMAT:
             raise ValueError(f"format {row['format']!r}")
         audit = cls(**{name: row[name] for name in cls.__slots__})
-        numbers = (audit.at, audit.kl_first, audit.kl_answer, audit.milliseconds, *audit.tokens.values())
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError("not a number")
+        texts = (audit.question, audit.fusion, audit.lead_in, *audit.levels)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("no text")
+        if not all(map(math.isfinite, audit._numbers())) or not 0 <= audit.at < _LATEST:
+            raise ValueError("no such number")
         return audit
+
+    def _numbers(self) -> tuple[float, ...]:
+        """All that is to be a number. Raises KeyError: how much was recomputed is not told."""
+        distances = (self.kl_first, self.kl_answer, self.top1_agrees, self.answer_equal)
+        shares = (self.tokens["reused"], self.tokens["recomputed"], self.amount or 0)
+        return (*distances, *shares, self.holes, self.sampled, self.milliseconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,7 @@ def kept_audits(store: Store, fingerprint: str) -> Kept:
     for row in log.values:
         try:
             audits.append(Audit.from_json(row))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             damaged += 1
     return Kept(tuple(audits), damaged)
 

@@ -6,7 +6,9 @@ teacher-forced over full prefill's own greedy answer.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,10 +43,11 @@ class Auditor:
         if not is_drawn(reply.question, reply.revision, share):
             return False
         if self._session.store.read_only:
-            self._warn_once(_READ_ONLY, "make the store writable, or leave --audit out")
+            hint = "make the store writable, or leave --audit out"
+            self._once(_READ_ONLY, lambda text: self._session.warn(text, hint))
             return False
         if reply.selector.lossless:
-            self._session.say(f"no audit: {reply.fusion} gives full prefill's answer by construction")
+            self._once(f"no audit: {reply.fusion} gives full prefill's answer by construction", self._session.say)
             return False
         return True
 
@@ -57,14 +60,18 @@ class Auditor:
         except KvtoolError as error:
             session.warn(f"an answer could not be audited: {error.message}", error.hint)
             return None
+        if not math.isfinite(done.kl_answer):
+            session.warn("an answer could not be audited: its distributions are no numbers", "try --dtype float32")
+            return None
         if not keep_audit(session.store, session.identity.fingerprint, done):
-            self._warn_once("an audit could not be kept", "make room on the store's disk, or its folder writable")
+            hint = "make room on the store's disk, or its folder writable"
+            self._once("an audit could not be kept", lambda text: session.warn(text, hint))
         return done
 
-    def _warn_once(self, text: str, hint: str) -> None:
+    def _once(self, text: str, tell: Callable[[str], None]) -> None:
         if text not in self._told:
             self._told.add(text)
-            self._session.warn(text, hint)
+            tell(text)
 
 
 def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:

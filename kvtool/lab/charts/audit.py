@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvtool.core.common.sizes import counted
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
@@ -65,7 +66,7 @@ def period_table(value: Mapping[str, Any]) -> Table:
 
 def told_when(value: Mapping[str, Any]) -> str:
     """How many audits there are, and from when to when."""
-    return f"{value['questions']} audits, {moment(value['since'])} to {moment(value['until'])} UTC"
+    return f"{counted(value['questions'], 'audit')}, {moment(value['since'])} to {moment(value['until'])} UTC"
 
 
 def moment(seconds: int, period: str = "") -> str:
