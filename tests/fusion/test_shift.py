@@ -180,6 +180,20 @@ def test_a_chunk_whose_sensitivity_was_not_kept_is_left_alone() -> None:
     assert same_bits(own.fuse(none, Epic(5)), own.fuse(none, Epic(5, shift=False)))
 
 
+def test_where_no_row_takes_anything_nothing_is_shifted() -> None:
+    """And that can be told: there is no mean over no rows."""
+    own = case("llama")
+    plan = own.plan(lead_in=BOS)
+    fourth = plan.chunks[3]
+    still = torch.tensor([4.0] * 2 + [0.0] * (len(fourth.ids) - 2)).half().numpy().tobytes()
+    segments = [replace(s, source=replace(s.source, sensitivity=still)) if s == fourth else s for s in plan.segments]
+    chosen = plan.mask()
+    chosen[fourth.start : fourth.start + 2] = True
+    fused = own.fuse(Plan(tuple(segments)), ShiftedRows(chosen))
+    assert fused.shifted.to_json() == {"tokens_shifted": 0, "size": 0.0, "common": 0.0}
+    assert same_bits(fused, own.fuse(Plan(tuple(segments)), Fixed(chosen)))
+
+
 def _sensitivity(tokens: int) -> bytes:
     """Two of hardly any, then of much."""
     return torch.tensor([1e-4] * 2 + [4.0] * (tokens - 2))[:tokens].half().numpy().tobytes()

@@ -170,8 +170,8 @@ class _Chunks:
         the factors of all rows, float32 `[length]`."""
         probes, reused = self.hits & computed, self.hits & ~computed
         counts = self.summed(probes)
-        some = self.known & (counts >= _FEWEST) & (self.summed(reused) > 0)
         shares = self._shares(self.summed(self.sensitivity * probes) / counts.clip(1))
+        some = self.known & (counts >= _FEWEST) & (self.summed(reused & (shares > 0)) > 0)
         return some, np.where(reused & some[self.of_row], shares, np.float32(0))
 
     def _shares(self, means: Numbers) -> Numbers:
