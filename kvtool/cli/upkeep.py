@@ -149,8 +149,8 @@ def compact(run: Run) -> None:
     def show() -> None:
         if run.out.verbosity >= 0:
             run.out.print(
-                f"{sized(done.before)} before, {sized(done.after)} after; {done.chunks} chunks that nothing "
-                f"referred to and {done.profiles} old profiles dropped"
+                f"{sized(done.before)} before, {sized(done.after)} after; {counted(done.chunks, 'chunk')} that nothing "
+                f"referred to and {counted(done.profiles, 'old profile')} dropped"
             )
 
     run.out.result(done.to_json(), human=show)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.codec.nested import NESTED
@@ -209,6 +210,19 @@ def test_compact_needs_room_for_a_copy(tmp_path: Path, monkeypatch: pytest.Monke
     with Store.open(path) as store:
         assert len(list((path / "data").iterdir())) == 1
         check_file(store, "f2", dim=DIM)
+
+
+def test_where_a_prune_has_no_room_for_a_copy_it_says_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise NoSpaceError("the store's file cannot shrink")
+
+    path = make_store(tmp_path / "store", files=4, dim=DIM)
+    monkeypatch.setattr(space, "check_copy", full)
+    with pytest.raises(NoSpaceError, match=r"^0 documents and 8 levels of chunks are dropped, but the store's file"):
+        pruned(path, 1)
+    assert with_kv(path) == []
 
 
 def test_a_reader_goes_on_while_the_store_is_compacted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.errors import UsageError
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
 from kvtool.core.upkeep.budget import low_water
 from kvtool.core.upkeep.inventory import Inventory, take_inventory
@@ -136,7 +138,7 @@ def _prune(store: Store, writer: Writer, limit: int | None, wanted: Wanted, opti
         report.spared += len(apply(store, writer, plan))
         report.steps += plan.steps
         if options.compact and _is_too_large(space.folder_bytes(store.path), wanted.goal):
-            report.compacted += writer.compact()
+            report.compacted += _compacted(writer, report.steps)
         report.after = space.folder_bytes(store.path)
         inventory = take_inventory(store)
         if not plan.steps or report.after - (0 if options.compact else inventory.free) <= (limit or report.after):
@@ -144,6 +146,16 @@ def _prune(store: Store, writer: Writer, limit: int | None, wanted: Wanted, opti
     if not report.reached:
         report.in_the_way = _in_the_way(inventory, report.after)
     return report
+
+
+def _compacted(writer: Writer, steps: Sequence[Step]) -> int:
+    """Give free pages back to the disk. Raises NoSpaceError, which says what is dropped all the same."""
+    try:
+        return writer.compact()
+    except NoSpaceError as error:
+        levels, documents = sum(len(step.drops) for step in steps), sum(len(step.sources) for step in steps)
+        gone = f"{counted(documents, 'document')} and {counted(levels, 'level')} of chunks are dropped"
+        raise NoSpaceError(f"{gone}, but {error.message}", error.hint) from error
 
 
 def _is_too_large(size: int, goal: int | None) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvtool.core.common.sizes import counted
 from kvtool.lab.bench.fusion import FusionBench
 from kvtool.lab.bench.rows import FusionRow
 from kvtool.lab.charts.svg import Line, Panel, line_charts
@@ -93,8 +94,8 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
     for reference in result.references:
         full = "not measured" if reference.ms is None else f"{reference.name}, {reference.ms:.1f} ms"
         yield (
-            f"{reference.context} tokens: {reference.chunks} chunks and a question of {reference.question_tokens}; "
-            f"full prefill is {full}"
+            f"{reference.context} tokens: {counted(reference.chunks, 'chunk')} and a question of "
+            f"{reference.question_tokens}; full prefill is {full}"
         )
     for row in result.rows:
         if row.shift_cost_ms is not None:

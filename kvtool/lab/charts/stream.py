@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvtool.core.codec.levels import exact
+from kvtool.core.common.sizes import counted
 from kvtool.lab.bench.stream import ALL, StreamBench, StreamRow
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
@@ -58,10 +59,10 @@ def stream_notes(result: StreamBench) -> Iterator[str]:
     """What was simulated, and what the numbers mean."""
     options = result.options
     yield (
-        f"{result.context}: {result.tokens} tokens in {result.chunks} chunks, {result.raw_bytes / 1e6:.0f} MB of KV; "
-        f"computing them from text {result.text_ms:.0f} ms; {len(result.traces)} traces; predictor "
-        f"{options.predictor}, margin {options.margin:.0%}, {options.depth} requests outstanding; the drop's objective "
-        f"{options.case_slo_ms:g} ms"
+        f"{result.context}: {result.tokens} tokens in {counted(result.chunks, 'chunk')}, "
+        f"{result.raw_bytes / 1e6:.0f} MB of KV; computing them from text {result.text_ms:.0f} ms; "
+        f"{len(result.traces)} traces; predictor {options.predictor}, margin {options.margin:.0%}, "
+        f"{options.depth} requests outstanding; the drop's objective {options.case_slo_ms:g} ms"
     )
     yield "; ".join(result.sources)
     yield _MEANING
