@@ -186,7 +186,7 @@ def figure(machines: Sequence[Machine]) -> str:
 
     panels = [_panel(machine) for machine in machines]
     note = "SmolLM2-135M (Q4_1); llama.cpp: the quickest of its settings"
-    return line_charts("Time to the first token, seconds", panels, "prompt, tokens", note)
+    return line_charts("Time to the first token, seconds", panels, "prompt, tokens", note, "logarithmic")
 
 
 def _panel(machine: Machine) -> Any:

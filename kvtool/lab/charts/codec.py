@@ -35,7 +35,7 @@ def codec_sections(value: dict[str, Any]) -> list[Section]:
     """Sections from what `inspect codec --json` gives."""
     schemes = value["schemes"]
     panel = Panel("KL of the answer, nats", _losses(schemes), logarithmic=True)
-    chart = line_charts("What fewer bits lose", [panel], "bits per element")
+    chart = line_charts("What fewer bits lose", [panel], "bits per element", axis="logarithmic")
     text = "Each scheme's records in place of the exact ones, all else equal: how far the answers' distributions move."
     levels = Section("Levels", (text,), (chart,) if len(schemes) > 1 else (), (codec_table(value),))
     return [levels, _by_layer(schemes)]
@@ -46,7 +46,7 @@ def _losses(schemes: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
     kinds: dict[str, list[tuple[float, float]]] = {}
     for row in schemes:
         kind = _kind(row["scheme"])
-        kinds.setdefault(kind, []).append((round(row["bits_per_element"], 2), max(row["kl_answer"], 1e-6)))
+        kinds.setdefault(kind, []).append((float(f"{row['bits_per_element']:.3g}"), max(row["kl_answer"], 1e-6)))
     return tuple(Line(kind, tuple(sorted(points))) for kind, points in kinds.items())
 
 

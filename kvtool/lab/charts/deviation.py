@@ -53,7 +53,8 @@ def _concentration(layers: Sequence[dict[str, Any]]) -> Section:
         Line(f"layer {row['layer']}", tuple((100 * float(share), part) for share, part in row["top_share"].items()))
         for row in {row["layer"]: row for row in chosen}.values()
     )
-    chart = line_charts("Concentration", [Panel("share of the squared V deviation", lines)], "top % of the tokens")
+    panel = Panel("share of the squared V deviation", lines)
+    chart = line_charts("Concentration", [panel], "top % of the tokens", axis="linear")
     text = (
         "CacheBlend's first insight: few tokens hold most of the deviation. If it were spread evenly, the top 15 % of "
         "the tokens would hold 15 % of it."
@@ -79,7 +80,8 @@ def _attention(rows: Sequence[dict[str, Any]]) -> Section:
         Line(CHOICES[choice], tuple((100 * row["ratio"], row["deviation"]) for row in rows if row["choice"] == choice))
         for choice in choices
     )
-    chart = line_charts("Attention deviation", [Panel("‖A − A full‖ / ‖A full‖", lines)], "% of the tokens recomputed")
+    panel = Panel("‖A − A full‖ / ‖A full‖", lines)
+    chart = line_charts("Attention deviation", [panel], "% of the tokens recomputed", axis="linear")
     text = (
         "How far the question's attention over the fused cache is from that over the full one, mean over layers, "
         "when so many of the reused tokens are recomputed: those that deviate most, random ones, the first of each "

@@ -132,7 +132,7 @@ def fusion_chart(result: FusionBench) -> str:
         Panel("speedup over full prefill", tuple(speedups)),
         Panel("TTFT, ms", tuple(times), logarithmic=True),
     ]
-    return line_charts(f"kvtool bench fusion: {result.model}", panels, "context, tokens", note)
+    return line_charts(f"kvtool bench fusion: {result.model}", panels, "context, tokens", note, "logarithmic")
 
 
 def _points(

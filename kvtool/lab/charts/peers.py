@@ -102,4 +102,4 @@ def peers_chart(result: PeersBench) -> str:
     ]
     panel = Panel("TTFT, seconds", tuple(drawn), logarithmic=True)
     note = f"{result.model}, {result.dtype}, {result.threads} threads; llama.cpp: the quickest of its settings"
-    return line_charts("kvtool bench peers: time to the first token", [panel], "prompt, tokens", note)
+    return line_charts("kvtool bench peers: time to the first token", [panel], "prompt, tokens", note, "logarithmic")

@@ -58,7 +58,7 @@ def _charts(value: Mapping[str, Any]) -> str:
         if any(name in row for row in runs)
     ]
     note = f"with 95 % intervals over {value['questions']} questions; hollow: a variant of the mode"
-    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed", note, True)
+    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed", note, "linear")
 
 
 def _by_variant(runs: Sequence[Mapping[str, Any]], name: str) -> Iterator[Line]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 from xml.sax.saxutils import escape
+
+Axis = Literal["even", "linear", "logarithmic"]  # how the values of x stand: evenly spaced, or to one of two scales
 
 WIDTH = 1056  # of a whole chart: what a page at 1,200 pixels has room for
 _HEIGHT = 280  # of a panel's plot
 _LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 64, 64, 72, 24, 56
-_LABEL = 30  # pixels that a number below a panel takes at least
+_LABEL = 30  # pixels that a number below a panel takes at least; on a logarithmic axis they are longer
 _ASIDE = 6  # pixels between the points of two series with intervals
 _LEGEND = 150  # pixels of a name in the legend
 COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
@@ -60,12 +63,13 @@ class Panel:
     levels: tuple[tuple[str, float], ...] = ()
 
 
-def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "", to_scale: bool = False) -> str:
+def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "", axis: Axis = "even") -> str:
     """Panels side by side over the same values of x; a name has one colour in all of them.
 
     Parameters
     ----------
-    to_scale : whether x is a scale from 0, for numbers of at least 0; else its values stand evenly spaced.
+    axis : of x. `even` is for what has no distances, or equal ones; `linear` begins at 0 and wants numbers of at
+        least 0; `logarithmic` wants numbers above 0.
 
     Returns
     -------
@@ -73,7 +77,7 @@ def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "
     """
     values = sorted({x for panel in panels for line in panel.lines for x, _ in line.points})
     wide = (WIDTH - _LEFT - _RIGHT - _GAP * (len(panels) - 1)) / len(panels)
-    across = _Across.to_scale(values, wide) if to_scale else _Across.evenly(values, wide)
+    across = _Across.over(values, wide, axis)
     looks = _looks(line for panel in panels for line in panel.lines)
     height = _TOP + _HEIGHT + _BOTTOM + 20 * -(-len(looks) // _per_row()) + (20 if note else 0)
     parts = [*opening(title, WIDTH, height)]
@@ -218,18 +222,35 @@ class _Across:
     ticks: tuple[float, ...]
 
     @classmethod
+    def over(cls, values: Sequence[float], wide: float, axis: Axis) -> _Across:
+        """An axis that holds these values, ascending."""
+        made = {"even": cls.evenly, "linear": cls.linear, "logarithmic": cls.logarithmic}
+        return made[axis](values, wide)
+
+    @classmethod
     def evenly(cls, values: Sequence[float], wide: float) -> _Across:
         """An axis on which values stand evenly spaced."""
         places = {x: wide * (number + 0.5) / len(values) for number, x in enumerate(values)}
         return cls(wide, places, tuple(values[:: math.ceil(len(values) * _LABEL / wide)]))
 
     @classmethod
-    def to_scale(cls, values: Sequence[float], wide: float) -> _Across:
+    def linear(cls, values: Sequence[float], wide: float) -> _Across:
         """An axis from 0 on which values stand to scale, with room at both ends for what moves aside."""
         last = max([*values, 0.0]) or 1.0
         step = _round_step(last / 10)
         ticks = tuple(step * number for number in range(int(last / step) + 1))
         return cls(wide, {x: wide * (0.05 + 0.9 * x / last) for x in (*values, *ticks)}, ticks)
+
+    @classmethod
+    def logarithmic(cls, values: Sequence[float], wide: float) -> _Across:
+        """An axis on which equal distances are equal ratios; those of its values are named that have room for it."""
+        first, last = math.log(values[0]), math.log(values[-1])
+        places = {x: wide * (0.05 + 0.9 * (math.log(x) - first) / (last - first or 1.0)) for x in values}
+        ticks = [values[0]]
+        for x in values:
+            if places[x] - places[ticks[-1]] >= 1.4 * _LABEL:
+                ticks.append(x)
+        return cls(wide, places, tuple(ticks))
 
     def place(self, value: float) -> float:
         """Distance from the left."""

@@ -65,12 +65,24 @@ def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
 
 def test_to_scale() -> None:
     line = Line("a", ((0.0, 1.0), (5.0, 2.0), (25.0, 3.0)))
-    root = ElementTree.fromstring(line_charts("t", [Panel("p", (line,))], "x", to_scale=True))
+    root = ElementTree.fromstring(line_charts("t", [Panel("p", (line,))], "x", axis="linear"))
     marks = [path.attrib["transform"] for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
     first, second, last = (float(mark.removeprefix("translate(").split()[0]) for mark in marks)
     assert (second - first) * 5 == pytest.approx(last - first, abs=0.5)
     assert {"0", "5", "10", "15", "20", "25"} <= {text.text for text in root.iter(SVG + "text")}
-    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((0.0, 1.0),)),))], "x", to_scale=True))
+    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((0.0, 1.0),)),))], "x", axis="linear"))
+
+
+def test_equal_ratios_are_equal_distances() -> None:
+    line = Line("a", ((0.5, 1.0), (1.0, 2.0), (1.02, 2.0), (16.0, 3.0)))
+    root = ElementTree.fromstring(line_charts("t", [Panel("p", (line,))], "x", axis="logarithmic"))
+    marks = [path.attrib["transform"] for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
+    first, second, _, last = (float(mark.removeprefix("translate(").split()[0]) for mark in marks)
+    assert (second - first) * 5 == pytest.approx(last - first, abs=0.5)
+    told = {text.text for text in root.iter(SVG + "text")}
+    assert {"0.5", "1", "16"} <= told
+    assert "1.02" not in told  # it would stand on the 1
+    ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((3.0, 1.0),)),))], "x", axis="logarithmic"))
 
 
 def test_levels_stand_across_the_plot_and_inside_it() -> None:
