@@ -28,17 +28,18 @@ def reference() -> str:
     return "\n".join([_HEAD, *sections])
 
 
-def _sections(command: Any, path: str) -> Iterator[str]:
-    """A command, and behind a group those below it."""
+def _sections(command: Any, path: str, group: Any = None) -> Iterator[str]:
+    """A command, and behind a group those below it, which take over its flags for help (`group`: its context)."""
     below = getattr(command, "commands", {})
+    context = command.make_context(path, [], parent=group, resilient_parsing=True)
     yield f"## {path}\n"
-    yield from _body(command, path)
+    yield from _body(command, path, context)
     for name, child in below.items():
-        yield from _sections(command.load(name) if isinstance(command, LazyGroup) else child, f"{path} {name}")
+        known = command.load(name) if isinstance(command, LazyGroup) else child
+        yield from _sections(known, f"{path} {name}", context)
 
 
-def _body(command: Any, path: str) -> Iterator[str]:
-    context = command.make_context(path, [], resilient_parsing=True)
+def _body(command: Any, path: str, context: Any) -> Iterator[str]:
     if command.help:
         yield f"{_without_marks(command.help)}\n"
     usage = " ".join(piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]")
