@@ -9,6 +9,7 @@ import pytest
 from kvtool.core.cache.side_log import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
+from kvtool.lab.measure.runs import parse_run
 from tests.cache.making import make_store
 
 MODEL = "f" * 64
@@ -63,6 +64,7 @@ def test_a_run_is_named_as_a_user_would_name_it() -> None:
     assert made().run == "union:0.15"
     assert made(fusion="reuse", amount=None).run == "reuse"
     assert made(fusion="epic", amount=16.0, changes={"link": "final"}).run == "epic+link=final:16"
+    assert made(changes={"shift": False}).run == parse_run("union+shift=no:15%").name
 
 
 def test_audits_are_kept_by_model(tmp_path: Path) -> None:

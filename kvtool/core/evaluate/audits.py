@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.side_log import append_side, read_side_log
+from kvtool.core.evaluate.runs import run_name
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -57,9 +58,8 @@ class Audit:
 
     @property
     def run(self) -> str:
-        """The mode with its other parameters and its amount, such as `union+weighting=0.5:0.15`."""
-        changes = "".join(f"+{name}={value}" for name, value in self.changes.items())
-        return f"{self.fusion}{changes}" + ("" if self.amount is None else f":{self.amount:.12g}")
+        """The mode with its other parameters and its amount, such as `union+shift=no:0.15`."""
+        return run_name(self.fusion, self.changes.items(), self.amount)
 
     def to_json(self) -> dict[str, Any]:
         """A line of the journal."""

@@ -142,7 +142,8 @@ def _over_time(value: Mapping[str, Any]) -> str:
         )
         for title, at in (("KL of the answer, median, nats", "median"), ("90 %", "p90"))
     ]
-    return line_charts("Over time", panels, f"{value['period']}s since {moment(start, value['period'])}")
+    since = f"{value['period']}s since {moment(start, value['period'])}"
+    return line_charts("Over time", panels, since, axis="linear")
 
 
 def _named(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.evaluate.runs import run_name
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS
 from kvtool.core.options.option import Option, options_of
 from kvtool.core.query.options import QueryOptions
@@ -34,11 +35,11 @@ class RunSpec:
     @property
     def variant(self) -> str:
         """The mode and its changes."""
-        return "+".join([self.mode, *(f"{name}={_text(value)}" for name, value in self.changes)])
+        return run_name(self.mode, self.changes, None)
 
     @property
     def name(self) -> str:
-        return self.variant if self.amount is None else f"{self.variant}:{self.amount:.12g}"
+        return run_name(self.mode, self.changes, self.amount)
 
     def options(self, base: QueryOptions) -> QueryOptions:
         """Put this run's mode, amount and changes into the options `base`."""
@@ -124,14 +125,3 @@ def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
         hint = did_you_mean(name, known) or (f"known: {', '.join(known)}" if known else "leave it out")
         raise UsageError(f"{where}: {mode} has no option {name!r}", hint)
     return name, options_of(QueryOptions)[name].parse(value, where)
-
-
-def _text(value: Any) -> str:
-    """A value as it is written in a run."""
-    return (
-        {True: "yes", False: "no"}[value]
-        if isinstance(value, bool)
-        else f"{value:.12g}"
-        if isinstance(value, float)
-        else str(value)
-    )
