@@ -55,6 +55,16 @@ _LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+# A prompt of more than 1,024 tokens would take the other factors, which no test may come to.
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 5.0, 9.0, 17.0, 30.0],
+    "original_max_position_embeddings": 1024,
+    "partial_rotary_factor": 0.75,
+}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -62,11 +72,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-linear": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_LINEAR)),
     "llama-llama3": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_LLAMA3)),
     "llama-yarn": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_YARN)),
+    "llama-dynamic": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_DYNAMIC)),
     "mistral": lambda: MistralConfig(**_SHAPE, head_dim=16, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**_SHAPE),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),  # head_dim other than hidden / heads, as in the real ones
     "qwen3-bias": lambda: Qwen3Config(**_SHAPE, head_dim=16, attention_bias=True),
     "phi3": lambda: Phi3Config(**_SHAPE),
+    "phi3-longrope": lambda: Phi3Config(**_SHAPE, rope_parameters=dict(_LONGROPE)),  # as Phi-4-mini has it
     "olmo2": lambda: Olmo2Config(**_SHAPE),
     "granite": lambda: GraniteConfig(**_SHAPE, attention_multiplier=0.2, residual_multiplier=0.8, logits_scaling=2.0),
     "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1, 1], use_sliding_window=False),

@@ -252,9 +252,9 @@ def hostile_gguf(folder: Path) -> Path:
     return folder / "m.gguf"
 
 
-def length_dependent_rope(folder: Path) -> Path:
+def positions_in_several_dimensions(folder: Path) -> Path:
     save_tiny("llama", folder)
-    edit_config(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
     return folder
 
 
@@ -268,7 +268,15 @@ def unknown_name(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [without_weights, cut_weights, cut_gguf, hostile_gguf, length_dependent_rope, no_such_folder, unknown_name],
+    [
+        without_weights,
+        cut_weights,
+        cut_gguf,
+        hostile_gguf,
+        positions_in_several_dimensions,
+        no_such_folder,
+        unknown_name,
+    ],
 )
 def test_models_that_do_not_fit(make: Any, store: Path, corpus: Path, tmp_path: Path) -> None:
     model = make(tmp_path / "model")

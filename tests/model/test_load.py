@@ -78,9 +78,9 @@ def test_transformers_settings_are_put_back(files: ModelFiles) -> None:
 
 
 def test_unsupported_model_is_refused_before_its_weights(files: ModelFiles) -> None:
-    edit_config(files.folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    edit_config(files.folder, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
     (files.folder / "model.safetensors").write_bytes(b"")
-    assert "length" in refused(files).message
+    assert "M-RoPE" in refused(files).message
 
 
 def test_missing_weights(files: ModelFiles) -> None:

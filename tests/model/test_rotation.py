@@ -71,7 +71,7 @@ def test_no_keys_are_rotated_to_none() -> None:
     rotate_halves(*[torch.empty(2, 0, 16)] * 2, *table_of(0, 16), ISAS[runnable()[0]])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "phi3-longrope"])  # it rotates a part of a head
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels.isa_here() is None:

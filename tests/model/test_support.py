@@ -11,7 +11,9 @@ from kvtool.core.errors import ModelError
 from kvtool.core.model.support import check_model, check_supported, context_limit
 from tests.families import FAMILIES, tiny_model
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
 SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -34,8 +36,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("lfm2", lambda: t.Lfm2Config(full_attn_idxs=[2, 5]), "recurrent"),
     ("qwen2-vl", lambda: t.Qwen2VLConfig(), "multimodal"),
     ("qwen2-vl-text", lambda: t.Qwen2VLTextConfig(rope_parameters=dict(SECTIONS)), "M-RoPE"),
-    ("dynamic", lambda: t.LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "length"),
-    ("longrope", lambda: t.Phi3Config(rope_parameters=dict(LONGROPE)), "length"),
     ("gpt2", lambda: t.GPT2Config(), "no rotary"),
     ("opt", lambda: t.OPTConfig(), "no rotary"),
     ("bloom", lambda: t.BloomConfig(), "no rotary"),
@@ -91,6 +91,8 @@ def test_sinks_among_the_weights() -> None:
     ("config", "limit"),
     [
         (t.LlamaConfig(max_position_embeddings=4096), 4096),
+        (t.Phi3Config(**PHI4_MINI, rope_parameters=dict(LONGROPE)), 4096),  # then it takes its long factors
+        (t.LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(DYNAMIC)), 4096),
         (t.MistralConfig(max_position_embeddings=32768, sliding_window=4096), 4096),
         (t.MistralConfig(max_position_embeddings=32768, sliding_window=None), 32768),
         (t.Phi3Config(max_position_embeddings=4096, sliding_window=2047), 2047),

@@ -17,6 +17,7 @@ from kvtool.core.model.kernels import isa_here
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
 from kvtool.core.model.triton_place import Piece, Side
 
+_TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -66,6 +67,8 @@ class Rotary:
 
     def table(self, positions: torch.Tensor) -> Table:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
+        if not len(positions):  # a RoPE that asks how long the prompt is cannot tell of nothing
+            return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
         cos, sin = self._emb(like, position_ids=positions[None])
         return Table(cos.float(), sin.float())
@@ -111,7 +114,7 @@ class Rotary:
         """Whether one launch on a GPU (`triton_place.py`) gives what the model's own function does: it is tried."""
         if not self._device.startswith("cuda") or importlib.util.find_spec("triton") is None:
             return False
-        table = self.table(torch.tensor([0, 1, 77, 1999], device=self._device))
+        table = self.table(torch.tensor(_TRIED, device=self._device))
         keys = torch.randn((1, 2, 4, self._head_dim), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         keys = keys.to(self._dtype).to(self._device)
         placed = torch.empty((2, *keys.shape), dtype=keys.dtype, device=keys.device)
@@ -144,7 +147,7 @@ class Rotary:
         """Whether the model rotates by halves, bit for bit, as machine code here does: it is tried."""
         if self._isa is None or self._device != "cpu":
             return False
-        table = self.table(torch.tensor([0, 1, 77, 1999]))
+        table = self.table(torch.tensor(_TRIED))
         draw = torch.Generator().manual_seed(0)
         keys = torch.randn((1, 2, 4, self._head_dim), generator=draw, dtype=torch.float32)
         out = torch.empty_like(keys)

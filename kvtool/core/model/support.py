@@ -8,9 +8,10 @@ from kvtool.core.errors import ModelError
 
 SUPPORTED = (
     "decoder-only models with full attention (or one sliding window for all layers) and RoPE "
-    "(plain, linear, llama3, yarn), such as Llama, Mistral, Mixtral, Qwen2/2.5/3, Phi-3, OLMo 2, Granite, SmolLM"
+    "(plain, linear, llama3, yarn; longrope and dynamic up to the length before they change), such as Llama, Mistral, "
+    "Mixtral, Qwen2/2.5/3, Phi-3 and 4, OLMo 2, Granite, SmolLM"
 )
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 _WINDOWED = ("sliding_attention",)
 _FULL = ("full_attention",)
 _RECURRENT = (
@@ -57,9 +58,15 @@ def check_model(model: Any) -> None:
 
 
 def context_limit(config: Any) -> int:
-    """How many tokens prompt and answer may have: attention is full and positions are trained up to there."""
+    """How many tokens prompt and answer may have: attention is full and positions are trained up to there.
+
+    `longrope` rotates a longer prompt by other factors, from its first token on, and so does `dynamic` beyond
+    `max_position_embeddings`: what is stored would no longer fit, and a longer prompt is refused.
+    """
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
     rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
     if rope.get("rope_type") in ("yarn", "linear") and rope.get("original_max_position_embeddings"):
         limit = max(limit, int(rope["original_max_position_embeddings"] * float(rope.get("factor") or 1.0)))
     window = _window(config)
@@ -147,8 +154,6 @@ def _positions(config: Any) -> str:
     kind = _rope(config)["rope_type"]
     if rope.get("mrope_section") or kind == "mrope":
         return "has positions in several dimensions (M-RoPE)"
-    if kind in ("dynamic", "longrope"):
-        return f"changes its RoPE with the prompt's length ({kind})"
     return "" if kind in _ROPE_TYPES else f"scales its RoPE in an unknown way ({kind})"
 
 

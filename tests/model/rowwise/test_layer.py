@@ -25,7 +25,8 @@ from tests.fusion.making import NAMES, new_case
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
 IDS = list(range(5, 45))
-QUICK = {"llama", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "qwen3-bias", "smollm3"}
+ROPES = {f"llama-{kind}" for kind in ("linear", "llama3", "yarn", "dynamic")}
+QUICK = {"llama", *ROPES, "mistral", "qwen2", "qwen3", "qwen3-bias", "smollm3"}
 # Root mean square difference by that of the numbers. In bfloat16 most are the same bits; a norm's sum in another order
 # moves a last place, and the layers behind it are no further apart than by that.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
