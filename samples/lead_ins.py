@@ -17,7 +17,8 @@ from pathlib import Path
 
 KVTOOL = [sys.executable, "-P", "-m", "kvtool"]  # -P: nothing in the working directory is run
 LEAD_INS = ("none", "bos", "sink:4", "prefix", "warm")
-RUNS = ("reuse", "epic:16", "blend:0.15", "infoflow:0.15", "union:0.15")  # as the report names them
+SELECTORS = {"epic": "16", "blend": "0.15", "infoflow": "0.15", "union": "0.15"}
+RUNS = ("reuse", *(f"{mode}{shift}:{amount}" for mode, amount in SELECTORS.items() for shift in ("+shift=no", "")))
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ import sys
 import xml.etree.ElementTree as Xml
 from pathlib import Path
 
+import pytest
+
 from tests.cli.working import built, tiny
 
 __all__ = ["built", "tiny"]
@@ -107,3 +109,31 @@ def test_what_limits_fusion_is_told_from_a_journal(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True, cwd=SAMPLES).stdout
     assert "| spread 50% | 0.1500 [0.1500, 0.1500] | 0.1500 | 0.50 [0.50, 0.50] |" in told
+
+
+def asked_of(built: Path, folder: Path) -> list[str]:
+    """The arguments of a script that asks two questions of a store, for answers of three tokens."""
+    questions = folder / "batch.jsonl"
+    questions.write_text(
+        '{"question": "Who built the first mill?"}\n{"question": "Which mill grinds flour?"}\n', encoding="utf-8"
+    )
+    return [str(built / "store"), str(questions), "--max-tokens", "3"]
+
+
+def test_what_limits_fusion_is_measured_piece_by_piece(built: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "limits.jsonl"
+    run("limits.py", *asked_of(built, tmp_path), "--ratio", "0.3", "--limit", "1", "--resume", str(journal))
+    (row,) = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
+    mean = {name: sum(kl) / len(kl) for name, kl in row["kl"].items()}
+    assert row["facts"]["shares"]["total"] == pytest.approx(mean["union"], rel=0.2)  # gradients share out what there is
+    assert min(mean["rows|reused"], mean["rows|recomputed"]) < mean["union"] < mean["reuse"]
+
+
+def test_a_writer_starts_where_reuse_is_and_comes_nearer_to_what_it_is_shown(built: Path, tmp_path: Path) -> None:
+    asked = asked_of(built, tmp_path)
+    batch = asked[1]
+    for kind in ("writer", "offset"):
+        learning = ["--steps", "15", "--rate", "0.02", "--held", asked[0], batch]
+        said = run("fitted.py", kind, *asked, *learning).splitlines()
+        before, after = (float(cell.split(" (")[0]) for cell in said[-1].strip("| ").split(" | ")[3:])
+        assert after < before, kind

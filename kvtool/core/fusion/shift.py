@@ -26,7 +26,9 @@ from kvtool.core.model.rotary import Table
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
 
-_FEWEST = 2  # probes that a chunk's offset is taken from
+# Probes that a chunk's offset is taken from: two or three that are no ordinary tokens (a chunk's first ones, behind a
+# lead-in without text) would move all of it wrongly, and what is computed over that still more.
+_FEWEST = 4
 _MOST = 2.0  # times the mean change of its probes that a row takes at most
 
 

@@ -1,0 +1,1 @@
+"""What `samples/fitted.py` fits, and how it is judged."""
