@@ -17,6 +17,7 @@ from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.kept import rows_of
+from kvtool.core.errors import UsageError
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
@@ -47,7 +48,8 @@ from tests.compress.making import (
     run,
     state_of,
 )
-from tests.fusion.making import CHUNKS, PREFIX, case
+from tests.families import MAX_POSITIONS
+from tests.fusion.making import CHUNKS, PREFIX, case, tokens
 
 HALF = "keep50-2"
 
@@ -181,6 +183,14 @@ def test_what_a_row_is_worth_does_not_depend_on_its_batch() -> None:
             most = weights[:, len(PREFIX) + len(ids) :, len(PREFIX) : len(PREFIX) + len(ids)].amax((0, 1))
             expected += most
         assert torch.allclose(worth, expected, rtol=1e-3)
+
+
+def test_a_chunk_that_cannot_be_read_twice_is_refused() -> None:
+    decoder = case("llama").decoder
+    lead_in, most = LeadIn(decoder, PREFIX), (MAX_POSITIONS - len(PREFIX)) // 2
+    assert len(repeated(decoder, lead_in, [tokens(most, 1)])[0]) == most
+    with pytest.raises(UsageError, match=f"the model takes {MAX_POSITIONS}"):
+        repeated(decoder, lead_in, [CHUNKS[0], tokens(most + 1, 1)])
 
 
 def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -> None:

@@ -22,6 +22,7 @@ from kvtool.core.model.weights import attention_weights
 
 SINKS = 4  # first rows of a chunk, which always stay: its later rows lean on them
 _BLOCK = 64  # rows whose weights exist at a time
+_TWICE = "each chunk is read twice to choose its rows: leave --keep out, or ingest with fewer --chunk-tokens"
 
 
 class _Watch:
@@ -52,7 +53,9 @@ def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[t
     """Measure how much each row of some chunks is looked at when the chunk is repeated, float32 `[tokens]` each.
 
     What a chunk gives does not depend on the others. Its own text before it, of a `neighbour` store, is left out.
+    Raises UsageError: a chunk and its repetition are longer than the model's context.
     """
+    decoder.check_length(len(lead_in) + 2 * max(map(len, chunks), default=0), _TWICE)
     watches = [_Watch(len(ids)) for ids in chunks]
     prefill_chunks(decoder, lead_in, [PrefillItem((*ids, *ids)) for ids in chunks], watches=watches)
     return [watch.worth for watch in watches]
