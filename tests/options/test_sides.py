@@ -26,6 +26,7 @@ WRONG: list[tuple[type[Options], str, Any, str]] = [
     (QueryOptions, "order", "typo", "is none of relevance, best-last, document"),
     (QueryOptions, "fusion", "unoin", "is none of full, prefix"),
     (QueryOptions, "level", "9", "is none of auto, raw"),
+    (QueryOptions, "level", "keep50", "is none of auto, raw, lossless, 1..4, keepNN-…"),
     (QueryOptions, "load_timeout", "soon", "is not a length of time"),
     (QueryOptions, "max_tokens", 0, "is less than 1"),
     (IngestOptions, "split", "semantik", "is none of semantic"),

@@ -131,5 +131,5 @@ def check_level(name: str) -> str:
     UsageError : there is none.
     """
     if name not in LEVELS:
-        raise UsageError(f"there is no level {name!r}", f"known: {', '.join(LEVELS)}")
+        raise UsageError(f"there is no level {name!r}", f"known: {NAMES.replace('|', ', ')}")
     return name

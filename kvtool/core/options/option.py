@@ -27,6 +27,7 @@ from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import UsageError, did_you_mean
 
 ENV_PREFIX = "KVTOOL_"
+_MOST_TOLD = 12  # choices that an error lists; of more it says what stands for them in the help
 T = TypeVar("T")
 Unit = Literal["", "duration", "percentage", "size", "path"]
 
@@ -190,7 +191,8 @@ class Option:
         if "\0" in value:
             return "holds a NUL character"
         if self.choices and value not in self.choices:
-            return "is none of " + ", ".join(self.choices)
+            many = len(self.choices) > _MOST_TOLD and "|" in self.metavar
+            return "is none of " + ", ".join(self.metavar.split("|") if many else self.choices)
         if self.pattern and not re.fullmatch(self.pattern, value):
             return f"does not fit {self.metavar}"
         return self.check(value) if self.check else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS, known
+from kvtool.core.codec.levels import LEVELS, NAMES, known
 from kvtool.core.common.durations import seconds
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.sizes import size_in_bytes
@@ -165,7 +165,7 @@ _VALUES = {
     "tokens": "a whole number",
     "chunks": "a whole number: how many its document has",
     "used": "how long ago at most (<) or at least (>): 30d, 12h, 10m, or never",
-    "level": f"one of {', '.join(LEVELS)}, or none",
+    "level": f"one of {NAMES.replace('|', ', ')}, or none",
     "bytes": "a size such as 500kB or 2MB",
     "pinned": "yes or no",
 }
