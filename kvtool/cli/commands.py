@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 import typer.core
 
+from kvtool.cli import spinner
+
 if TYPE_CHECKING:
     from kvtool.core.options.option import Option
 
@@ -57,6 +59,12 @@ class _Described:
     def examples(self) -> tuple[str, ...]:
         """Command lines for the help, without the word `kvtool`."""
         return getattr(self.callback, "examples", ())
+
+    def get_help(self, ctx: Any) -> str:
+        """The help; it is what the terminal waited for."""
+        text: str = super().get_help(ctx)  # type: ignore[misc]
+        with spinner.aside(until_new_words=True):
+            return text
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         super().format_help_text(ctx, formatter)  # type: ignore[misc]

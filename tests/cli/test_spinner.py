@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.cli import spinner
+from kvtool.cli.app import load_command
 from kvtool.cli.out import Out
 from kvtool.cli.streams import SafeStream
 from tests.cli.working import QUESTION, SHORT, command, environment
@@ -86,6 +87,13 @@ def test_nothing_is_left_of_it(terminal: Terminal) -> None:
         terminal.write("the end")
     time.sleep(0.02)
     assert terminal.line == "the end"
+
+
+def test_nothing_stands_before_a_help_that_was_waited_for(terminal: Terminal) -> None:
+    compress = load_command("compress")
+    compress.get_help(compress.make_context("compress", [], resilient_parsing=True))
+    time.sleep(0.02)
+    assert terminal.line == ""
 
 
 def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPatch) -> None:
