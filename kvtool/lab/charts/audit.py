@@ -13,7 +13,8 @@ from kvtool.lab.charts.svg import Line, Panel, line_charts
 _SPREAD = ("median", "p90", "p99", "max")
 _HEAD = (
     *("run", "level", "lead-in", "audits", "recomputed"),
-    *("KL answer: median", "90 %", "99 %", "worst", "KL first: median", "90 %", "99 %", "worst"),
+    *("KL answer: median", "answer: 90 %", "answer: 99 %", "answer: worst"),
+    *("KL first: median", "first: 90 %", "first: 99 %", "first: worst"),  # a narrow terminal parts them
     *("same first token", "same answer"),
 )
 _PERIOD_HEAD = (
@@ -22,8 +23,8 @@ _PERIOD_HEAD = (
     "from",
     "audits",
     "KL answer: median",
-    "90 %",
-    "worst",
+    "answer: 90 %",
+    "answer: worst",
     "same first token",
     "same answer",
 )
