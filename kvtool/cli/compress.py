@@ -8,6 +8,7 @@ from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.codec.levels import MAX_LOSS, enough_loss
 from kvtool.core.common.sizes import counted
 from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.options import CompressOptions
@@ -49,5 +50,17 @@ def _show(run: Run, report: CompressReport) -> None:
     )
     if report.compacted:
         run.out.print(f"{report.compacted / 1e6:,.1f} MB given back to the disk")
-    elif report.bytes_after > report.bytes_before:
+    _tell_of_losses(run, report)
+    if not report.compacted and report.bytes_after > report.bytes_before:
         run.out.status("exact records stay beside these: the same again, without --fit, with --drop-raw gives them up")
+
+
+def _tell_of_losses(run: Run, report: CompressReport) -> None:
+    """Which levels a question does not read by itself, although they are there now."""
+    for level in report.levels:
+        loss = level.loss.get("kl_answer", 0.0)
+        if loss > MAX_LOSS:
+            run.out.status(
+                f"level {level.level} loses more than the {MAX_LOSS:g} nats a token that questions allow: "
+                f"`--level {level.level}` or `--max-loss {enough_loss(loss)}` reads it"
+            )

@@ -284,6 +284,13 @@ def test_who_keeps_exact_records_is_told_once_how_to_give_them_up(plain: Path) -
     assert "--drop-raw" not in same + dropped
 
 
+def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_losses(monkeypatch)
+    said = kvtool("compress", "--store", fitted, "--level", "2", "3").fine().err
+    assert said.count("that questions allow") == 1
+    assert "`--level 3` or `--max-loss 0.02` reads it" in said
+
+
 def test_quiet(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--fit", "--questions", "1", "-q").fine()
     assert (done.out, done.err) == ("", "")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvtool.core.codec.levels import LEVELS, RAW, check_level, exact, known, level_of, lossy, nested
+from kvtool.core.codec.levels import LEVELS, RAW, check_level, enough_loss, exact, known, level_of, lossy, nested
 from kvtool.core.codec.nested import NESTED, coarser
 from kvtool.core.errors import UsageError
 
@@ -42,3 +42,8 @@ def test_the_prompts_beginning_is_never_lossy() -> None:
 def test_names_need_no_torch() -> None:
     code = "import sys, kvtool.core.codec.levels, kvtool.core.fusion.selectors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.01, 0.02, 0.1244, 0.1188, 2.3])
+def test_what_is_said_to_be_enough_is(loss: float) -> None:
+    assert loss <= float(enough_loss(loss)) < loss + 0.00101

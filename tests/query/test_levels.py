@@ -209,7 +209,11 @@ def test_auto_without_anything_exact_reads_what_loses_least(fitted: Path) -> Non
     know(fitted, l1=0.1, l2=0.2, l3=0.3, l4=0.4)
     for level in ("raw", "1"):
         drop(fitted, level)
-    assert ask(fitted).json["bytes_read"] == payload_bytes(fitted, "2", "3", "4")
+    done = ask(fitted)
+    assert done.json["bytes_read"] == payload_bytes(fitted, "2", "3", "4")
+    assert done.err.count("read at level 2, which loses 0.2 nats a token") == 1  # of several chunks
+    assert "read at level" not in ask(fitted, "--max-loss", "0.2").err
+    assert "read at level" not in ask(fitted, "--level", "2").err
 
 
 def test_mixed_stores_are_normal(fitted: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -133,3 +134,8 @@ def check_level(name: str) -> str:
     if name not in LEVELS:
         raise UsageError(f"there is no level {name!r}", f"known: {NAMES.replace('|', ', ')}")
     return name
+
+
+def enough_loss(loss: float) -> str:
+    """The `--max-loss` that allows a loss: in thousandths, rounded up."""
+    return f"{math.ceil(1000 * loss) / 1000:g}"

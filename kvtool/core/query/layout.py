@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import enough_loss
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
@@ -146,10 +147,22 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
     levels = session.store.levels(wanted.chunk_id)
     best: str | None = level
     if level == "auto":
-        best = smallest_allowed(levels, session.losses.of(wanted.chunk_id, levels), max_loss)
+        losses = session.losses.of(wanted.chunk_id, levels)
+        best = smallest_allowed(levels, losses, max_loss)
+        if 0 <= max_loss < losses.get(best or "", 0.0):
+            _tell_of_loss(session, str(best), losses[str(best)], max_loss)
     if best is None or best not in levels:
         return replace(wanted, reason=_why_not(level, bool(levels), max_loss), stored=bool(levels))
     return replace(wanted, level=best, sensitivity=info.sensitivity)
+
+
+def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) -> None:
+    """Say that what is read loses more than was asked for, since nothing that is stored is known to lose less."""
+    session.warn_once(
+        f"chunks are read at level {level}, which loses {loss:.2g} nats a token: nothing that is stored of them loses "
+        f"as little as {max_loss:g}",
+        f"`--max-loss {enough_loss(loss)}` accepts it; exact records and finer levels come of ingest into a new store",
+    )
 
 
 def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:

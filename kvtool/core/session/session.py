@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtool.core.cache.store import Store
@@ -53,6 +53,7 @@ class Session:
     Attributes
     ----------
     lock : held by the thread that runs the model.
+    warn_once : as `warn`, but what was said is not said again, though every question would.
     timeline : collects what ran when; None: nobody wants to know.
     say : told before the machine's speeds are measured, which takes seconds.
     hot : the chunks that need not be read again; None where nothing is kept.
@@ -70,7 +71,7 @@ class Session:
         lock_wait: float = 0.0,
     ) -> None:
         self.store, self.identity = store, identity or store_identity(store)
-        self.warn, self.lock_wait = warn, lock_wait
+        self.warn, self.warn_once, self.lock_wait = warn, cache(warn), lock_wait
         self._wanted, self._gradients = wanted, gradients
         self.lock = threading.RLock()
         self.timeline: Timeline | None = None
