@@ -2,10 +2,12 @@
 
     python samples/fitted.py draw SQUAD.json CORPUS OUT.jsonl [--prompts 160] [--questions 4]
     python samples/fitted.py {writer|reader|offset|scale} STORE BATCH.jsonl --held STORE BATCH.jsonl [--held …]
+    python samples/fitted.py ingest KEPT.pt …
 
 `draw` makes prompts of a set in SQuAD's format whose paragraphs `samples/eval.py squad` has written to CORPUS: some
 paragraphs of one article, some of others, and questions on them. The others fit on the prompts of one store and print
 the KL of the answers (nats, greedy answers of full prefill, no gold ones) before and after on the prompts of others.
+`ingest` is `kvtool ingest` with a writer that `--out KEPT.pt` has kept, for measurements by `kvtool inspect quality`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from eval import READERS, load
+from fitting.compiled import ingest
 from fitting.kinds import KINDS
 from fitting.prompts import Sets
 from fitting.training import table, train
@@ -84,6 +87,9 @@ def arguments() -> argparse.Namespace:
     drawing.add_argument("--prompts", type=int, default=160)
     drawing.add_argument("--questions", type=int, default=4)
     drawing.set_defaults(run=draw)
+    storing = tasks.add_parser("ingest", add_help=False)
+    storing.add_argument("kept", type=Path)
+    storing.set_defaults(run=lambda options: ingest(options.kept, options.rest))
     for kind in KINDS:
         fitting = tasks.add_parser(kind)
         fitting.add_argument("store", type=Path)
@@ -99,7 +105,11 @@ def arguments() -> argparse.Namespace:
         fitting.add_argument("--max-tokens", type=int, default=16, help="of an answer (default 16)")
         fitting.add_argument("--out", type=Path)
         fitting.set_defaults(run=fit)
-    return parser.parse_args()
+    options, rest = parser.parse_known_args()
+    if rest and options.kind != "ingest":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.rest = rest
+    return options
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from kvtool.core.errors import ModelError
 from kvtool.core.evaluate.reference import forced_logits
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
@@ -225,3 +226,13 @@ def test_generation_does_not_reach_the_prompts_rows() -> None:
     for buffer, keys, values in zip(fused.cache.buffers, before[::2], before[1::2], strict=True):
         assert torch.equal(buffer.keys[:, :, : fused.plan.length], keys)
         assert torch.equal(buffer.values[:, :, : fused.plan.length], values)
+
+
+def test_numbers_that_are_not_finite_are_no_answer() -> None:
+    """Rows that overflowed when they were stored are whole by their digests."""
+    for wrong in (float("nan"), float("inf")):
+        logits = torch.zeros(9, dtype=torch.float32)
+        logits[4] = wrong
+        with pytest.raises(ModelError, match="finite") as caught:
+            first_token(logits, Sampling())
+        assert "full" in caught.value.hint

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvtool.core.common.types import Ids
+from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.stepping import stepper_for
@@ -71,7 +72,17 @@ def make_ready(decoder: Decoder) -> None:
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
-    """Choose the first answer token from logits `[vocabulary]`; seeds what `next_token` draws from."""
+    """Choose the first answer token from logits `[vocabulary]`; seeds what `next_token` draws from.
+
+    Raises
+    ------
+    ModelError : they are no numbers: what stands in the prompt's cache has overflowed.
+    """
+    if not torch.isfinite(logits).all():
+        raise ModelError(
+            "the model gives no finite numbers over this prompt, so there is no answer",
+            "--fusion full asks without stored rows; rows that overflowed need a store of --dtype float32",
+        )
     if sampling.temperature > 0:
         torch.manual_seed(sampling.seed)
     return next_token(logits, sampling)
