@@ -58,8 +58,9 @@ def decoder_of(model: Any, device: str = DEVICE) -> Decoder:
 
 @cache
 def plain_model(name: str, dtype: str, attention: str = "eager") -> Any:
-    """The same tiny model, as `transformers` runs it without kvtool."""
-    model = tiny_model(name, dtype)
+    """The same tiny model, as `transformers` runs it without kvtool; whoever asks first, in no mode of his."""
+    with torch.inference_mode(False):
+        model = tiny_model(name, dtype)
     model.set_attn_implementation(attention)
     return model
 
