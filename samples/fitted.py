@@ -7,7 +7,8 @@
 `draw` makes prompts of a set in SQuAD's format whose paragraphs `samples/eval.py squad` has written to CORPUS: some
 paragraphs of one article, some of others, and questions on them. The others fit on the prompts of one store and print
 the KL of the answers (nats, greedy answers of full prefill, no gold ones) before and after on the prompts of others.
-`ingest` is `kvtool ingest` with a writer that `--out KEPT.pt` has kept, for measurements by `kvtool inspect quality`.
+`ingest` is `kvtool ingest` with a writer or an offset that `--out KEPT.pt` has kept, to be measured by `inspect
+quality`.
 """
 
 from __future__ import annotations

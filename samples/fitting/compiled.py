@@ -1,8 +1,9 @@
-"""Stores whose chunks a fitted writer has compiled: `kvtool ingest` with its adapters in the model."""
+"""Stores whose chunks a fitted writer has compiled or an offset has moved: `kvtool ingest` with it in between."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,20 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, prefill_chunks
 from kvtool.core.records import making, sensitivity
 
+Prefill = Callable[..., list[ChunkKV]]
+
 
 def ingest(kept: Path, arguments: list[str]) -> None:
-    """Run `kvtool ingest` with what `fitted.py writer --out` has kept. The store takes its chunks for the model's own:
-    it serves to measure, and nothing else."""
+    """Run `kvtool ingest` with what `fitted.py writer --out` or `fitted.py offset --out` has kept. The store takes its
+    chunks for the model's own: it serves to measure, and nothing else."""
     parameters: list[torch.Tensor] = torch.load(kept, weights_only=True)
+    own = _moved(*parameters) if len(parameters) == 2 else _written(parameters)
+    making.prefill_chunks = sensitivity.prefill_chunks = own  # type: ignore[attr-defined]
+    sys.argv = ["kvtool", "ingest", *arguments]
+    run()
+
+
+def _written(parameters: list[torch.Tensor]) -> Prefill:
     attached: list[Adapters] = []
 
     def compiled(decoder: Decoder, lead_in: LeadIn, *rest: Any, **more: Any) -> list[ChunkKV]:
@@ -29,6 +39,19 @@ def ingest(kept: Path, arguments: list[str]) -> None:
         with attached[0].active(len(lead_in) > 0):  # the prompt's beginning stays what it is
             return prefill_chunks(decoder, lead_in, *rest, **more)
 
-    making.prefill_chunks = sensitivity.prefill_chunks = compiled  # type: ignore[attr-defined]
-    sys.argv = ["kvtool", "ingest", *arguments]
-    run()
+    return compiled
+
+
+def _moved(*offsets: torch.Tensor) -> Prefill:
+    def compiled(decoder: Decoder, lead_in: LeadIn, *rest: Any, **more: Any) -> list[ChunkKV]:
+        made = prefill_chunks(decoder, lead_in, *rest, **more)
+        if not len(lead_in):
+            return made
+        return [ChunkKV(*map(_sum, (kv.keys, kv.values), offsets)) for kv in made]
+
+    return compiled
+
+
+def _sum(numbers: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Add to each of the layers that there are, in float32."""
+    return (numbers.float() + offset[: len(numbers)]).to(numbers.dtype)
