@@ -236,3 +236,7 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
         with pytest.raises(ModelError, match="finite") as caught:
             first_token(logits, Sampling())
         assert "full" in caught.value.hint
+    logits[4], logits[2] = float("-inf"), 1.0  # a token that the model rules out
+    assert first_token(logits, Sampling()) == 2
+    with pytest.raises(ModelError):
+        first_token(torch.full((9,), float("-inf")), Sampling())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,9 +77,10 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
 
     Raises
     ------
-    ModelError : they are no numbers: what stands in the prompt's cache has overflowed.
+    ModelError : the largest is no number: what stands in the prompt's cache has overflowed. Tokens that a model rules
+        out have -inf.
     """
-    if not torch.isfinite(logits).all():
+    if not math.isfinite(float(logits.max())):
         raise ModelError(
             "the model gives no finite numbers over this prompt, so there is no answer",
             "--fusion full asks without stored rows; rows that overflowed need a store of --dtype float32",
