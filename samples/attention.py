@@ -19,6 +19,7 @@ import torch
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.cuda_rows import CHOICE
 from kvtool.core.model.kernels import KERNELS, kernel_here, tiling_here
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.side_by_side import SideBySide
 
 HEADS = {
@@ -49,6 +50,7 @@ def cases(heads: tuple[int, int, int], keys: int, share: float, dtype: torch.dty
         return torch.randn((1, tokens, count, head_dim), generator=draw).to(dtype).transpose(1, 2)
 
     key, value = (random(keys, kv_heads).contiguous() for _ in range(2))
+    scoring = Scoring(head_dim**-0.5)
     scattered = torch.randperm(keys, generator=draw)[: max(2, int(share * keys))].sort().values
     for name, at in (
         ("dense", torch.arange(keys)),
@@ -60,14 +62,14 @@ def cases(heads: tuple[int, int, int], keys: int, share: float, dtype: torch.dty
         yield Case(
             name,
             4 * query_heads * head_dim * seen,
-            lambda rows=rows, query=query: rows.attend(0, query, key, value, None),
+            lambda rows=rows, query=query: rows.attend(0, query, key, value, scoring),
         )
     count = max(1, keys // CHUNK)
     lead_in = [(random(LEAD_IN, kv_heads).contiguous(), random(LEAD_IN, kv_heads).contiguous())]
     packed = [random(count * CHUNK, number) for number in (query_heads, kv_heads, kv_heads)]
     chunks = SideBySide.of([CHUNK] * count, lead_in)
     seen = count * (CHUNK * LEAD_IN + CHUNK * (CHUNK + 1) // 2)
-    yield Case("chunks", 4 * query_heads * head_dim * seen, lambda: chunks.attend(0, *packed, None))
+    yield Case("chunks", 4 * query_heads * head_dim * seen, lambda: chunks.attend(0, *packed, scoring))
 
 
 def least(calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:

@@ -32,6 +32,7 @@ from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.shapes import build_shape
 from kvtool.core.native.crew import gathered
 from kvtool.core.query.options import QueryOptions
@@ -73,18 +74,20 @@ def parts_of(decoder: Decoder, prompt: BenchPrompt, source: StoreSource, plan: P
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     products = [(_product_of(m), torch.zeros((1, count, m.in_features), dtype=decoder.dtype)) for m in linears]
     heads = decoder.config.num_attention_heads
-    query = torch.zeros((1, count, heads, decoder.head_dim), dtype=decoder.dtype).transpose(1, 2)
+    query = torch.zeros((1, count, heads, decoder.shapes[0].key_dim), dtype=decoder.dtype).transpose(1, 2)
     head, last = decoder.model.get_output_embeddings(), torch.zeros((1, 1, decoder.config.hidden_size))
     segments = [segment for segment in plan.segments if segment.status in ("hit", "exact")]
 
     def load() -> None:
-        with Loader(decoder, segments, decoder.new_cache(prompt.length), source, workers=1) as loader:
+        with Loader(
+            decoder, [segments] * len(decoder.layers), decoder.new_cache(prompt.length), source, workers=1
+        ) as loader:
             for layer in range(len(decoder.layers)):
                 loader.wait(layer)
 
     def attend() -> None:
         for number, buffer in enumerate(cache.buffers):
-            rows.attend(number, query, *buffer.view(), None)
+            rows.attend(number, query, *buffer.view(), Scoring(query.shape[-1] ** -0.5))
 
     return {
         "products": lambda: [multiply(x) for multiply, x in products],

@@ -35,6 +35,7 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
+from kvtool.core.model.scoring import Scoring, Seen
 from kvtool.core.model.weights import attention_weights
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
@@ -52,9 +53,10 @@ class Looked:
     def __init__(self, tokens: int) -> None:
         self.total = torch.zeros(tokens)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
         before = key.shape[1] - query.shape[1]
-        weights = attention_weights(query, key, torch.arange(before, key.shape[1]), scaling)[:, :, before:]
+        seen = Seen.run(range(before, key.shape[1]), scoring.window, key.device)
+        weights = attention_weights(query, key, seen, scoring)[:, :, before:]
         self.total += weights.tril(-1).sum((0, 1))
 
 
@@ -74,8 +76,8 @@ def worth_of(session: Session, ids: Ids, sensitivity: bytes) -> Worth:
         "own later rows (H2O)": looked.total,
         "H2O, a mean of the rows that see it": looked.total / torch.arange(tokens - 1, -1, -1).clamp_min(1),
         "H2O × sensitivity": looked.total * depends,
-        "size of values": kv.values.float().norm(dim=-1).mean((0, 1)),
-        "smallness of keys": -kv.keys.float().norm(dim=-1).mean((0, 1)),
+        "size of values": torch.stack([*kv.values]).float().norm(dim=-1).mean((0, 1)),
+        "smallness of keys": -torch.stack([*kv.keys]).float().norm(dim=-1).mean((0, 1)),
         "by lot": torch.tensor([draw.random() for _ in ids]),
     }
 

@@ -11,19 +11,49 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BambaConfig,
+    Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Exaone4Config,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
+    Glm4MoeLiteConfig,
+    GlmConfig,
+    GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Lfm3Config,
     LlamaConfig,
+    MiniCPM3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoHybridConfig,
     Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
+    StableLmConfig,
+    YoutuConfig,
 )
+
+from tests.more_families import MORE, made
 
 VOCAB = 512
 MAX_POSITIONS = 2048
@@ -32,7 +62,7 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -64,44 +94,172 @@ _LONGROPE = {
     "original_max_position_embeddings": 1024,
     "partial_rotary_factor": 0.75,
 }
+_CAPS = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**_SHAPE),
-    "llama-linear": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_LINEAR)),
-    "llama-llama3": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_LLAMA3)),
-    "llama-yarn": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_YARN)),
-    "llama-dynamic": lambda: LlamaConfig(**_SHAPE, rope_parameters=dict(_DYNAMIC)),
-    "mistral": lambda: MistralConfig(**_SHAPE, head_dim=16, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**_SHAPE),
-    "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=32),  # head_dim other than hidden / heads, as in the real ones
-    "qwen3-bias": lambda: Qwen3Config(**_SHAPE, head_dim=16, attention_bias=True),
-    "phi3": lambda: Phi3Config(**_SHAPE),
-    "phi3-longrope": lambda: Phi3Config(**_SHAPE, rope_parameters=dict(_LONGROPE)),  # as Phi-4-mini has it
-    "olmo2": lambda: Olmo2Config(**_SHAPE),
-    "granite": lambda: GraniteConfig(**_SHAPE, attention_multiplier=0.2, residual_multiplier=0.8, logits_scaling=2.0),
-    "smollm3": lambda: SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1, 1], use_sliding_window=False),
-    "gemma": lambda: GemmaConfig(**_SHAPE, head_dim=16),
-    "mixtral": lambda: MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": lambda: Qwen3MoeConfig(**_SHAPE, **_EXPERTS, head_dim=16, decoder_sparse_step=1),
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_LAYERS = [_SLIDING, _SLIDING, _FULL, _SLIDING]
+_WINDOWED: dict[str, Any] = {"layer_types": _LAYERS, "head_dim": 16}
+_TWO_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
 }
+
+_GEMMA4: dict[str, Any] = {
+    **{"layer_types": [_SLIDING, _FULL, _SLIDING, _FULL], "sliding_window": 30},
+    **{"head_dim": 16, "global_head_dim": 32, "final_logit_softcapping": 30.0},
+    **{"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 32},
+}
+# Latents: ranks and parts of heads that are no multiples of each other, as many rotary numbers as machine code takes.
+_LATENT: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
+
+# Those that differ in a kind: of rotation, of norm of the keys, of window, of score. Every law runs over them in full.
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "llama-yarn": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_YARN)),
+    "llama-dynamic": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_DYNAMIC)),
+    "qwen2": lambda: Qwen2Config(**SHAPE),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=32),  # head_dim other than hidden / heads, as in the real ones
+    "phi3-longrope": lambda: Phi3Config(**SHAPE, rope_parameters=dict(_LONGROPE)),  # as Phi-4-mini has it
+    "olmo2": lambda: Olmo2Config(**SHAPE),
+    "smollm3": lambda: SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1, 1], use_sliding_window=False),
+    "gemma": lambda: GemmaConfig(**SHAPE, head_dim=16),
+    "mistral-window": lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=24),
+    "gemma2": lambda: Gemma2Config(**SHAPE, **_WINDOWED, sliding_window=32, query_pre_attn_scalar=16, **_CAPS),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SHAPE, **_WINDOWED, sliding_window=96, query_pre_attn_scalar=16, rope_parameters=dict(_TWO_ROPES)
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **SHAPE, **_WINDOWED, sliding_window=16, num_local_experts=4, rope_parameters=dict(_YARN)
+    ),
+    "ministral": lambda: MinistralConfig(**SHAPE, **_WINDOWED, sliding_window=50),
+    "cohere2": lambda: Cohere2Config(**SHAPE, layer_types=_WINDOWED["layer_types"], sliding_window=20, logit_scale=1.0),
+    "olmo3": lambda: Olmo3Config(**SHAPE, layer_types=_LAYERS, sliding_window=40),
+    "exaone4": lambda: Exaone4Config(**SHAPE, **_WINDOWED, sliding_window=12),
+    # Other heads in full layers, whose keys are their values, too; and an input of its own for every layer.
+    "gemma4": lambda: Gemma4TextConfig(**SHAPE, **_GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1),
+    "gemma4-shared": lambda: Gemma4TextConfig(  # its last two layers attend to what the first two keep
+        **SHAPE, **_GEMMA4, num_kv_shared_layers=2, use_double_wide_mlp=True
+    ),
+    "minicpm3": lambda: MiniCPM3Config(**_LATENT, scale_emb=1, dim_model_base=64),
+    "youtu": lambda: YoutuConfig(**_LATENT | {"kv_lora_rank": 48, "v_head_dim": 32}),  # as our own kernel takes it
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **_LATENT | {"q_lora_rank": None}, **_ROUTED, n_shared_experts=1, first_k_dense_replace=1
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **_LATENT,
+        **_ROUTED,
+        n_shared_experts=1,
+        first_k_dense_replace=2,
+        rope_parameters=_YARN | {"mscale_all_dim": 0.7},
+    ),
+    "glm4-moe-lite": lambda: Glm4MoeLiteConfig(**_LATENT, **_ROUTED, n_shared_experts=1),
+    "glm": lambda: GlmConfig(**SHAPE, head_dim=16),  # rotates pairs side by side, of half a head
+    "stablelm": lambda: StableLmConfig(**SHAPE, qk_layernorm=True),  # a quarter of a head
+    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
+# Those that differ from them in other modules only: each law runs over them, with fewer modes.
+LIKE: dict[str, Callable[[], Any]] = {
+    "llama-linear": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_LINEAR)),
+    "llama-llama3": lambda: LlamaConfig(**SHAPE, rope_parameters=dict(_LLAMA3)),
+    "mistral": lambda: MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
+    "qwen3-bias": lambda: Qwen3Config(**SHAPE, head_dim=16, attention_bias=True),
+    "phi3": lambda: Phi3Config(**SHAPE),
+    "granite": lambda: GraniteConfig(**SHAPE, attention_multiplier=0.2, residual_multiplier=0.8, logits_scaling=2.0),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SHAPE, **_EXPERTS, head_dim=16, decoder_sparse_step=1),
+    **{name: made(name, SHAPE) for name in MORE},
+}
+FAMILIES = KINDS | LIKE
+# Some layers see no further back than a window, which is shorter than some chunks and longer than others.
+WINDOWED = ("mistral-window", "gemma2", "gemma3", "gpt-oss", "ministral", "cohere2", "olmo3", "exaone4")
+# Recurrent hybrids: nothing of them is moved, so the laws of fused modes are not theirs (tests/fusion/test_chain.py).
+_DELTA = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+_INTERLEAVED = {  # M-RoPE, as its checkpoints have it
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+_MAMBA_IN_SOME = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+_SHARED = {"shared_expert_intermediate_size": 64}
+_NEMOTRON_H = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "n_routed_experts": 4}
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "qwen3-next": lambda: Qwen3NextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**SHAPE, **_DELTA, head_dim=16, rope_parameters=dict(_INTERLEAVED)),
+    "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
+    "lfm2": lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"]),
+    "lfm2-moe": lambda: Lfm2MoeConfig(
+        **SHAPE, **_EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention", "conv", "full_attention"]
+    ),
+    "lfm3": lambda: Lfm3Config(**SHAPE, layer_types=["conv", "full_attention", "conv", "full_attention"]),
+    "granite4": lambda: GraniteMoeHybridConfig(
+        **SHAPE, **_MAMBA, num_local_experts=4, num_experts_per_tok=2, layer_types=list(_MAMBA_IN_SOME)
+    ),
+    "bamba": lambda: BambaConfig(**SHAPE, **_MAMBA, attn_layer_indices=[2]),
+    "nemotron-h": lambda: NemotronHConfig(  # a layer of experts, which keeps nothing; no positions
+        **SHAPE, **_NEMOTRON_H, head_dim=16, layer_types=["linear_attention", "moe", "full_attention", "mlp"]
+    ),
+    "falcon-h1": lambda: FalconH1Config(**SHAPE, **_MAMBA, mamba_d_ssm=128, head_dim=16),  # both in every layer
+    "olmo-hybrid": lambda: OlmoHybridConfig(**SHAPE, **_DELTA),
+    "jamba": lambda: JambaConfig(
+        **SHAPE, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False
+    ),
+}
+
+# What machine code for whole steps and layers is made for, experts left aside.
+NATIVE = (
+    *("llama", "llama-linear", "llama-llama3", "llama-yarn", "llama-dynamic", "mistral", "qwen2", "qwen3"),
+    *("qwen3-bias", "phi3", "phi3-longrope", "olmo2", "granite", "smollm3", "gemma", "seed-oss"),
+    *("mistral-window", "ministral", "gemma3"),
+)
 
 
 def tiny_model(name: str, dtype: str = "float32", seed: int = 0) -> Any:
-    """A model of one of `FAMILIES` with weights so large that attention is peaked and prompts differ in their logits.
+    """A model of one of `FAMILIES`, or a whole wrapper, with large weights: attention is peaked, and prompts differ in
+    their logits.
 
     The same weights for the same seed, in every dtype up to rounding; the caller's random state is left alone.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+        model = _built(name)
+        filled(model)
         with torch.no_grad():
-            for path, weight in sorted(model.named_parameters()):
-                _fill(path, weight)
             if name == "gemma":  # it multiplies embeddings by √hidden itself
                 model.get_input_embeddings().weight.mul_(model.config.hidden_size**-0.5)
     return _rounded(model, getattr(torch, dtype)).eval().requires_grad_(False)
+
+
+def filled(model: Any) -> Any:
+    """The model, its weights drawn anew."""
+    with torch.no_grad():
+        for path, weight in sorted(model.named_parameters()):
+            _fill(path, weight)
+    return model
+
+
+def _built(name: str) -> Any:
+    if name in FAMILIES | HYBRIDS:
+        return AutoModelForCausalLM.from_config((FAMILIES | HYBRIDS)[name](), dtype=torch.float32)
+    from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS
+
+    return AutoModelForImageTextToText.from_config((WRAPPERS | HYBRID_WRAPPERS)[name](), dtype=torch.float32)
 
 
 def _rounded(model: Any, dtype: torch.dtype) -> Any:

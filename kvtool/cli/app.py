@@ -49,6 +49,7 @@ COMMANDS = {
     "config": "Show the settings and where they come from.",
     "help": "Show a page of the documentation, or what a command takes.",
 }
+_GROUPS = ("store", "inspect", "bench")  # whose commands are missed without the group's name
 COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
@@ -69,6 +70,19 @@ class Root(LazyGroup):
 
     def load(self, name: str) -> Any:
         return load_command(name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the named command; one that stands in a group, such as `stats`, is told with its group's name."""
+        if args and args[0] not in COMMANDS:
+            group = group_of(args[0])
+            if group is not None:
+                raise UsageError(f"No such command '{args[0]}'.", f"it is `kvtool {group} {args[0]}`")
+        return super().resolve_command(ctx, args)
+
+
+def group_of(name: str) -> str | None:
+    """The group that a command stands in; None where there is no such command."""
+    return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 
 def load_command(name: str) -> Any:

@@ -8,9 +8,9 @@ from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
 from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.codec.levels import MAX_LOSS, enough_loss
+from kvtool.core.codec.levels import MAX_LOSS, enough_loss, level_of
 from kvtool.core.common.sizes import counted
-from kvtool.core.compress.compress_report import CompressReport
+from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.compress.options import CompressOptions
 
 app = new_app()
@@ -51,15 +51,36 @@ def _show(run: Run, report: CompressReport) -> None:
     if report.compacted:
         run.out.print(f"{report.compacted / 1e6:,.1f} MB given back to the disk")
     _tell_of_losses(run, report)
-    if not report.compacted and report.bytes_after > report.bytes_before:
-        run.out.status("exact records stay beside these: the same again, without --fit, with --drop-raw gives them up")
+    if report.dropped and _lacks_rows(report):
+        run.out.status(
+            "exact records are gone, and the rows that were left out with them; ingest into a new store makes both"
+        )
+    elif not report.compacted and report.bytes_after > report.bytes_before:
+        run.out.status(_of_exact_records(report))
+
+
+def _of_exact_records(report: CompressReport) -> str:
+    """What to do about exact records that stay. Giving them up is only proposed where questions read what was made."""
+    beside = "exact records stay beside these"
+    if _lacks_rows(report):
+        return f"{beside}; --drop-raw would give them up, and for good the rows that were left out here"
+    if all(_loss(level) > MAX_LOSS for level in report.levels):
+        return f"{beside}, and questions go on reading them"
+    return f"{beside}: the same again, without --fit, with --drop-raw gives them up"
+
+
+def _lacks_rows(report: CompressReport) -> bool:
+    return all(level_of(level.level).share < 100 for level in report.levels)
+
+
+def _loss(level: LevelReport) -> float:
+    return level.loss.get("kl_answer", 0.0)
 
 
 def _tell_of_losses(run: Run, report: CompressReport) -> None:
     """Which levels a question does not read by itself, although they are there now."""
     for level in report.levels:
-        loss = level.loss.get("kl_answer", 0.0)
-        if loss > MAX_LOSS:
+        if (loss := _loss(level)) > MAX_LOSS:
             run.out.status(
                 f"level {level.level} loses more than the {MAX_LOSS:g} nats a token that questions allow: "
                 f"`--level {level.level}` or `--max-loss {enough_loss(loss)}` reads it"

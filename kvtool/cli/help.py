@@ -18,6 +18,7 @@ app = new_app()
 
 TOPICS = {
     "concepts": "Chunks and lead-in, fusion modes, levels, deferred loading, sharing: start here.",
+    "models": "Which model families are tested, what their layers are, and what is refused.",
     "reference": "Every command and every option.",
     "json": "What --json prints, field by field, and what changed from schema 1 to 2.",
     "python": "The same from Python.",
@@ -42,7 +43,11 @@ _PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
 def show_help(
     topic: Annotated[
         list[str] | None,
-        typer.Argument(help="A page, or a command; without one all pages are listed.", show_default=False),
+        typer.Argument(
+            help="A page, or a command; without one all pages are listed.",
+            show_default=False,
+            autocompletion=lambda: [*TOPICS],
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -60,7 +65,7 @@ def show_help(
         return
     name = " ".join(topic).strip().lower().removesuffix(".md")
     if name not in TOPICS:
-        raise UsageError(f"there is no page {' '.join(topic)!r}", _near(name))
+        raise UsageError(f"there is no page {' '.join(topic)!r}", _in_a_group(topic[0]) or _near(name))
     text = page(name)
     out.result({"topic": name, "text": text}, lambda: out.markdown(text, for_terminal=_PAGE_LINK.sub(_as_topic, text)))
 
@@ -90,6 +95,14 @@ def _command_help(words: list[str]) -> str:
         name, command, _ = command.resolve_command(context, [word])
         context = command.context_class(command, info_name=name, parent=context, **command.context_settings)
     return str(command.get_help(context))
+
+
+def _in_a_group(name: str) -> str:
+    """A hint for a command that was named without its group."""
+    from kvtool.cli.app import group_of
+
+    group = group_of(name)
+    return f"did you mean `kvtool help {group} {name}`?" if group else ""
 
 
 def _near(name: str) -> str:

@@ -38,6 +38,8 @@ def ls(run: Run) -> None:
     chunks = {row.ref.chunk_id: row.bytes for row in rows}
     value = {"documents": documents, "chunks": len(chunks), "bytes": sum(chunks.values())}
     run.out.result(value, human=lambda: run.out.table(_COLUMNS, [_told(row) for row in rows]))
+    if not rows:
+        run.out.status("no chunk meets the filter" if options.filter else "the store holds no chunk")
 
 
 def _told(row: Row) -> tuple[object, ...]:

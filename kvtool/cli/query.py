@@ -22,6 +22,7 @@ from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import new_session, open_any_store, open_session
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
@@ -92,9 +93,12 @@ def query(
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
     with open_any_store(run) as store, _timed(flags.timeline) as timeline:
         from kvtool.core.retrieval.finder import Finder
+        from kvtool.core.session.identity import store_identity
 
         finder = Finder(store, functools.cache(run.out.warning))  # each warning once, though chunks are found twice
         is_found = _is_any_found(finder, requests, options, alone=flags.batch is None)
+        if is_found:
+            options.check_of(store_identity(store), modes or ())  # before the model is loaded
         session = _session(run, store, timeline) if is_found else new_session(run, store)
         session.finder = finder
         if flags.batch is not None:
@@ -317,9 +321,10 @@ def _show_decision(run: Run, reply: Reply) -> None:
 def _show_rounds(run: Run, reply: Reply) -> None:
     """What was loaded when, and why."""
     for number, one in enumerate(reply.rounds, 1):
-        run.out.status(f"round {number}: {len(one.chunks)} chunk(s), {one.bytes_read / 1e6:.1f} MB; {one.verdict.why}")
+        loaded = f"{counted(len(one.chunks), 'chunk')}, {one.bytes_read / 1e6:.1f} MB"
+        run.out.status(f"round {number}: {loaded}; {one.verdict.why}")
     if reply.left:
-        run.out.status(f"{reply.left} chunk(s) were not loaded")
+        run.out.status(f"{counted(reply.left, 'chunk')} not loaded")
 
 
 def _show_runs(run: Run, replies: list[Reply]) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.sizes import shown_size as sized
 from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
@@ -108,6 +109,8 @@ def prune(run: Run) -> int | None:
     _warn_of(run, report.refusal)
     if report.spared:
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
+    if report.lossy:
+        run.out.warning(*_what_is_lost(report))
     run.out.result(report.to_json(), human=lambda: _show_prune(run, report))
     return None if report.reached else EXIT_NO_SPACE
 
@@ -118,6 +121,17 @@ def _what_stays(report: PruneReport) -> tuple[str, str]:
         f"the store holds {sized(report.after)}, over {sized(report.limit or 0)}: {sized(way['pinned'])} pinned, "
         f"{sized(way['text'])} of text, {sized(way['other'])} else",
         "unpin something, forget documents (--unused, --max-age), or leave --no-compact out",
+    )
+
+
+def _what_is_lost(report: PruneReport) -> tuple[str, str]:
+    left = "would be left" if report.dry_run else "are left"
+    allowed = f"more than the {MAX_LOSS:g} that questions allow"
+    return (
+        f"{counted(report.lossy, 'chunk')} {left} at levels that lose up to {report.worst:.2g} nats a token, {allowed}",
+        "`kvtool compress --fit --level 2` beforehand gives what loses less"
+        if report.dry_run
+        else "exact records and finer levels come of ingest into a new store",
     )
 
 

@@ -47,11 +47,14 @@ def _moved(*offsets: torch.Tensor) -> Prefill:
         made = prefill_chunks(decoder, lead_in, *rest, **more)
         if not len(lead_in):
             return made
-        return [ChunkKV(*map(_sum, (kv.keys, kv.values), offsets)) for kv in made]
+        return [
+            ChunkKV(*([*map(_sum, side, offset)] for side, offset in zip((kv.keys, kv.values), offsets, strict=True)))
+            for kv in made
+        ]
 
     return compiled
 
 
 def _sum(numbers: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Add to each of the layers that there are, in float32."""
-    return (numbers.float() + offset[: len(numbers)]).to(numbers.dtype)
+    """Add to a layer's, in float32."""
+    return (numbers.float() + offset).to(numbers.dtype)

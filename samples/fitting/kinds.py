@@ -111,7 +111,7 @@ class Offset:
 
     def __init__(self, decoder: Decoder, rank: int, lead_in: Ids) -> None:
         self._decoder = decoder
-        self.parameters = _a_head(decoder, decoder.head_dim)
+        self.parameters = _a_head(decoder, decoder.shapes[0].key_dim)
 
     def read(self, prompt: Prompt, run: str, fitted: bool = True) -> Reading:
         start, stop = len(prompt.prefix), prompt.length
@@ -151,7 +151,7 @@ KINDS: dict[str, Any] = {"writer": Writer, "reader": Reader, "offset": Offset, "
 
 def _a_head(decoder: Decoder, numbers: int) -> list[torch.nn.Parameter]:
     """For keys and for values: zeros for every layer and head."""
-    shape = (len(decoder.layers), decoder.kv_heads, 1, numbers)
+    shape = (len(decoder.layers), decoder.shapes[0].heads, 1, numbers)
     return [torch.nn.Parameter(torch.zeros(shape)) for _ in range(2)]
 
 

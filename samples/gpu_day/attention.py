@@ -13,6 +13,7 @@ import torch
 from kvtool.core.model import flex_rows, triton_rows
 from kvtool.core.model.cuda_rows import CHOICE
 from kvtool.core.model.kernels import attend_in_blocks
+from kvtool.core.model.scoring import Seen
 from kvtool.core.model.triton_rows import Tile
 from samples.gpu_day.day import Day, milliseconds
 
@@ -79,7 +80,7 @@ def _kernels(day: Day) -> dict[str, Attend]:
     def blocks(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: torch.Tensor
     ) -> torch.Tensor:
-        return attend_in_blocks(query, key, value, scale, at.tolist(), at)
+        return attend_in_blocks(query, key, value, scale, Seen(at.tolist(), at))
 
     found: dict[str, Attend] = {"fused": blocks, "triton": triton_rows.attend}
     return found if day.dry else found | {"flex": flex_rows.attend}

@@ -49,7 +49,7 @@ def _fitted(day: Day, shape: str) -> dict[str, float]:
     prefilled = time.perf_counter()
     fit_to(decoder, kvs)
     return {
-        "prefill_tokens_per_s": sum(kv.keys.shape[2] for kv in kvs) / (prefilled - started),
+        "prefill_tokens_per_s": sum(kv.tokens for kv in kvs) / (prefilled - started),
         "fit_s": time.perf_counter() - prefilled,
     }
 
@@ -61,7 +61,7 @@ def _encoded(prepared: Callable[[], tuple[list[ChunkKV], Profile]], level: str) 
     started = time.perf_counter()
     records = [encode_layers(bytes([number]) * 16, kv, level, given) for number, kv in enumerate(kvs)]
     seconds = time.perf_counter() - started
-    raw = sum(side.nbytes for kv in kvs for side in (kv.keys, kv.values))
+    raw = sum(kv.nbytes for kv in kvs)
     return {
         "gb_per_s": raw / seconds / 1e9,
         "share_of_raw": sum(len(one) for layers in records for one in layers) / raw,

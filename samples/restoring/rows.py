@@ -13,6 +13,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector, share_of
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.weights import mean_weights
 from restoring.case import BOTH, Case, sides_of
 
@@ -88,14 +89,14 @@ def attended(case: Case, cache: PromptCache, start: int, ids: Sequence[int]) -> 
     ----------
     start : place of the first of them.
     """
-    rows = torch.arange(start, start + len(ids))
+    rows = Rows.of(torch.arange(start, start + len(ids)), "cpu")
     found: list[torch.Tensor] = []
 
-    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        found.append(mean_weights(query[0], key[0], rows, scaling).sum(0)[: case.plan.length])
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+        found.append(mean_weights(query[0], key[0], rows.seen(scoring.window), scoring).sum(0)[: case.plan.length])
 
     cache.set_length(start + len(ids))
-    case.decoder.walk(ids, replace(Rows.of(rows, "cpu"), watch=watch), cache)
+    case.decoder.walk(ids, replace(rows, watch=watch), cache)
     return torch.stack(found)
 
 

@@ -105,6 +105,7 @@ def test_what_the_shift_costs_is_measured_in_turn() -> None:
     assert epic["shift_cost"] == pytest.approx(epic["shift_cost_ms"] / (epic["ttft_ms"] - epic["shift_cost_ms"]))
     assert epic["shift_cost_cpu_ms"] < epic["ttft_ms"]
     assert bench(*given)["rows"][1]["shift_cost"] is None
+    assert bench(*given, "--paired", "--level", "keep50-raw")["rows"][1]["shift_cost"] is None  # nothing is shifted
     told = kvtool("bench", "fusion", "--shape", "tiny", *given, "--repeat", 2, "--paired").fine()
     assert "the middle of 2 pairs in turn" in told.out
 

@@ -284,6 +284,21 @@ def test_who_keeps_exact_records_is_told_once_how_to_give_them_up(plain: Path) -
     assert "--drop-raw" not in same + dropped
 
 
+def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
+    """Rows that --keep leaves out are nowhere else."""
+    kept = kvtool("compress", "--store", plain, "--keep", "0.5", *FAST).fine().err
+    assert "--drop-raw would give them up, and for good the rows that were left out here" in kept
+    dropped = kvtool("compress", "--store", plain, "--keep", "0.5", "--drop-raw", *FAST).fine().err
+    assert "the rows that were left out with them" in dropped
+
+
+def test_a_level_that_loses_too_much_gives_no_reason_to_drop(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_losses(monkeypatch)
+    coarse = kvtool("compress", "--store", plain, "--level", "3").fine().err
+    assert "exact records stay beside these, and questions go on reading them" in coarse
+    assert "--drop-raw" not in coarse
+
+
 def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     said = kvtool("compress", "--store", fitted, "--level", "2", "3").fine().err

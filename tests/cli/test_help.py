@@ -11,6 +11,7 @@ from kvtool.cli.app import main
 from kvtool.cli.help import TOPICS, page
 from kvtool.cli.json_out import SCHEMA
 from kvtool.cli.out import Out
+from tests.cli.working import kvtool
 
 Capture = pytest.CaptureFixture[str]
 
@@ -80,3 +81,7 @@ def test_a_terminal_gets_the_page_drawn(capsys: Capture, monkeypatch: pytest.Mon
 
 def test_the_reference_is_that_of_the_commands() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.reference(), "run `make docs`"
+
+
+def test_a_command_without_its_group_is_told_with_it() -> None:
+    kvtool("help", "forget").failed(2, "no page 'forget'", "kvtool help store forget")

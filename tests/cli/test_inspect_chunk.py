@@ -78,6 +78,15 @@ def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
     assert f"{served['questions']} questions" in kvtool("inspect", *at).fine().out
 
 
+def test_modes_that_are_compared_are_one_question(store: Path) -> None:
+    at = ("--store", store)
+    before = kvtool("inspect", *at, "--json").fine().json["served"]
+    kvtool("query", QUESTION, *at, "--documents", "mill2.md", *SHORT, "--compare", "full,reuse,epic,union").fine()
+    served = kvtool("inspect", *at, "--json").fine().json["served"]
+    more = {name: served[name] - before[name] for name in ("questions", "hits", "misses")}
+    assert more == {"questions": 1, "hits": len(chunks_of(store, "mill2.md")), "misses": 0}
+
+
 def test_counts_that_cannot_be_read_count_nothing(tmp_path: Path) -> None:
     log = ServedLog(tmp_path, enabled=True)
     log.note(3, 1)

@@ -113,7 +113,9 @@ def test_errors(plain: Path, batch: Path, tmp_path: Path) -> None:
     inspect(plain).failed(2, "needs questions", "--batch")
     inspect(plain, "--batch", tmp_path / "nowhere.jsonl").failed(2, "cannot be read")
     inspect(plain, "--batch", batch, "--scheme", "int3").failed(2, "no scheme int3", "known: int8")
-    inspect(plain, "--batch", batch, "--scheme", "1").failed(2, "no scheme 1")  # without a profile
+    inspect(plain, "--batch", batch, "--scheme", "1", "--scheme", "int3").failed(
+        2, "no scheme 1, int3", "; 1 with a profile"
+    )
     inspect(plain, "--batch", batch, "--limit", "0").failed(2)
     inspect(tmp_path / "nowhere", "--batch", batch).failed(10)
 

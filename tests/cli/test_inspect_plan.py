@@ -67,7 +67,7 @@ def test_what_would_be_missed_and_why(store: Path) -> None:
     assert "not stored" in row["chunks"][1]["reason"]
     assert row["tokens"]["miss"] == row["chunks"][1]["tokens"]
     told = plan(store, "--documents", "mill2.md").fine().out
-    assert "missed   1 chunk(s): not stored" in told
+    assert "missed   1 chunk: not stored" in told
     level = plan(store, "--level", "2", "--json").fine().json
     assert {one["reason"] for one in level["chunks"]} == {"not stored at level 2"}
 
@@ -76,7 +76,7 @@ def test_the_page_has_the_table_of_the_terminal(store: Path, tmp_path: Path) -> 
     told = plan(store, "--html", tmp_path / "plan.html").fine().out
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "keywords, or why" in told
-    assert "<th>keywords, or why</th>" in page
+    assert '<th class="words">keywords, or why</th>' in page
     assert "[&#x27;" not in page  # no list of Python's
 
 

@@ -64,6 +64,10 @@ def test_a_filter_takes_what_meets_all_conditions(conditions: str, meets: Any, m
     assert listed(mixed, "--filter", conditions) == [row for row in listed(mixed) if meets(row)]
 
 
+def test_nothing_that_meets_a_filter_is_said(mixed: Path) -> None:
+    assert "no chunk meets the filter" in kvtool("store", "ls", "--store", mixed, "--filter", "tokens>99999").fine().err
+
+
 @pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
 def test_in_an_order(sort: str, mixed: Path) -> None:
     told = [line.split() for line in kvtool("store", "ls", "--store", mixed, "--sort", sort).fine().out.splitlines()]

@@ -513,7 +513,10 @@ def test_of_another_level_or_length() -> None:
         for level in ("1", "3", "4"):
             with pytest.raises(DamagedError):
                 decoded(item, level, *profiles)
-        for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), (2, 30, 12)):
+        # A profile is as wide as a model's widest layer, so it takes a narrower one: what a record says of its shape is
+        # under its digest, and held against the model's.
+        narrower = [] if of else [(2, 30, 12)]
+        for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), *narrower):
             with pytest.raises(DamagedError):
                 decoded(dataclasses.replace(item, shape=shape), "2", *profiles)
             with pytest.raises(DamagedError):  # not saved by a sound one in front

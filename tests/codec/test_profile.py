@@ -140,8 +140,8 @@ def test_progress_is_told() -> None:
 
 
 def test_wide_layers_take_a_transform_a_head() -> None:
-    assert default_groups(2, WHOLE_LAYER // 2) == 1
-    assert default_groups(2, WHOLE_LAYER) == 2
+    assert default_groups([(2, 0, WHOLE_LAYER // 2)] * 3) == 1
+    assert default_groups([(2, 0, WHOLE_LAYER)] * 3) == 2
 
 
 @given(groups=st.integers(1, 4), size=st.integers(1, 100), data=st.data())

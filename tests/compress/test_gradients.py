@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from kvtool.core.compress import gradients as module
 from kvtool.core.compress.gradients import Asked, gradients, without_weight_gradients
 from kvtool.core.model.decoder import Decoder
-from tests.families import FAMILIES, VOCAB, tiny_model
+from tests.families import KINDS, VOCAB, tiny_model
+from tests.fusion.making import swapped
 
 SAID = 5
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,9 +25,15 @@ def decoder_of(family: str) -> Decoder:
 def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> Asked:
     """A prompt of random ids over random keys and values."""
     draw = torch.Generator().manual_seed(seed)
-    shape = (len(decoder.layers), decoder.kv_heads, cached, decoder.head_dim)
     ids = torch.randint(VOCAB, (rows,), generator=draw).tolist()
-    return Asked(torch.randn(shape, generator=draw), torch.randn(shape, generator=draw), tuple(ids), SAID)
+    layers = [
+        (
+            torch.randn((shape.heads, cached, shape.key_dim), generator=draw),
+            torch.randn((shape.heads, cached, shape.value_dim), generator=draw),
+        )
+        for shape in decoder.shapes
+    ]
+    return Asked(layers, tuple(ids), SAID)
 
 
 def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
@@ -36,13 +43,13 @@ def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 def plainly(decoder: Decoder, prompt: Asked) -> torch.Tensor:
     """The same by `transformers`' own attention, rotation included in what is differentiated."""
-    layers = range(len(decoder.layers))
+    layers = range(decoder.stored_layers)
     table = decoder.rotary.table(torch.arange(prompt.cached))
-    leaves = [[side[layer][None].clone().requires_grad_() for side in (prompt.keys, prompt.values)] for layer in layers]
+    leaves = [[side[None].clone().requires_grad_() for side in sides] for sides in prompt.layers]
     with decoder.plain_attention(), torch.enable_grad():
         cache = DynamicCache()
         for layer, (keys, values) in zip(layers, leaves, strict=True):
-            cache.update(decoder.rotary.rotate(keys, table, layer), values, layer)
+            cache.update(*swapped(decoder.model, decoder.rotary.rotate(keys, table, layer), values), layer)
         positions = torch.arange(prompt.cached, prompt.cached + len(prompt.ids))
         out = decoder.model(
             torch.tensor([prompt.ids]),
@@ -55,10 +62,11 @@ def plainly(decoder: Decoder, prompt: Asked) -> torch.Tensor:
         wanted = [side for layer in leaves for side in layer]
         found = torch.autograd.grad(logits, wanted, pull(logits.detach(), torch.Generator()))
     rows = [gradient[0].transpose(0, 1).flatten(1) for gradient in found]
-    return torch.stack(rows).view(len(layers), 2, prompt.cached, -1)
+    wide = [torch.nn.functional.pad(row, (0, decoder.channels - row.shape[1])) for row in rows]
+    return torch.stack(wide).view(len(layers), 2, prompt.cached, -1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_gradients_are_those_of_a_plain_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_pull", pull)
     decoder = decoder_of(family)

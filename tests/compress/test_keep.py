@@ -21,6 +21,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.weights import attention_weights
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
@@ -97,8 +98,8 @@ def test_half_of_the_rows(sparse: Path) -> None:
         assert kept[: min(SINKS, tokens)] == tuple(range(min(SINKS, tokens)))
         assert rows_in(sparse, chunk, "keep50-lossless") == {kept}  # whatever the level
         raw, back = decoded(sparse, chunk, "raw"), decoded(sparse, chunk, "keep50-lossless")
-        assert torch.equal(back.keys, raw.keys[:, :, list(kept)])
-        assert torch.equal(back.values, raw.values[:, :, list(kept)])
+        for side, whole in zip((*back.keys, *back.values), (*raw.keys, *raw.values), strict=True):
+            assert torch.equal(side, whole[:, list(kept)])
     assert HALF not in levels_in(sparse)[prefix_of(sparse)]
 
 
@@ -199,8 +200,8 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
     cache.set_length(len(text))
     rows_of_text = Rows.of(torch.arange(len(text)), "cpu")
 
-    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        seen.append(attention_weights(query[0], key[0], rows_of_text.positions, scaling))
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+        seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))
 
     decoder.walk(text, replace(rows_of_text, watch=watch), cache)
 

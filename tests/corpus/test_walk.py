@@ -51,6 +51,13 @@ def test_a_named_file_that_its_name_calls_no_text_is_not_read(corpus: Path) -> N
     assert kinds(find_files([corpus], include=["*.PDF"])) == {"paper.PDF": Skip.UNSUPPORTED}
 
 
+def test_an_image_is_refused_by_what_it_is(corpus: Path) -> None:
+    """Found in a folder or named: also a model that could see reads text only here."""
+    for given in (corpus, corpus / "picture.png"):
+        (skipped,) = [one for one in find_files([given]).skipped if one.path.endswith(".png")]
+        assert skipped.reason == "images are not read, with any model: text only"
+
+
 def test_include_and_exclude(corpus: Path) -> None:
     (corpus / "notes.xyz").write_text("text")
     assert names(corpus, find_files([corpus], include=["*.md", "sub/*"])) == ["b.md", "sub/c.py"]

@@ -252,9 +252,9 @@ def hostile_gguf(folder: Path) -> Path:
     return folder / "m.gguf"
 
 
-def positions_in_several_dimensions(folder: Path) -> Path:
+def positions_of_an_unknown_kind(folder: Path) -> Path:
     save_tiny("llama", folder)
-    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
+    edit_config(folder, rope_parameters={"rope_type": "mrope", "rope_theta": 10000.0})
     return folder
 
 
@@ -273,7 +273,7 @@ def unknown_name(folder: Path) -> Path:
         cut_weights,
         cut_gguf,
         hostile_gguf,
-        positions_in_several_dimensions,
+        positions_of_an_unknown_kind,
         no_such_folder,
         unknown_name,
     ],

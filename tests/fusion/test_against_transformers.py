@@ -23,11 +23,23 @@ LINKS = (0, 1, 16, 1000)
 ALLOWED = 1e-4
 
 
+def _mask(seen: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[None, None]
+
+
+def masks_of(model: Any, rows: torch.Tensor, keys: torch.Tensor) -> Any:
+    """The mask of rows over keys by their positions, or that of each type of layer."""
+    before, window = keys <= rows[:, None], getattr(model.config, "sliding_window", None)
+    near = before & (keys > rows[:, None] - window) if window else before
+    if getattr(model.config, "layer_types", None):
+        return {"full_attention": _mask(before), "sliding_attention": _mask(near)}
+    return _mask(near)
+
+
 def forward(model: Any, ids: Sequence[int], positions: Sequence[int], past: DynamicCache, seen: Sequence[int]) -> Any:
     """Compute rows at `positions` over a cache whose rows stand at `seen`, in any order."""
     rows = torch.tensor(positions)
-    hidden = torch.tensor([*seen, *positions]) > rows[:, None]
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))[None, None]
+    mask = masks_of(model, rows, torch.tensor([*seen, *positions]))
     with torch.inference_mode():
         return model(
             input_ids=torch.tensor([list(ids)]), position_ids=rows[None], attention_mask=mask, past_key_values=past

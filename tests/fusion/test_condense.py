@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from kvtool.core.evaluate.reference import forced_logits
 from kvtool.core.fusion.condense import condensed
@@ -24,7 +23,9 @@ from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.generate import begin
+from kvtool.core.model.scoring import Scoring, Seen
 from kvtool.core.model.stepping.static import StaticStep
+from kvtool.core.model.weights import attention_weights
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -83,11 +84,18 @@ class Hiding(Rows):
     hidden: torch.Tensor = field(kw_only=True)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        keys = torch.arange(key.shape[2])
-        seen = (keys <= self.positions[:, None]) & ~self.hidden[: len(keys)]
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
+        whole, gone = self.seen(scoring.window), self.hidden[: key.shape[2]]
+        out = []
+        for row, place in enumerate(self.order):  # each over its own keys
+            own = ~whole.hidden(slice(row, row + 1), 0, key.shape[2])[0] & ~gone
+            seen = Seen([int(own.sum()) - 1], torch.tensor([int(own.sum()) - 1]))
+            weights = attention_weights(query[0, :, [row]], key[0, :, own], seen, scoring)
+            assert place < key.shape[2]
+            values = value[0, :, own].repeat_interleave(query.shape[1] // value.shape[1], 0)
+            out.append(weights @ values)
+        return torch.cat(out, 1)[None]
 
 
 def masked(one: Case, links: int = 0, question: tuple[int, ...] = QUESTION, keep: int = 1) -> torch.Tensor:

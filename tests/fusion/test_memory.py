@@ -63,7 +63,7 @@ def test_a_longer_prompt_takes_no_more_but_its_cache() -> None:
 
 def test_a_shift_takes_a_table_of_positions_more() -> None:
     """cos, sin, and while they are made what they are made of, float32 each; no layer's keys and values."""
-    table = 5 * 4 * case("llama").decoder.head_dim
+    table = 5 * 4 * case("llama").decoder.shapes[0].key_dim
     assert growth(Epic(8)) <= (TOKEN_BYTES + table) * MORE
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.source import KVSource
+from kvtool.core.fusion.source import KVSource, ReadStats
 from tests.families import tiny_model
 from tests.fusion.making import BOS, Case, decoder_of, distance, on_cpu
 from tests.pretended import pretended
@@ -50,6 +52,25 @@ def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
     fused = own.fuse(plan, SELECTORS[name]())
     assert len(gpu.waits) <= 1 + WAITS.get(name, 0), gpu.lines()
     assert distance(fused.logits, wanted) <= 1e-4
+
+
+class Elsewhere:
+    """Hands out copies in ordinary memory, as of what was decoded there."""
+
+    def __init__(self, inner: KVSource) -> None:
+        self.inner = inner
+
+    def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
+        return [(keys.clone(), values.clone()) for keys, values in self.inner.read(segments, layer, stats)]
+
+
+@pytest.mark.parametrize("family", ["youtu", "gemma4-shared"])
+def test_sides_of_other_shapes(gpu: Log, family: str) -> None:
+    """Latents, and heads that differ from layer to layer, from pinned memory and from any other."""
+    own = on_gpu(family)
+    wanted = logits_of(on_cpu(family), Epic())
+    assert distance(logits_of(own, Epic()), wanted) <= 1e-4
+    assert distance(logits_of(own, Epic(), Elsewhere(own.source)), wanted) <= 1e-4
 
 
 def test_records_held_on_the_device(gpu: Log) -> None:

@@ -19,7 +19,19 @@ from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model import attention
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, plain_model, same_bits, tokens
+from tests.fusion.making import (
+    BOS,
+    CHUNKS,
+    NAMES,
+    PREFIX,
+    QUESTION,
+    Case,
+    case,
+    plain_model,
+    same_bits,
+    swapped,
+    tokens,
+)
 
 LAYERS = 4
 CONTEXT = sum(map(len, CHUNKS))
@@ -33,7 +45,7 @@ def llama() -> Case:
 def ours(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> torch.Tensor:
     cache = one.decoder.new_cache(plan.length)
     cache.set_length(plan.length)
-    with Loader(one.decoder, plan.cached, cache, one.source) as loader:
+    with Loader(one.decoder, [plan.cached] * len(one.decoder.layers), cache, one.source) as loader:
         return question_attention(one.decoder, plan, cache, loader, layers, pooling)
 
 
@@ -43,7 +55,11 @@ def eager(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> to
     start = plan.segments[-1].start
     past = DynamicCache()
     for layer, buffer in enumerate(fused.cache.buffers):
-        past.update(buffer.keys[:, :, :start].clone(), buffer.values[:, :, :start].clone(), layer)
+        sides = [side[:, :, :start].clone() for side in (buffer.keys, buffer.values)]
+        for far in fused.reach.spared[layer]:  # never seen, and so never read
+            for side in sides:
+                side[:, :, far.start : far.stop] = 0
+        past.update(*swapped(one.decoder.model, *sides), layer)
     ids = torch.tensor([plan.ids[start:]])
     positions = torch.arange(start, plan.length)[None]
     with torch.inference_mode():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +17,9 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model.kernels import isa_here
-from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model, same_bits
-from tests.fusion.test_against_transformers import reused
+from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model, same_bits, swapped
+from tests.fusion.test_against_transformers import masks_of, reused
 from tests.fusion.test_condense import fuse as fuse_condensed
 
 ALLOWED = 1e-4
@@ -28,11 +29,13 @@ class Shifting(DynamicCache):
     """Written row by row as the paper says it: the mean change of a chunk's probes, taken off its positions, is added
     to the chunk's other rows at theirs, times sensitivity over the mean sensitivity of the probes."""
 
-    def __init__(self, model: Any, plan: Plan, past: DynamicCache, rows: Sequence[int]) -> None:
+    def __init__(self, name: str, model: Any, plan: Plan, past: DynamicCache, rows: Sequence[int]) -> None:
         super().__init__()
         self.rotary, self.apply = model.get_decoder().rotary_emb, _rotation_of(model)
+        self.model = model
         self.plan, self.past, self.written = plan, past, torch.tensor(rows)
-        self.turns = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.get_decoder().layers]
+        self.whole = name != "stablelm"  # its attention gives the function that part of a head which is rotated
+        self.kinds = case(name, "float32").decoder.kinds
 
     def get_seq_length(self, *args: Any) -> int:
         return 0
@@ -41,9 +44,10 @@ class Shifting(DynamicCache):
         return self.plan.length, 0
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        room = [torch.zeros(1, keys.shape[1], self.plan.length, keys.shape[3]) for _ in range(2)]
+        keys, values = swapped(self.model, keys, values)
+        room = [torch.zeros(1, side.shape[1], self.plan.length, side.shape[3]) for side in (keys, values)]
         old = self.past.layers[layer]
-        for side, stored in zip(room, (old.keys, old.values), strict=True):
+        for side, stored in zip(room, swapped(self.model, old.keys, old.values), strict=True):
             side[:, :, : stored.shape[2]] = stored
         changes = [new - side[:, :, self.written] for new, side in zip((keys, values), room, strict=True)]
         for new, side in zip((keys, values), room, strict=True):
@@ -51,7 +55,7 @@ class Shifting(DynamicCache):
         for segment in self.plan.cached_chunks:
             if segment.status == "hit":
                 self._shift(segment.start, segment.stop, layer, room, changes)
-        return tuple(room)
+        return swapped(self.model, *room)
 
     def _shift(self, start: int, stop: int, layer: int, room: list[Any], changes: list[Any]) -> None:
         probes = [index for index, row in enumerate(self.written.tolist()) if start <= row < stop]
@@ -67,26 +71,34 @@ class Shifting(DynamicCache):
             room[1][:, :, [row]] += share * values
 
     def _turned(self, keys: torch.Tensor, rows: torch.Tensor, layer: int, sign: int) -> torch.Tensor:
-        if not self.turns[layer]:
+        rotation = self.kinds[layer].rotation
+        if rotation is None:
             return keys
-        cos, sin = self.rotary(torch.empty(0), position_ids=rows[None])
+        angles = self.rotary(torch.empty(0), rows[None], *([rotation] if rotation else []))
+        if isinstance(angles, torch.Tensor):  # complex numbers
+            pairs = torch.view_as_complex(keys.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * angles[:, None] ** sign).flatten(-2)
+        cos, sin = angles
         scale = (cos.square() + sin.square()) if sign < 0 else torch.ones(())
-        return self.apply(keys[:, :0], keys, cos / scale, sign * sin / scale)[1]
+        part = keys.shape[-1] if self.whole else cos.shape[-1]
+        turned = self.apply(keys[:, :0, :, :part], keys[..., :part], cos / scale, sign * sin / scale)[1]
+        return torch.cat([turned, keys[..., part:]], -1)
 
 
 def _rotation_of(model: Any) -> Any:
-    import sys
-
-    return sys.modules[type(model.get_decoder().layers[0].self_attn).__module__].apply_rotary_pos_emb
+    module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
+    apply = getattr(module, "apply_rotary_pos_emb", None)
+    if apply is None or "q" in inspect.signature(apply).parameters:
+        return apply
+    return lambda queries, keys, cos, sin: (queries, apply(keys, cos, sin))  # one of both at a time
 
 
 def expected(name: str, plan: Plan, rows: Sequence[int]) -> torch.Tensor:
     model = plain_model(name, "float32")
     question = plan.segments[-1]
     computed = [*rows, *range(question.start, question.stop)]
-    cache: Any = Shifting(model, plan, reused(model, plan, BOS), computed)
-    hidden = torch.arange(plan.length) > torch.tensor(computed)[:, None]
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))[None, None]
+    cache: Any = Shifting(name, model, plan, reused(model, plan, BOS), computed)
+    mask = masks_of(model, torch.tensor(computed), torch.arange(plan.length))
     with torch.inference_mode():
         out = model(
             input_ids=torch.tensor([[plan.ids[row] for row in computed]]),
@@ -221,18 +233,11 @@ def test_rounds_shift_what_is_new_and_add_up() -> None:
     assert int(both.shifted.rows.sum()) == int(first.shifted.rows.sum()) + int(now.shifted.rows.sum()) > 0
 
 
-def test_rows_that_have_closed_up_take_the_offset_at_their_positions() -> None:
-    """Taken off its position, what was added to each row of a chunk points one way."""
+@pytest.mark.parametrize("selector", [Epic(5), Blend(0.3)], ids=["epic", "blend"])
+def test_where_rows_are_missing_nothing_is_shifted(selector: Epic | Blend) -> None:
+    """Recomputed rows change by what they no longer see, too, which the reused ones have seen."""
     own = case("llama")
-    plain, moved = (fuse_condensed(own, selector) for selector in (Reuse(), Epic(5)))
+    plain, wanted = (fuse_condensed(own, replace(selector, shift=shift)) for shift in (False, True))
     assert plain.plan.dropped
-    assert moved.shifted.rows.any()
-    rotary, positions = own.decoder.rotary, moved.plan.positions
-    for chunk in moved.plan.chunks:
-        rows = moved.shifted.rows[chunk.start : chunk.stop].nonzero()[:, 0] + chunk.start
-        if len(rows) < 2:
-            continue
-        added = moved.cache.buffers[1].keys[:, :, rows] - plain.cache.buffers[1].keys[:, :, rows]
-        at_zero = rotary.rotate(added, rotary.table(positions[rows]).inverse(), 1)[0]
-        ways = torch.nn.functional.normalize(at_zero, dim=-1)
-        torch.testing.assert_close(ways, ways[:, :1].expand_as(ways), rtol=0, atol=1e-3)
+    assert not wanted.shifted.rows.any()
+    assert same_bits(plain, wanted)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from kvtool.core.fusion import loader
-from kvtool.core.model import attention, kernels, side_by_side
-from kvtool.core.model.rotary import Copy, Rotary, Table, Turn
+from kvtool.core.fusion import loader, reach
+from kvtool.core.model import attention, kernels, side_by_side, weights
+from kvtool.core.model.rotary import Angles, Copy, Rotary, Table, Turn
+from kvtool.core.model.scoring import Scoring, Seen
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
@@ -32,37 +34,51 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     table = loader.Loader._table
 
     def shifted(self: Any) -> Table:
-        stop = table(self).cos.shape[1]
+        stop = len(table(self))
         return self._decoder.rotary.table(torch.arange(1, stop + 1))
 
     patch.setattr(loader.Loader, "_table", shifted)
+
+
+def latents_rotated(patch: pytest.MonkeyPatch) -> None:
+    """The loader turns a cached latent's first numbers, too, as if they carried the position."""
+    load = loader.Loader._load
+
+    def turned(self: Any, layer: int, turning: Any, worker: Any) -> None:
+        load(self, layer, turning, worker)
+        buffer = self._cache.buffers[layer]
+        for segment in self._segments:
+            span = buffer.values[:, :, segment.start : segment.stop, : buffer.shape.key_dim]
+            span.copy_(self._decoder.rotary.rotate(span, turning.table[segment.start : segment.stop], layer))
+
+    patch.setattr(loader.Loader, "_load", turned)
 
 
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
     place = Rotary.place
 
     def backwards(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
-        place(self, [(out, keys, Table(table.cos, -table.sin)) for out, keys, table in turns], copies, layer)
+        place(self, [(out, keys, table.transposed()) for out, keys, table in turns], copies, layer)
 
     patch.setattr(Rotary, "place", backwards)
 
 
 def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Keys lose one position less than they have."""
-    inverse = Table.inverse
+    inverse = Angles.inverse
 
-    def shifted(self: Table) -> Table:
-        table = inverse(self)
-        return Table(table.cos.roll(1, 1), table.sin.roll(1, 1))
+    def shifted(self: Angles) -> Angles:
+        angles = inverse(self)
+        return Angles(angles.cos.roll(1, 1), angles.sin.roll(1, 1))
 
-    patch.setattr(Table, "inverse", shifted)
+    patch.setattr(Angles, "inverse", shifted)
 
 
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
     """Scattered rows attend to all keys of the prompt."""
 
-    def all_visible(query: Any, key: Any, value: Any, scale: float, last: Any, at: Any) -> torch.Tensor:
-        return kernels._sdpa(query, key, value, None, scale)
+    def all_visible(query: Any, key: Any, value: Any, scoring: Scoring, seen: Seen) -> torch.Tensor:
+        return kernels._sdpa(query, key, value, None, scoring.scale)
 
     patch.setattr(attention, "attend_rows", all_visible)
 
@@ -70,8 +86,8 @@ def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
 def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
     """A chunk's rows attend to all of its tokens at ingest."""
 
-    def all_visible(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
-        return kernels._sdpa(query, key, value, None, scale)
+    def all_visible(query: Any, key: Any, value: Any, scoring: Scoring) -> torch.Tensor:
+        return kernels._sdpa(query, key, value, None, scoring.scale)
 
     patch.setattr(side_by_side, "own_kernel", lambda *tensors: None)
     patch.setattr(side_by_side, "_as_rows", all_visible)
@@ -80,3 +96,54 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     """Layers run before their records stand in the buffers."""
     patch.setattr(loader.Loader, "wait", lambda self, layer: None)
+
+
+def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:
+    """Rows of a prompt attend with another scoring than their layer's; chunks at ingest with their own."""
+    attend = attention.Rows.attend
+
+    def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: Scoring) -> torch.Tensor:
+        more = {name: make(getattr(scoring, name)) for name, make in change.items()}
+        return attend(self, layer, query, key, value, replace(scoring, **more))
+
+    patch.setattr(attention.Rows, "attend", changed)
+
+
+def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A row sees one key more than its window has."""
+    _scored_otherwise(patch, window=lambda window: window and window + 1)
+
+
+def cap_dropped(patch: pytest.MonkeyPatch) -> None:
+    _scored_otherwise(patch, softcap=lambda cap: None)
+
+
+def sinks_dropped(patch: pytest.MonkeyPatch) -> None:
+    _scored_otherwise(patch, sinks=lambda sinks: None)
+
+
+def sink_counted_as_a_key(patch: pytest.MonkeyPatch) -> None:
+    """What a head leaves to its sink is given to the last key."""
+    softmax = weights._softmax
+
+    def counted(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        found = softmax(scores, sinks)
+        found[..., -1] += 1 - found.sum(-1)
+        return found
+
+    patch.setattr(weights, "_softmax", counted)
+
+
+def wrong_rope_of_a_kind(patch: pytest.MonkeyPatch) -> None:
+    """Every layer's stored keys are turned by the RoPE of the first."""
+    patch.setattr(Rotary, "angles", lambda self, table, layer: table.by_name[self.names[0]])
+
+
+def a_window_is_read_too_short(patch: pytest.MonkeyPatch) -> None:
+    """Records that only the first rows of a window lie in are taken for out of sight."""
+    through = reach._Seen.through
+
+    def short(window: int, *more: Any) -> Any:
+        return through(max(1, window // 4), *more)
+
+    patch.setattr(reach._Seen, "through", short)

@@ -49,6 +49,16 @@ def test_broken_rotation_is_caught(
         holds(case, SELECTORS[name]())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["minicpm3", "deepseek-v2"])
+def test_a_rotated_latent_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    case = new_case(name, dtype)
+    holds(case, SELECTORS["reuse"]())
+    mutants.latents_rotated(monkeypatch)
+    with pytest.raises(AssertionError):
+        holds(case, SELECTORS["reuse"]())
+
+
 def test_behind_another_lead_in_it_is_not() -> None:
     case = new_case("llama")
     plan = case.plan([CHUNKS[1]], lead_in=BOS)

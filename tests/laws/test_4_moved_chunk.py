@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from tests.fusion.making import CHUNKS, MOE, PREFIX, Case, new_case, plain_model, rms
+from tests.fusion.making import CHUNKS, MOE, PREFIX, Case, new_case, plain_rows, rms
 from tests.laws import mutants
 
 CHUNK = CHUNKS[1]
@@ -31,16 +30,7 @@ def moved(case: Case, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def shifted(case: Case, position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The same rows by unmodified `transformers`, prefilled with shifted position ids."""
-    ids = (*PREFIX, *CHUNK)
-    cache = DynamicCache()
-    start = position - len(PREFIX)
-    positions = torch.arange(start, start + len(ids))[None]
-    mask = torch.full((len(ids), len(ids)), float("-inf"), dtype=getattr(torch, case.dtype)).triu(1)[None, None]
-    with torch.inference_mode():
-        plain_model(case.name, case.dtype)(
-            input_ids=torch.tensor([ids]), position_ids=positions, attention_mask=mask, past_key_values=cache
-        )
-    return [(layer.keys[:, :, len(PREFIX) :], layer.values[:, :, len(PREFIX) :]) for layer in cache.layers]
+    return plain_rows(case.name, case.dtype, (*PREFIX, *CHUNK), len(PREFIX), position - len(PREFIX))
 
 
 def holds(case: Case, position: int) -> None:

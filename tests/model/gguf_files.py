@@ -105,3 +105,46 @@ def tiny_tensors(weights: dict[str, Any]) -> dict[str, Any]:
             heads = {"attn_q": 4, "attn_k": 2}.get(theirs)
             tensors[f"blk.{i}.{theirs}.weight"] = interleaved(weight, heads) if heads else weight
     return tensors
+
+
+GEMMA3 = {
+    **{name: LAYER[name] for name in LAYER if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+
+
+def write_gemma3_gguf(path: Path, model: Any, factor: float | None = None) -> Path:
+    """A Gemma 3 with tied weights, as llama.cpp keeps one: norms with 1 added, queries and keys as they are."""
+    config, weights = model.config, {k: v.float().numpy() for k, v in model.state_dict().items()}
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(1e6)
+    if factor is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(factor)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_sliding_window(config.sliding_window)
+    add_tokenizer(writer, tiny_tokenizer())
+    tensors = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    for layer in range(config.num_hidden_layers):
+        tensors |= {f"blk.{layer}.{theirs}": f"model.layers.{layer}.{ours}" for theirs, ours in GEMMA3.items()}
+    for theirs, ours in tensors.items():
+        weight = weights[f"{ours}.weight"]
+        writer.add_tensor(f"{theirs}.weight", np.ascontiguousarray(weight + 1 if weight.ndim == 1 else weight))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -12,6 +12,7 @@ from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.attention import Rows, rows_attention
 from kvtool.core.model.flash.tiling import Tiling
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
@@ -147,11 +148,42 @@ def test_rows_over_a_longer_cache_need_positions(count: int) -> None:
         rows_attention(MODULE, random(1, HEADS, count, DIM), KEY, VALUE, None)
 
 
-@pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
-def test_what_cannot_be_done_is_refused(feature: str) -> None:
+def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(ModelError) as caught:
-        rows_attention(MODULE, random(1, HEADS, 1, DIM), KEY, VALUE, None, **{feature: 1.0})
-    assert feature in caught.value.message
+        rows_attention(MODULE, random(1, HEADS, 1, DIM), KEY, VALUE, None, position_bias=1.0)
+    assert "position_bias" in caught.value.message
+
+
+SHAPED = {
+    "window": Scoring(0.3, window=30),
+    "window of one": Scoring(0.3, window=1),
+    "cap": Scoring(0.3, softcap=1.5),
+    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 3, HEADS)),
+    "all": Scoring(0.3, window=70, softcap=1.5, sinks=torch.linspace(-1, 3, HEADS)),
+}
+
+
+@pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
+@pytest.mark.parametrize("positions", [[0], [199], [3, 7, 50, 51, 199], list(range(200))], ids=len)
+@pytest.mark.parametrize("kernel", ["products", "fused"])  # our own: tests/model/flash
+def test_windows_caps_and_sinks(
+    kernel: str, positions: list[int], scoring: Scoring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", BLOCK)
+    take(kernel, monkeypatch)
+    query = random(1, HEADS, len(positions), DIM)
+    more = {"sliding_window": scoring.window, "softcap": scoring.softcap, "s_aux": scoring.sinks}
+    out, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions), **more)
+    key, value = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (KEY, VALUE))
+    scores = query @ key.transpose(-1, -2) * 0.3
+    if scoring.softcap is not None:
+        scores = scoring.softcap * (scores / scoring.softcap).tanh()
+    behind, places = torch.arange(KEYS), torch.tensor(positions)[:, None]
+    hidden = (behind > places) | (behind <= places - (scoring.window or KEYS))
+    powers = scores.masked_fill(hidden, -math.inf).exp()
+    sinks = torch.zeros(HEADS) if scoring.sinks is None else scoring.sinks.exp()
+    expected = powers @ value / (powers.sum(-1, keepdim=True) + sinks[:, None, None])
+    torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:

@@ -11,7 +11,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.static import StaticStep
-from tests.families import FAMILIES, tiny_model
+from tests.families import KINDS, tiny_model
 from tests.fusion.making import MOE, decoder_of, distance, rms, tokens
 from tests.pretended import pretended
 from tests.pretended.streams import Log
@@ -31,7 +31,7 @@ def by_forward(decoder: Decoder, reserve: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_static_step_is_a_step(name: str, dtype: str) -> None:
     decoder = decoder_of(tiny_model(name, dtype), "cpu")
     wanted = by_forward(decoder)
@@ -43,7 +43,9 @@ def test_a_static_step_is_a_step(name: str, dtype: str) -> None:
     for number, token in enumerate(ANSWER):
         step.give(token)
         # bfloat16: rounded otherwise; of logits whose standard deviation is 3, experts are now and then others.
-        rounding = 1e-5 if dtype == "float32" else 0.6 if name in MOE else 0.15
+        # DeepSeek V2's four experts are near ties here: one turned router score moves its logits by .93.
+        turned = 1.0 if name == "deepseek-v2" else 0.6
+        rounding = 1e-5 if dtype == "float32" else turned if name in MOE else 0.15
         assert rms(step.run() - wanted[number]) <= rounding
         cache.set_length(len(PROMPT) + number + 1)
 
@@ -78,7 +80,7 @@ def test_the_cache_is_whole_between_steps(gpu: Log) -> None:
     assert distance(after, plain.extend(tokens(3, 9), same)) <= 1e-4
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", [name for name in MOE if name in KINDS])
 def test_what_cannot_be_captured_is_stepped_plainly(gpu: Log, name: str) -> None:
     """Experts are chosen on the host: a capture that waits for the device fails, and says why."""
     wanted = by_forward(decoder_of(tiny_model(name), "cpu"))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model import gguf as conversion
@@ -25,8 +26,8 @@ from kvtool.core.model.gguf_header import GgufHeader, read_header
 from kvtool.core.model.load import load_model, load_tokenizer
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.tokens import encode
-from tests.families import tiny_model, tiny_tokenizer
-from tests.model.gguf_files import write_gguf
+from tests.families import SHAPE, filled, tiny_model, tiny_tokenizer
+from tests.model.gguf_files import write_gemma3_gguf, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -322,3 +323,47 @@ def test_texts_begin_as_the_file_says() -> None:
     for told, begins in ((False, False), (True, True)):
         conversion._begin_as_told(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
         assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) is begins
+
+
+# ---- families whose file says less than their configuration --------------------------------------------------------
+
+
+def gemma3(factor: float | None, **more: Any) -> Any:
+    """Six layers as Gemma 3 has them, five of them windowed; the full one's positions stretched by `factor`."""
+    stretched = {"rope_type": "linear", "factor": factor} if factor else {"rope_type": "default"}
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {**stretched, "rope_theta": 1e6},
+    }
+    shape = SHAPE | {"num_hidden_layers": 6, "tie_word_embeddings": True}
+    config = Gemma3TextConfig(**shape, head_dim=16, sliding_window=32, rope_parameters=ropes, **more)
+    torch.manual_seed(0)
+    model = filled(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return model
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_gemma3_has_its_windows_and_both_ropes(factor: float | None, tmp_path: Path) -> None:
+    model = gemma3(factor)
+    loaded = load_model(
+        resolve(str(write_gemma3_gguf(tmp_path / "g.gguf", model, factor))), device="cpu", dtype="float32"
+    )
+    config = loaded.model.config
+    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert config.sliding_window == 32
+    assert config.rope_parameters["full_attention"].get("factor") == factor
+    ids = torch.arange(5, 300)[None]
+    with torch.inference_mode():
+        assert torch.allclose(loaded.model(ids).logits, model(ids).logits, atol=1e-3)
+
+
+def test_the_largest_gemma_scales_as_llama_cpp_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number of layers; here a small one is told to be it."""
+    model = gemma3(None, query_pre_attn_scalar=16)  # hidden size 64, 4 heads
+    monkeypatch.setitem(conversion._OWN_SCALE, "gemma3", 6)
+    loaded = load_model(resolve(str(write_gemma3_gguf(tmp_path / "g.gguf", model))), device="cpu", dtype="float32")
+    ids = torch.arange(5, 100)[None]
+    with torch.inference_mode():
+        assert torch.allclose(loaded.model(ids).logits, model(ids).logits, atol=1e-3)

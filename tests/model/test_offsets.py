@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.model.offsets import Mover, Runs
-from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotary import Angles, Table
 from kvtool.core.native.compiling import ISAS, runnable
 from kvtool.core.native.crew import gathered
 
@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def table_of(rows: int, rotary_dim: int) -> Table:
     cos, sin = (random(1, rows, rotary_dim // 2, seed=side).repeat(1, 1, 2) for side in (1, 2))
-    return Table(cos, sin)
+    return Table({"": Angles(cos, sin)})
 
 
 def runs_of(rotary_dim: int) -> Runs:
@@ -38,11 +38,12 @@ def runs_of(rotary_dim: int) -> Runs:
     places = torch.tensor([row for rows in PROBES for row in rows])
     factors[places] = 0
     table = table_of(COUNT, rotary_dim)
-    back = Table(table.cos[:, places], table.sin[:, places]).inverse()
+    back = table[places].inverse()
     return Runs(np.array(SPANS), np.array([len(rows) for rows in PROBES]), places, factors, table, back)
 
 
-def turned(rows: torch.Tensor, table: Table) -> torch.Tensor:
+def turned(rows: torch.Tensor, whole: Table) -> torch.Tensor:
+    table = whole.by_name[""]
     size = table.cos.shape[2]
     low, high = rows[..., :size].chunk(2, -1)
     ahead = rows[..., :size] * table.cos[0] + torch.cat([-high, low], -1) * table.sin[0]
@@ -69,10 +70,10 @@ def by_torch(rows: torch.Tensor, old: torch.Tensor, runs: Runs, rotated: bool) -
 
 def moved_by_code(runs: Runs, sides: list[torch.Tensor], isa: str, rotated: bool = True) -> torch.Tensor:
     """Probes are written anew between the two calls, as a pass writes them."""
-    mover = Mover(runs, [(sides[0], sides[1])], ISAS[isa])
+    mover = Mover(runs, [(sides[0], sides[1])], ISAS[isa], ["" if rotated else None])
     mover.keep(0)
     written(sides, runs)
-    return mover.add(0, rotated)
+    return mover.add(0)
 
 
 def written(sides: list[torch.Tensor], runs: Runs) -> None:
@@ -129,13 +130,13 @@ def test_helpers_give_the_same_bits() -> None:
 def test_factors_of_one_layer_take_the_place_of_the_others() -> None:
     runs, layers = runs_of(16), [(random(2, COUNT, 16), random(2, COUNT, 16, seed=1)) for _ in range(2)]
     before = [side.clone() for side in layers[1]]
-    mover = Mover(runs, layers, ISAS[NATIVE[0]])
+    mover = Mover(runs, layers, ISAS[NATIVE[0]], [""] * len(layers))
     mover.keep(0)
-    mover.add(1, True, torch.zeros(COUNT))
+    mover.add(1, torch.zeros(COUNT))
     assert all(torch.equal(*pair) for pair in zip(before, layers[1], strict=True))
     for bad in (torch.zeros(COUNT - 1), torch.zeros(COUNT).double(), torch.zeros(2 * COUNT)[::2]):
         with pytest.raises(ValueError, match="no factors"):
-            mover.add(1, True, bad)
+            mover.add(1, bad)
 
 
 def test_what_machine_code_does_not_know_is_refused() -> None:
@@ -148,11 +149,11 @@ def test_what_machine_code_does_not_know_is_refused() -> None:
         random(2, COUNT, 20),
     ):
         with pytest.raises(ValueError, match="no machine code"):
-            Mover(runs, [(bad, bad)], isa)
+            Mover(runs, [(bad, bad)], isa, [""])
     for other in (random(3, COUNT, 16), good.half(), random(2, COUNT + 1, 16), random(COUNT, 2, 16).transpose(0, 1)):
         for layers in ([(good, other)], [(good, good), (other, good)]):
             with pytest.raises(ValueError, match="no machine code"):
-                Mover(runs, layers, isa)
+                Mover(runs, layers, isa, [""] * len(layers))
 
 
 def test_runs_that_reach_beyond_their_rows_do_not_fit() -> None:

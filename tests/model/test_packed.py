@@ -13,14 +13,14 @@ import torch
 from kvtool.core.model.load import load_model
 from kvtool.core.model.packed import KERNELS_KEPT, can_pack, keep_freed_memory, pack_weights, return_freed_memory
 from kvtool.core.model.resolve import resolve
-from tests.families import FAMILIES, save_tiny, tiny_model
+from tests.families import KINDS, save_tiny, tiny_model
 
 IDS = torch.arange(5, 60)[None]
 needed = pytest.mark.skipif(not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="no bfloat16 layout here")
 
 
 @needed
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("rows", [1, 55])
 def test_the_same_bits(name: str, rows: int) -> None:
     plain, packed = tiny_model(name, "bfloat16"), tiny_model(name, "bfloat16")

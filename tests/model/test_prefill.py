@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, Ids, case, new_case, plain_model, tokens
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, Ids, case, new_case, plain_rows, tokens
 
 
 @pytest.fixture(scope="module")
 def llama() -> Case:
     return case("llama")
-
-
-def plain_rows(name: str, ids: Ids, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    cache = DynamicCache()
-    with torch.inference_mode():
-        plain_model(name, "float32")(input_ids=torch.tensor([ids]), past_key_values=cache)
-    return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in cache.layers]
 
 
 @pytest.mark.parametrize("lead_in", [(), BOS, PREFIX, tokens(100, 40)], ids=["none", "bos", "prefix", "long"])
@@ -29,7 +21,7 @@ def test_rows_are_those_of_a_plain_prefill(name: str, lead_in: Ids) -> None:
     chunk = CHUNKS[1]
     (kv,) = prefill_chunks(decoder, LeadIn(decoder, lead_in), [PrefillItem(chunk)])
     table = decoder.rotary.table(torch.arange(len(lead_in), len(lead_in) + len(chunk)))
-    for layer, (keys, values) in enumerate(plain_rows(name, (*lead_in, *chunk), len(lead_in))):
+    for layer, (keys, values) in enumerate(plain_rows(name, "float32", (*lead_in, *chunk), len(lead_in))):
         moved = decoder.rotary.rotate(kv.keys[layer][None], table, layer)
         torch.testing.assert_close(moved, keys, atol=2e-4, rtol=1e-4)
         torch.testing.assert_close(kv.values[layer][None], values, atol=2e-4, rtol=1e-4)
@@ -39,8 +31,9 @@ def test_shapes(llama: Case) -> None:
     decoder = llama.decoder
     kvs = prefill_chunks(decoder, LeadIn(decoder, PREFIX), [PrefillItem(ids) for ids in CHUNKS])
     for ids, kv in zip(CHUNKS, kvs, strict=True):
-        assert kv.keys.shape == kv.values.shape == (4, decoder.kv_heads, len(ids), decoder.head_dim)
-        assert kv.keys.dtype == decoder.dtype
+        shape = (decoder.shapes[0].heads, len(ids), decoder.shapes[0].key_dim)
+        assert [(keys.shape, values.shape) for keys, values in kv.layers] == [(shape, shape)] * 4
+        assert kv.dtype == decoder.dtype
 
 
 def test_the_lead_in_is_computed_once_and_the_lm_head_never(llama: Case) -> None:
@@ -84,4 +77,4 @@ def test_extending_a_full_cache(room: int) -> None:
 
 def test_kv_bytes(llama: Case) -> None:
     (kv,) = prefill_chunks(llama.decoder, LeadIn(llama.decoder, ()), [PrefillItem(CHUNKS[0])])
-    assert llama.decoder.kv_bytes(len(CHUNKS[0])) == 2 * kv.keys.numel() * kv.keys.element_size()
+    assert llama.decoder.kv_bytes(len(CHUNKS[0])) == kv.nbytes

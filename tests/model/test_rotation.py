@@ -10,7 +10,7 @@ import torch
 from kvtool.core.model import kernels, rotary
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import pack_weights
-from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotary import Angles
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
 from kvtool.core.native.compiling import ISAS, runnable
 from kvtool.core.native.ir import Isa
@@ -71,7 +71,10 @@ def test_no_keys_are_rotated_to_none() -> None:
     rotate_halves(*[torch.empty(2, 0, 16)] * 2, *table_of(0, 16), ISAS[runnable()[0]])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "phi3-longrope"])  # it rotates a part of a head
+OTHERWISE = ("phi3-longrope", "stablelm", "cohere2", "glm", "deepseek-v2")  # a part of a head; by pairs
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHERWISE])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels.isa_here() is None:
@@ -82,13 +85,15 @@ def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, m
         calls.extend(moves)
         return move_all(moves, isa)
 
-    keys = random(1, decoder.kv_heads, len(POSITIONS), decoder.head_dim, dtype=decoder.dtype)
+    keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     table = decoder.rotary.table(POSITIONS)
     decoder.rotary.rotate(keys, table, 0)  # whether it may be taken is tried once
     monkeypatch.setattr(rotary, "move_all", counting)
     for one in (table, table.inverse()):
         ours = decoder.rotary.rotate(keys, one, 0)
-        assert torch.equal(ours, decoder.rotary._by_model(keys, one))
+        angles = decoder.rotary.angles(one, 0)
+        assert angles is not None
+        assert torch.equal(ours, decoder.rotary._by_model(keys, angles))
     assert len(calls) == 2
 
 
@@ -99,7 +104,7 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
     if not pack_weights(model):
         pytest.skip("no bfloat16 layout here")
     decoder, calls = Decoder(replace(loaded, model=model)), []
-    keys = random(1, decoder.kv_heads, len(POSITIONS), decoder.head_dim, dtype=decoder.dtype)
+    keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     assert decoder.rotary.halves == (kernels.isa_here() is not None)
     monkeypatch.setattr(rotary.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
     decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0)
@@ -109,13 +114,14 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
 def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several spans, keys rotated and values as they are, also from a format of 16 bits to float32; or by torch."""
     decoder = case("llama").decoder
-    table, out = decoder.rotary.table(torch.arange(20)), torch.zeros(2, 1, decoder.kv_heads, 20, decoder.head_dim)
+    shape = decoder.shapes[0]
+    table, out = decoder.rotary.table(torch.arange(20)), torch.zeros(2, 1, shape.heads, 20, shape.key_dim)
     spans = [slice(3, 9), slice(9, 20)]
     for dtype in (torch.float32, torch.bfloat16):
-        sides = random(2, 1, decoder.kv_heads, 20, decoder.head_dim, dtype=dtype)
+        sides = random(2, 1, decoder.shapes[0].heads, 20, decoder.shapes[0].key_dim, dtype=dtype)
         turns = [(out[0][:, :, span], sides[0][:, :, span], table[span]) for span in spans]
         decoder.rotary.place(turns, [(out[1][:, :, span], sides[1][:, :, span]) for span in spans], 0)
-        expected = decoder.rotary._by_model(sides[0].float(), table)
+        expected = decoder.rotary._by_model(sides[0].float(), table.by_name[""])
         assert torch.equal(out[0][:, :, 3:], expected[:, :, 3:])
         assert torch.equal(out[1][:, :, 3:], sides[1][:, :, 3:].float())
         monkeypatch.setattr(rotary, "move_all", lambda moves, isa: False)
@@ -150,13 +156,14 @@ def test_a_rotation_by_pairs_is_left_to_the_model() -> None:
         return query, keys * cos + other * sin
 
     decoder.rotary._apply = by_pairs
-    keys, table = random(1, decoder.kv_heads, 6, decoder.head_dim), decoder.rotary.table(POSITIONS)
-    assert torch.equal(decoder.rotary.rotate(keys, table, 0), by_pairs(keys, keys, table.cos, table.sin)[1])
+    keys, table = random(1, decoder.shapes[0].heads, 6, decoder.shapes[0].key_dim), decoder.rotary.table(POSITIONS)
+    angles = table.by_name[""]
+    assert torch.equal(decoder.rotary.rotate(keys, table, 0), by_pairs(keys, keys, angles.cos, angles.sin)[1])
 
 
 def test_gradients_pass() -> None:
     decoder = new_case("llama").decoder
-    keys = random(1, decoder.kv_heads, 6, decoder.head_dim).requires_grad_()
+    keys = random(1, decoder.shapes[0].heads, 6, decoder.shapes[0].key_dim).requires_grad_()
     decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0).sum().backward()
     assert keys.grad is not None
 
@@ -180,5 +187,5 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
 
 
 def test_tables_are_sliced_by_token() -> None:
-    table = Table(*(side[None] for side in table_of(10, 16)))
+    table = Angles(*(side[None] for side in table_of(10, 16)))
     assert torch.equal(table[2:5].cos, table.cos[:, 2:5])

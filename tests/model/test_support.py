@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import transformers as t
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.support import check_model, check_supported, context_limit
-from tests.families import FAMILIES, tiny_model
+from kvtool.core.model.support import check_supported, context_limit
+from tests.families import FAMILIES, SHAPE, filled
+from tests.fusion.making import decoder_of
+from tests.wrappers import WRAPPERS
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
-SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("mla", lambda: t.DeepseekV3Config(), "MLA"),
-    ("mla-v2", lambda: t.DeepseekV2Config(), "MLA"),
-    ("gemma2", lambda: t.Gemma2Config(), "softcapping"),
-    ("gemma3", lambda: t.Gemma3TextConfig(), "mixes"),
-    ("cohere2", lambda: t.Cohere2Config(), "mixes"),
-    ("olmo3", lambda: t.Olmo3Config(), "mixes"),
-    ("qwen2-windows", lambda: t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=4), "mixes"),
-    ("llama4", lambda: t.Llama4TextConfig(), "mixes"),
-    ("gpt-oss", lambda: t.GptOssConfig(), "sinks"),
+    ("sparse-mla", lambda: t.DeepseekV32Config(), "chooses keys by their content"),
     ("mamba", lambda: t.MambaConfig(), "recurrent"),
     ("mamba2", lambda: t.Mamba2Config(), "recurrent"),
-    ("jamba", lambda: t.JambaConfig(), "recurrent"),
     ("bamba", lambda: t.BambaConfig(), "recurrent"),
-    ("qwen3-next", lambda: t.Qwen3NextConfig(), "recurrent"),
     ("granite-hybrid", lambda: t.GraniteMoeHybridConfig(), "recurrent"),
-    ("minimax", lambda: t.MiniMaxConfig(), "recurrent"),
-    ("lfm2", lambda: t.Lfm2Config(full_attn_idxs=[2, 5]), "recurrent"),
-    ("qwen2-vl", lambda: t.Qwen2VLConfig(), "multimodal"),
-    ("qwen2-vl-text", lambda: t.Qwen2VLTextConfig(rope_parameters=dict(SECTIONS)), "M-RoPE"),
+    ("phi4-multimodal", lambda: t.Phi4MultimodalConfig(), "no text model apart from what it sees or hears"),
+    ("paligemma", lambda: t.PaliGemmaConfig(), "bidirectional"),
+    ("mllama", lambda: t.MllamaConfig(), "layers that attend to images"),
+    ("wrapped", lambda: t.LlavaConfig(text_config=t.OPTConfig()), "no rotary"),
     ("gpt2", lambda: t.GPT2Config(), "no rotary"),
     ("opt", lambda: t.OPTConfig(), "no rotary"),
     ("bloom", lambda: t.BloomConfig(), "no rotary"),
@@ -56,6 +48,29 @@ def test_refused_with_its_reason(config: Any, reason: str) -> None:
     assert "Llama" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_whose_text_model_is_supported(name: str) -> None:
+    check_supported(WRAPPERS[name]())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (partial(t.HunYuanDenseV1Config, head_dim=16), "cannot be moved"),
+        (t.DiffLlamaConfig, "other keys and values than it keeps"),
+        (t.GPTNeoXJapaneseConfig, "attention of its own"),
+        (t.FalconConfig, "no stack of decoder layers"),
+        (partial(t.MistralConfig, head_dim=16, sliding_window=0), "rows see nothing"),
+        (partial(t.MistralConfig, head_dim=16, sliding_window=-5), "rows see nothing"),
+        (partial(t.Gemma2Config, head_dim=16, attn_logit_softcapping=0.0), "no numbers"),
+        (partial(t.Gemma2Config, head_dim=16, sliding_window=None), "has no size"),
+    ],
+)
+def test_what_only_the_built_model_shows_is_refused(config: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        decoder_of(filled(t.AutoModelForCausalLM.from_config(config(**SHAPE))))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_supported_families(name: str) -> None:
     check_supported(FAMILIES[name]())
@@ -65,8 +80,13 @@ def test_supported_families(name: str) -> None:
     "config",
     [
         t.MistralConfig(),  # one window for all layers
+        t.Gemma2Config(),
+        t.Gemma3TextConfig(),
+        t.Cohere2Config(),
+        t.Olmo3Config(),
+        t.GptOssConfig(),
+        t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=4),
         t.Phi3Config(sliding_window=2047),
-        t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=32),  # no layer is beyond it
         t.SmolLM3Config(),
         t.OlmoeConfig(),
         t.LlamaConfig(rope_parameters={"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
@@ -77,26 +97,17 @@ def test_supported(config: Any) -> None:
     check_supported(config)
 
 
-def test_sinks_among_the_weights() -> None:
-    model = tiny_model("llama")
-    check_model(model)
-    import torch
-
-    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
-    with pytest.raises(ModelError, match="sinks"):
-        check_model(model)
-
-
 @pytest.mark.parametrize(
     ("config", "limit"),
     [
         (t.LlamaConfig(max_position_embeddings=4096), 4096),
         (t.Phi3Config(**PHI4_MINI, rope_parameters=dict(LONGROPE)), 4096),  # then it takes its long factors
         (t.LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(DYNAMIC)), 4096),
-        (t.MistralConfig(max_position_embeddings=32768, sliding_window=4096), 4096),
-        (t.MistralConfig(max_position_embeddings=32768, sliding_window=None), 32768),
-        (t.Phi3Config(max_position_embeddings=4096, sliding_window=2047), 2047),
-        (t.Qwen2Config(max_position_embeddings=32768, use_sliding_window=False, sliding_window=4096), 32768),
+        (
+            t.MistralConfig(max_position_embeddings=32768, sliding_window=4096),
+            32768,
+        ),  # no layer sees further back, and none has to
+        (t.Phi3Config(max_position_embeddings=4096, sliding_window=2047), 4096),
         (
             t.Qwen2Config(
                 max_position_embeddings=32768,
@@ -123,7 +134,6 @@ def test_sinks_among_the_weights() -> None:
             ),
             131072,
         ),
-        (t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0), 64),
     ],
 )
 def test_context_limit(config: Any, limit: int) -> None:

@@ -14,7 +14,10 @@ import torch
 
 from kvtool.core.errors import UsageError
 from kvtool.core.model import cuda_rows, flex_rows, triton_rows
-from kvtool.core.model.triton_rows import Tile, attend, splits_for, tile_for
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.scoring import Scoring
+from kvtool.core.model.triton_rows import Shaping, Tile, attend, splits_for, tile_for
+from kvtool.core.model.weights import attention_weights
 from tests.codec.processes import needs_triton, triton_process
 from tests.pretended import pretended
 
@@ -89,6 +92,45 @@ def test_rows_see_the_keys_up_to_their_own(
     assert error(out, by_formula(query, key, value, at)) < (1e-6 if shape.dtype == torch.float32 else 1e-2)
 
 
+SHAPED = {
+    "window": Scoring(0.3, window=13),
+    "window of one": Scoring(0.3, window=1),
+    "cap": Scoring(0.3, softcap=1.5),
+    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 3, 4)),
+    "all": Scoring(0.3, window=30, softcap=1.5, sinks=torch.linspace(-1, 3, 4)),
+}
+
+
+def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) -> torch.Tensor:
+    query, key, value, at = made(shape)
+    scoring = SHAPED[name]
+    begins = None if scoring.window is None else (at - scoring.window + 1).clamp_min(0)
+    return attend(query, key, value, 0.3, at, tile, splits, Shaping(begins, scoring.softcap, scoring.sinks))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize(
+    ("shape", "tile", "splits"),
+    [
+        (Shape(4, 2, 16, 50, 7), HALF, 3),
+        (Shape(4, 2, 16, 90, 90), HALF, 1),
+        (Shape(4, 2, 16, 129, 1), HALF, 5),
+    ],
+)
+def test_windows_caps_and_sinks(
+    interpreter: ProcessPoolExecutor, shape: Shape, name: str, tile: Tile | None, splits: int | None
+) -> None:
+    out = interpreter.submit(attended_so, shape, name, tile, splits).result()
+    query, key, value, at = made(shape)
+    wide = (side.double()[0] for side in (query, key, value))
+    seen = Rows.of(at, "cpu").seen(SHAPED[name].window)
+    query, key, value = wide
+    weights = attention_weights(query, key, seen, SHAPED[name]).double()
+    exact = weights @ value.repeat_interleave(2, 0)
+    assert error(out[0], exact) < 1e-5
+
+
 def wrong(*changes: int) -> list[str]:
     """What each changed argument is refused with; 4 is the positions."""
     said = []
@@ -120,7 +162,7 @@ def test_few_blocks_split_the_keys_and_many_do_not() -> None:
 
 
 def compiled(
-    dtype: torch.dtype, head_dim: int, rows: int, capability: int, memory: int = 100 * 1024
+    dtype: torch.dtype, head_dim: int, rows: int, capability: int, memory: int = 100 * 1024, shaped: bool = False
 ) -> tuple[str, int]:
     """PTX and bytes of shared memory; runs in a process that compiles."""
     import triton
@@ -128,9 +170,11 @@ def compiled(
     from triton.compiler import ASTSource
 
     kernel, tile = triton_rows.kernel(), tile_for(rows, head_dim, dtype, memory)
-    constants = triton_rows.constants(4, head_dim, tile, 4, dtype)
+    more = triton_rows.Shaping(torch.zeros(1), 50.0, torch.zeros(1)) if shaped else None
+    constants = triton_rows.constants(4, head_dim, tile, 4, dtype, more=more)
     of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
     known = {"query": of, "key": of, "value": of, "out": "*fp32", "sums": "*fp32", "at": "*i64"}
+    known |= {"begins": "*i64", "sinks": of, "cap": "fp32"}
     known |= {"scale": "fp32", "rows": "i32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: known.get(name, "i64") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -150,12 +194,13 @@ def test_it_compiles_for_the_gpus_it_is_meant_for(tmp_path: Path) -> None:
         many = process.submit(compiled, torch.bfloat16, 128, 512, 90).result()
         few = process.submit(compiled, torch.bfloat16, 64, 4, 80).result()
         wide = process.submit(compiled, torch.float32, 96, 512, 90).result()
+        shaped = process.submit(compiled, torch.bfloat16, 64, 512, 90, shaped=True).result()
         large = [process.submit(compiled, torch.bfloat16, 128, 512, sm, kb * 1024) for sm, kb in ((80, 163), (90, 227))]
         assert [one.result()[1] < kb * 1024 for one, kb in zip(large, (163, 227), strict=True)] == [True, True]
     assert "wgmma.mma_async" in many[0]  # Hopper's own products
     assert "mma.sync" in few[0]
     assert few[1] < 100 * 1024
-    assert max(shared for _, shared in (many, few, wide)) < 227 * 1024
+    assert max(shared for _, shared in (many, few, wide, shaped)) < 227 * 1024
 
 
 @pytest.mark.parametrize(("keys", "rows"), [(50, 7), (128, 128), (300, 300), (700, 129), (513, 1)])

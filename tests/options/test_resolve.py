@@ -310,7 +310,7 @@ def test_rooms_that_share_a_setting_mean_the_same() -> None:
 
 def test_the_registry_knows_the_default_fusion_and_the_suggested_ones() -> None:
     assert (*MODES, AUTO) == FUSIONS
-    assert QueryOptions().fusion in MODES
+    assert {QueryOptions().mode(), QueryOptions().mode(keeps_states=True)} <= {*MODES}
 
 
 def test_every_variable_that_is_read_anywhere_is_known() -> None:

@@ -263,8 +263,9 @@ def _attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(query, OnDevice):
         return F.scaled_dot_product_attention(query, *args, **kwargs)
     _refuse_mixing("scaled_dot_product_attention", (query, *args), kwargs)
-    made = torch.full_like(query.inner, torch.nan)
     inner_args, inner_kwargs = _inner((query, *args)), _inner(kwargs)
+    value = inner_kwargs["value"] if "value" in inner_kwargs else inner_args[2]
+    made = query.inner.new_full((*query.shape[:-1], value.shape[-1]), torch.nan)
 
     def attend() -> None:
         with torch.inference_mode():

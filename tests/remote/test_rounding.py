@@ -56,7 +56,7 @@ def compressed(path: Path, levels: Sequence[str], machine: int) -> Path:
 
 
 def read(store: Store, level: str) -> torch.Tensor:
-    return read_chunk(store, CHUNK, level, LAYERS, ProfileShelf(store)).keys
+    return torch.stack(list(read_chunk(store, CHUNK, level, LAYERS, ProfileShelf(store)).keys))
 
 
 @pytest.fixture

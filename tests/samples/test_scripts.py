@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.load import load_model
+from kvtool.core.model.resolve import resolve
 from tests.cli.working import built, tiny
+from tests.families import save_tiny
 
 __all__ = ["built", "tiny"]
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
@@ -137,3 +141,18 @@ def test_a_writer_starts_where_reuse_is_and_comes_nearer_to_what_it_is_shown(bui
         said = run("fitted.py", kind, *asked, *learning).splitlines()
         before, after = (float(cell.split(" (")[0]) for cell in said[-1].strip("| ").split(" | ")[3:])
         assert after < before, kind
+
+
+def test_windows_read_less_and_latents_keep_less() -> None:
+    lines = run("layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024", "--chunk-tokens", "128")
+    gemma, deepseek = (line.split(" | ") for line in lines.splitlines()[2:])
+    assert gemma[1:3] == ["4 full, 22 of 512", "26,624"]  # 26 layers, one head of 256, keys and values
+    assert float(gemma[4]) == pytest.approx((4 * 8 + 22 * 4) / (26 * 8), abs=0.01)
+    assert deepseek[1:3] == ["27 full, latents", "31,104"]  # 27 layers of 512 + 64
+    assert deepseek[4].startswith("1.00")
+
+
+def test_a_window_is_laid_over_every_second_layer(tmp_path: Path) -> None:
+    run("windowed.py", str(save_tiny("llama", tmp_path / "plain")), str(tmp_path / "out"), "--window", "20")
+    model = load_model(resolve(str(tmp_path / "out")), device="cpu")
+    assert [kind.window for kind in Decoder(model).kinds] == [20, None, 20, None]

@@ -142,6 +142,8 @@ def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: 
     assert "would be forgotten: 1 document," in human.out
     kvtool("store", "forget", "mill44.md", "--store", store).failed(2, "did you mean 'mill4.md'")
     assert kvtool("store", "forget", "mill4.md", "--store", store, "-q").fine().out == ""
+    folder = Path(source).parent
+    kvtool("store", "forget", folder.name, "--store", store).failed(2, f"name a folder by its path: {folder}")
 
 
 def test_other_documents_stay_byte_for_byte(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.verify import verify
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
@@ -164,6 +165,18 @@ def test_levels_go_from_exact_to_coarse_and_questions_go_on(fitted: Path) -> Non
     assert {chunk["status"] for chunk in again["chunks"]} <= {"hit", "exact"}
 
 
+@pytest.mark.parametrize(("each", "told"), [(0.004, False), (0.04, True)])
+def test_who_prunes_what_questions_read_is_told(each: float, told: bool, fitted: Path) -> None:
+    with Store.open(fitted) as store, store.writer() as pen:
+        state = store.codec_state()
+        losses = {level: {"kl_answer": each} for level in NESTED}
+        pen.set_codec_state(state | {"losses": {state["profile"]: losses}})
+    for flag, words in (("--dry-run", "would be left at levels that lose up to 0.04"), ("--yes", "are left at levels")):
+        done = kvtool("store", "prune", "--store", fitted, "--cold", "0s", flag).fine()
+        assert (words in done.err) is told
+        assert told or done.err == ""
+
+
 def test_chunks_that_lose_their_levels_one_by_one_are_asked_for_too(fitted: Path) -> None:
     """What goes last of a chunk is its smallest level: nearly all questions would miss, for few bytes."""
     measured(fitted)
@@ -296,6 +309,7 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])
         pen.fold_access()
+        pen.put_stretch(b"s" * 20, StretchInfo(0, 7, (), (0,), (), own=True, size=5), [(("state", 0), b"12345")])
         with store.snapshot() as snapshot:
             rows = [(table, next(iter(snapshot.keys(table)))) for table in tables.TABLES if table != tables.META]
             values = [bytearray(snapshot.get(table, key) or b"") for table, key in rows]

@@ -39,12 +39,14 @@ class Chunks(Opened):
             return _info_of(snapshot, chunk_id)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Whether at least one level can be read, of a chunk whose description is intact or that a link offers."""
+        """Whether at least one level can be read, of a chunk whose description is intact or that a link offers; of one
+        without layers, of which nothing is stored by design, whether the description is intact."""
         if self.link is not None and self.link.offers(chunk_id):
             return True
         with self.snapshot() as snapshot:
             try:
-                return _info_of(snapshot, chunk_id) is not None and bool(_sizes_of(snapshot, chunk_id))
+                info = _info_of(snapshot, chunk_id)
+                return info is not None and (not info.layers or bool(_sizes_of(snapshot, chunk_id)))
             except DamagedError:
                 return False
 

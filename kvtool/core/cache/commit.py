@@ -22,7 +22,7 @@ _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
 _LIGHT = (tables.META, tables.USED, tables.ADDED)  # counters and times, which need no room worth weighing
-_UNSEEN_TABLES = (tables.USED, tables.ADDED)  # which no answer hangs on
+_UNSEEN_TABLES = (tables.USED, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
 _UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY)
 Apply = Callable[[Transaction], None]
 
@@ -106,6 +106,20 @@ class Commits:
             return time.time_ns(), time.time_ns()
 
     # ---- room ----------------------------------------------------------------------------------------------------
+
+    def require_room(self) -> None:
+        """Refuse at once what is sure not to fit: the store is at its budget already, its free pages not counted.
+
+        Raises
+        ------
+        NoSpaceError : as the commit would.
+        """
+        budget = self._own_budget()
+        if budget is None:
+            return
+        used, free = space.folder_bytes(self._store.path), self._store.environment.free_bytes()
+        if used - free >= budget.size:
+            raise budget.refuse(used, 1, free)
 
     def _own_budget(self) -> space.Budget | None:
         if not self._known:

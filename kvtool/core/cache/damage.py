@@ -17,6 +17,7 @@ from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.side_log import damaged_journals
 from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.stretches import missing_parts, named_part, read_row
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -66,9 +67,10 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     yield from pages
     for table in _READS:
         for key in _keys_of(store, table):
-            if table is not tables.RECORDS or _in_sample(key, sample):
+            if table not in (tables.RECORDS, tables.STRETCHES) or _in_sample(key, sample):
                 yield from _check_row(store, table, key)
     yield from _missing_records(store)
+    yield from _missing_parts(store)
     yield from _missing_chunks(store)
     for place, reason in chain(damaged_files(store.path), damaged_journals(store.path)):
         yield Damage("", "", NO_LAYER, f"{place} {reason}", BESIDE, os.fsencode(place).hex())
@@ -131,6 +133,7 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
     tables.ADDED: keys.unseal_number,
     tables.RECORDS: _read_record,
     tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),
+    tables.STRETCHES: read_row,
 }
 
 
@@ -152,6 +155,14 @@ def _missing_records(store: Store) -> Iterator[Damage]:
         rows = sound_rows(snapshot, tables.LEVELS)  # the others are reported as such
         missing = [damage for key, row in rows for damage in _absent(snapshot, key, row)]
     yield from missing
+
+
+def _missing_parts(store: Store) -> Iterator[Damage]:
+    with store.snapshot() as snapshot:
+        missing = list(missing_parts(snapshot))
+    for stretch, place in missing:
+        name = tables.TABLE_NAMES[tables.STRETCHES]
+        yield Damage("", "", NO_LAYER, f"the {named_part(place)} of a stretch are missing", name, stretch.hex())
 
 
 def _absent(snapshot: Snapshot, key: bytes, row: keys.LevelRow) -> Iterator[Damage]:

@@ -94,6 +94,7 @@ class Facts(Opened):
         -------
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
         ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
+        ``stretches {count, bytes}`` (of answered prompts, of a model that keeps states),
         ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
         ``pins {sources, chunks}``, ``disk_free``.
         """
@@ -109,6 +110,7 @@ class Facts(Opened):
             counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
             counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
             profiles = [size for _, size in snapshot.sizes(tables.PROFILES)]
+            parts = list(snapshot.sizes(tables.STRETCHES))
             live = snapshot.live_bytes()
         return {
             "uuid": self.uuid,
@@ -120,6 +122,10 @@ class Facts(Opened):
             "bytes": sum(level["bytes"] for level in levels.values()),
             "levels": dict(sorted(levels.items())),
             "profiles": {"count": len(profiles), "bytes": sum(profiles)},
+            "stretches": {
+                "count": sum(len(key) == ID_BYTES for key, _ in parts),
+                "bytes": sum(size for _, size in parts),
+            },
             "file_bytes": self.environment.file_bytes(),
             "live_bytes": live,
             "free_bytes": self.environment.free_beside(live),

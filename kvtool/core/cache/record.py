@@ -65,6 +65,8 @@ class Kind(enum.IntEnum):
     NUMBER = 7
     STORE = 8
     PROFILE = 9
+    STRETCH = 10
+    PART = 11
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kvtool.core.cache.rows import Doomed, level_keys
 from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.side_log import mend_journals
 from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.stretches import stretch_keys
 
 
 def drop_files(root: Path, damages: list[Damage]) -> int:
@@ -41,6 +42,8 @@ def plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[Doomed],
         if table is None or (table == tables.META and key == keys.STORE_KEY):
             continue
         doomed.add((table, key))
+        if table == tables.STRETCHES:  # what is left of it is of no use
+            doomed |= {*stretch_keys(snapshot, key[:ID_BYTES])}
         if damage.level:
             with contextlib.suppress(ValueError):  # a damaged level name: the row itself is doomed already
                 doomed |= {*level_keys(snapshot, bytes.fromhex(damage.chunk), damage.level)}

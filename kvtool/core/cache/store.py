@@ -18,13 +18,14 @@ from kvtool.core.cache.facts import Facts
 from kvtool.core.cache.generations import remove_leftovers
 from kvtool.core.cache.lock import writer_lock
 from kvtool.core.cache.notes import AccessLog, Served, ServedLog, read_log
+from kvtool.core.cache.stretches import Stretches
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError, KvtoolError
 
 _NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
 
 
-class Store(Facts, Documents, Chunks):
+class Store(Facts, Documents, Chunks, Stretches):
     """A folder of KV records, documents and chunks.
 
     Every read is its own short transaction, or part of a :meth:`view`: what comes out is a private copy whose digest
@@ -98,11 +99,12 @@ class Store(Facts, Documents, Chunks):
 
     # ---- notes of use --------------------------------------------------------------------------------------------
 
-    def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0) -> None:
+    def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0, again: bool = False) -> None:
         """Remember that a question used these chunks now, and how many it missed; takes no lock, and does nothing on a
-        read-only store. What a link fetched for the question is written."""
+        read-only store. What a link fetched for the question is written. `again`: the question is counted already."""
         self.note_use(chunk_ids)
-        self._served.note(len(chunk_ids), missed)
+        if not again:
+            self._served.note(len(chunk_ids), missed)
         if time.monotonic() - self._flushed_at > _NOTES_SECONDS:
             self.flush()
         if self.link is not None:

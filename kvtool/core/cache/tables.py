@@ -3,8 +3,8 @@ wait, just to be opened."""
 
 from __future__ import annotations
 
-META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED = TABLES = tuple(
-    bytes([letter]) for letter in b"mfdclrupa"
+META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES = TABLES = tuple(
+    bytes([letter]) for letter in b"mfdclrupas"
 )
-_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added")
+_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added", "stretches")
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))

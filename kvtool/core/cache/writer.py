@@ -32,6 +32,7 @@ from kvtool.core.cache.rows import (
     profile_row,
 )
 from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
@@ -66,6 +67,35 @@ class Writer:
 
     # ---- putting -------------------------------------------------------------------------------------------------
 
+    def put_stretch(self, stretch: bytes, info: StretchInfo, parts: Iterable[tuple[Place, bytes]]) -> None:
+        """Put a stretch in place of what is stored of it; durable, and there at all, on return.
+
+        Parameters
+        ----------
+        parts : places, which are those of the description, and payloads: taken one after another, a batch a
+            transaction. A writer that is killed among them leaves parts that nobody finds and `collect` drops.
+
+        Raises
+        ------
+        NoSpaceError : it is not stored.
+        """
+        self.drop_stretches([stretch])
+        rows: list[Row] = []
+        for place, payload in parts:
+            rows.append(part_row(stretch, place, payload))
+            if sum(len(value) for *_, value in rows) >= BATCH_BYTES:
+                self._commit(rows)
+                rows = []
+        self._commit([*rows, info_row(stretch, info)])
+
+    def drop_stretches(self, stretches: Iterable[bytes]) -> int:
+        """Drop these stretches, and what is left of others. Returns how many rows went."""
+        with self._store.environment.read() as snapshot:
+            doomed = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)} | {*left_over(snapshot)}
+        if doomed:
+            self._commit([], sorted(doomed), weighed=False)
+        return len(doomed)
+
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the store's manifest, in one transaction."""
         self._commit([meta_row(keys.MANIFEST_KEY, manifest)])
@@ -87,6 +117,10 @@ class Writer:
         """Keep a size budget in the store; None: lift it."""
         self._commit([meta_row(keys.BUDGET_KEY, {"bytes": size})])
         self._commits.forget_budget()
+
+    def require_room(self) -> None:
+        """Raise NoSpaceError where the store is at its budget already: before work whose result would not fit."""
+        self._commits.require_room()
 
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
         """Replace what eviction never touches."""
@@ -255,12 +289,20 @@ class Writer:
         self.fold_access()
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | self._fresh
         wanted |= set(keep)
+        wanted |= self._collect_stretches(wanted)
         with self._store.environment.read() as snapshot:
             known = {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)}
         dropped = self.drop_chunks(sorted(known - wanted))
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
             self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
         return dropped
+
+    def _collect_stretches(self, chunks: set[bytes]) -> set[bytes]:
+        """Drop the stretches that were made of any chunk but these; returns those that stay."""
+        stretches = self._store.stretches()
+        stale = [stretch for stretch, info in stretches.items() if not chunks.issuperset(info.chunks)]
+        self.drop_stretches(stale)
+        return {*stretches} - {*stale}
 
     def repair(self, damages: Iterable[Damage]) -> int:
         """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were touched.

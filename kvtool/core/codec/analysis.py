@@ -17,7 +17,7 @@ from kvtool.core.codec.entropy.encoder import Encoding, encode_all
 from kvtool.core.codec.entropy.jobs import memory
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.symbols import finer_symbols, has_strays, symbols_of, wider
-from kvtool.core.codec.layout import SIDES
+from kvtool.core.codec.layout import SIDES, Layout, wide_sides
 from kvtool.core.codec.nested import NESTED, check_of, coarser
 from kvtool.core.codec.payload import Coded, Escapes
 from kvtool.core.codec.profile import CodedColumns, Profile
@@ -53,8 +53,7 @@ def encode(
     ValueError : sides of different shapes or formats.
     KvtoolError : numbers that are not finite.
     """
-    _check(profile, layers, kvs)
-    kvs = [(keys.cpu(), values.cpu()) for keys, values in kvs]
+    kvs = _check(profile, layers, kvs)
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
     made: dict[str, list[list[Payload]]] = {level: [] for level in order}
     for start, end in pairwise(_cuts(kvs)):
@@ -66,16 +65,25 @@ def encode(
     return made
 
 
-def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
-    """Everything that a kernel relies upon to stay inside of keys and values."""
-    keys = kvs[0][0]
-    if any(side.shape != keys.shape or side.dtype != keys.dtype for kv in kvs for side in kv):
-        raise ValueError("keys and values of all layers have one shape and format")
-    heads, _, head_dim = keys.shape
-    if heads * head_dim != profile.layout.channels or heads % profile.layout.groups:
+def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> list[LayerKV]:
+    """Everything that a kernel relies upon to stay inside of keys and values, which are given back as it takes them."""
+    keys, layout = kvs[0][0], profile.layout
+    if any(side.shape[1] != keys.shape[1] or side.dtype != keys.dtype for kv in kvs for side in kv):
+        raise ValueError("keys and values of all layers have as many tokens and one format")
+    shapes = {tuple(side.shape) for kv in kvs for side in kv}
+    widest = max(heads * head_dim for heads, _, head_dim in shapes)
+    if widest > layout.channels or not all(0 <= layer < profile.layers for layer in layers):
         raise DamagedError("a codec profile of another model")
-    if not all(0 <= layer < profile.layers for layer in layers):
-        raise DamagedError("a codec profile of another model")
+    if len(shapes) == 1 and widest == layout.channels and keys.shape[0] % layout.groups == 0:
+        return [(keys.cpu(), values.cpu()) for keys, values in kvs]
+    return [_filled_up((keys.cpu(), values.cpu()), layout) for keys, values in kvs]
+
+
+def _filled_up(kv: LayerKV, layout: Layout) -> LayerKV:
+    """Sides of a layer as if a head were a group of the profile: `[groups, tokens, size]`."""
+    wide = wide_sides(kv, layout.channels)
+    keys, values = wide.view(SIDES, wide.shape[1], layout.groups, layout.size).transpose(1, 2)
+    return keys, values
 
 
 def _cuts(kvs: Sequence[LayerKV]) -> list[int]:

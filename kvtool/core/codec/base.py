@@ -13,8 +13,27 @@ if TYPE_CHECKING:
 
 Payload = bytes | bytearray | memoryview
 LayerKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # one layer's keys and values
-Shape = tuple[int, int, int]
+# [kv_heads, tokens, head_dim] of K and of V; and then V's head_dim, where it is another one than K's.
+Shape: TypeAlias = "tuple[int, int, int] | tuple[int, int, int, int]"
+SideShape: TypeAlias = "tuple[int, int, int]"
 Profiles = Callable[[bytes], "Profile"]  # by digest; raises DamagedError where there is none
+
+
+def shape_of(kv_heads: int, tokens: int, key_dim: int, value_dim: int) -> Shape:
+    """The one shape of both sides."""
+    return (kv_heads, tokens, key_dim) if key_dim == value_dim else (kv_heads, tokens, key_dim, value_dim)
+
+
+def shape_of_layer(kv: LayerKV) -> Shape:
+    """The shape of a layer's keys and values."""
+    keys, values = kv
+    return shape_of(keys.shape[0], keys.shape[1], keys.shape[2], values.shape[2])
+
+
+def side_shapes(shape: Shape) -> tuple[SideShape, SideShape]:
+    """The shape of K and that of V."""
+    kv_heads, tokens, key_dim = shape[:3]
+    return (kv_heads, tokens, key_dim), (kv_heads, tokens, shape[-1])
 
 
 def no_profiles(digest: bytes) -> Profile:
@@ -30,7 +49,7 @@ class Encoded:
 
     Attributes
     ----------
-    shape : `[kv_heads, tokens, head_dim]`, that of K and that of V.
+    shape : of K and V.
     dtype : what the tensors were before encoding.
     base : the coarser level that this one refines.
     """
@@ -49,7 +68,7 @@ class Encoded:
 
 
 class Codec(Protocol):
-    """Turns one layer's keys and values `[kv_heads, tokens, head_dim]` into bytes and back.
+    """Turns one layer's keys and values `[kv_heads, tokens, head_dim]` into bytes and back; head_dim may differ.
 
     What else there is to know of its level says `Level` (levels.py).
     """

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from kvtool.core.codec import analysis, plain, transform
-from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, no_profiles
-from kvtool.core.codec.layout import SIDES
+from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, Shape, no_profiles, shape_of_layer, side_shapes
+from kvtool.core.codec.layout import channels_of, wide_sides
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
@@ -85,14 +85,13 @@ class CacheGen:
         DamagedError : as `decode`.
         """
         parsed = [(self._parsed(item), item) for item in items]
-        alike = {(coded.predictors, coded.profile, item.dtype, item.shape) for coded, item in parsed}
+        alike = {(coded.predictors, coded.profile, item.dtype, item.shape[1]) for coded, item in parsed}
         if len(alike) != 1 or parsed[0][0].predictors != transform.BOTH:
             return [self.decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
         profile, layers = profiles(parsed[0][0].profile), range(len(items))
-        kv_heads, head_dim = _heads_of(profile, layers, items)
+        _check_fit(profile, layers, items)
         sides = transform.decode_layers(profile, layers, self.level, [[one] for one in parsed])
-        split = sides.view(len(layers), SIDES, -1, kv_heads, head_dim).transpose(2, 3)
-        return [(keys, values) for keys, values in split]
+        return [_cut(own, item.shape) for own, item in zip(sides, items, strict=True)]
 
     def base_of(self, payload: Payload) -> str | None:
         """The level whose record is needed too."""
@@ -112,21 +111,28 @@ class CacheGen:
     def _transformed(
         self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]], device: torch.device | None
     ) -> list[LayerKV]:
-        kv_heads, head_dim = _heads_of(profile, [layer], [item for _, item in items])
+        _check_fit(profile, [layer], [item for _, item in items])
         on = functools.partial(DeviceNumbers.of, device=device) if device is not None else None
         sides = transform.decode(profile, layer, self.level, items, on)
-        keys, values = sides.view(SIDES, -1, kv_heads, head_dim).transpose(1, 2)
         tokens = [coded.tokens for coded, _ in items]
-        return list(zip(keys.split_with_sizes(tokens, 1), values.split_with_sizes(tokens, 1), strict=True))
+        each = sides.split_with_sizes(tokens, 1)
+        return [_cut(own, item.shape) for own, (_, item) in zip(each, items, strict=True)]
 
 
-def _heads_of(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> tuple[int, int]:
-    """KV heads and head_dim of some records, if they and the layers are the profile's."""
-    shapes = {(item.shape[0], item.shape[2]) for item in items}
-    kv_heads, head_dim = shapes.pop()
-    if shapes or kv_heads * head_dim != profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
+def _check_fit(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> None:
+    """Refuse records that are wider than the profile, or layers that it has not: each is cut out of its channels."""
+    widest = channels_of([item.shape for item in items])
+    if widest > profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
         raise DamagedError("a codec profile of another model")
-    return kv_heads, head_dim
+
+
+def _cut(sides: torch.Tensor, shape: Shape) -> LayerKV:
+    """Keys and values of a shape, as views of decoded sides `[2, tokens, channels]`."""
+    keys, values = (
+        side[:, : heads * head_dim].unflatten(1, (heads, head_dim)).transpose(0, 1)
+        for side, (heads, _, head_dim) in zip(sides, side_shapes(shape), strict=True)
+    )
+    return keys, values
 
 
 def encode_nested(
@@ -177,7 +183,7 @@ def encode_layers(
         return analysis.encode(profile, numbers, kvs, levels, below)
     made: dict[str, list[list[Payload]]] = {level: [] for level in levels}
     for layer, kv in zip(numbers, kvs, strict=True):
-        sides = _flat(*kv)
+        sides = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
         if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
         for level in levels:
@@ -200,25 +206,12 @@ def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: 
 
 
 def _plain_sides(coded: Coded, item: Encoded) -> LayerKV:
-    kv_heads, tokens, head_dim = item.shape
-    sides = plain.unpack(coded, kv_heads * head_dim)
-    keys, values = (
-        torch.from_numpy(side).to(DTYPES[item.dtype]).view(tokens, kv_heads, head_dim).transpose(0, 1) for side in sides
-    )
-    return keys, values
+    made = plain.unpack(coded, channels_of([item.shape]))
+    return _cut(torch.stack([torch.from_numpy(side).to(DTYPES[item.dtype]) for side in made]), item.shape)
 
 
 def _rms(side: plain.F32) -> float:
     return float(np.sqrt(np.square(side).mean())) if side.size else 0.0
-
-
-def _flat(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """float32 `[2, tokens, C]`."""
-    kv_heads, tokens, head_dim = keys.shape
-    sides = torch.empty((2, tokens, kv_heads, head_dim), dtype=torch.float32)
-    for out, side in zip(sides, (keys, values), strict=True):
-        out.copy_(side.transpose(0, 1))
-    return sides.view(2, tokens, -1)
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:

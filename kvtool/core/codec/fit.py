@@ -7,17 +7,18 @@ water-filling: what stays below the step costs next to nothing). kvtool/docs/cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.codec.base import Shape, side_shapes
 from kvtool.core.codec.clusters import fine_tables, shared_tables
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened
-from kvtool.core.codec.layout import BLOCK, SIDES, Layout
+from kvtool.core.codec.layout import BLOCK, SIDES, Layout, channels_of
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.profile import Profile, inverted
 from kvtool.core.codec.transform import finest_numbers
@@ -25,6 +26,7 @@ from kvtool.core.errors import KvtoolError
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 2.2e-5
+_WIDEST = 512  # channels of a group, where heads differ from layer to layer
 WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
 _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
@@ -35,9 +37,17 @@ Each = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
 LayerSides = Callable[[int], torch.Tensor]  # layer → float32 [2, tokens, C]
 
 
-def default_groups(kv_heads: int, head_dim: int) -> int:
-    """1: one transform for all heads of a layer. A basis has C * C numbers, so wide layers take one a head."""
-    return 1 if kv_heads * head_dim <= WHOLE_LAYER else kv_heads
+def default_groups(shapes: Sequence[Shape]) -> int:
+    """Choose how many groups a model's layers are transformed in, from the shape of each; tokens do not count.
+
+    1: one transform for all heads of a layer. A basis has C * C numbers, so wide layers take one a head. Where shapes
+    differ, groups are equal parts of the widest side, whichever heads these are.
+    """
+    kv_heads, _, head_dim = side_shapes(shapes[0])[0]
+    channels = channels_of(shapes)
+    if len(set(shapes)) == 1 and len(shapes[0]) == 3:
+        return 1 if kv_heads * head_dim <= WHOLE_LAYER else kv_heads
+    return next(count for count in range(1, channels + 1) if channels % count == 0 and channels // count <= _WIDEST)
 
 
 def fit_profile(

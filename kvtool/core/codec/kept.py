@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvtool.core.codec.base import Codec, Encoded, LayerKV, Payload, Profiles, no_profiles
+from kvtool.core.codec.base import Codec, Encoded, LayerKV, Payload, Profiles, no_profiles, shape_of, side_shapes
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
@@ -89,7 +89,7 @@ class Kept:
     def _of_inner(self, item: Encoded) -> tuple[Encoded, Ids]:
         """The rows as the inner level stores them, and which these are. Raises DamagedError."""
         inner, rows = _opened(item)
-        size = 2 * math.prod(inner.shape) * DTYPES[inner.dtype].itemsize
+        size = sum(map(math.prod, side_shapes(inner.shape))) * DTYPES[inner.dtype].itemsize
         if level_of(level_of(self.level).inner).verbatim and len(inner.payload) != size:
             raise DamagedError(f"{len(inner.payload)} bytes do not fit {len(rows)} rows, which need {size}")
         return inner, rows
@@ -138,11 +138,11 @@ def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
 def _opened(item: Encoded) -> tuple[Encoded, Ids]:
     """The rows as the inner level stores them, and which these are. Raises DamagedError."""
     payload, packed, tokens, count = _split(item.payload)
-    kv_heads, stated, head_dim = item.shape
+    kv_heads, stated, key_dim = item.shape[:3]
     if tokens != stated:
         raise DamagedError("a record of some rows of a chunk of another length")
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
     rows = tuple(bits[:tokens].nonzero()[0].tolist())
     if len(rows) != count or bits[tokens:].any():
         raise DamagedError("a record does not hold as many rows as it says")
-    return Encoded(payload, (kv_heads, count, head_dim), item.dtype), rows
+    return Encoded(payload, shape_of(kv_heads, count, key_dim, item.shape[-1]), item.dtype), rows

@@ -1,14 +1,34 @@
-"""Where a layer's coefficients stand in a row of numbers, and which blocks of 32 of them are coded."""
+"""Where a layer's coefficients stand in a row of numbers, and which blocks of 32 of them are coded.
+
+A profile has one number of channels, that of a model's widest side: narrower ones end in zeros, which take no bits.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from kvtool.core.codec.base import LayerKV, Shape, side_shapes
 
 BLOCK = 32
 SIDES = 2  # K, V
+
+
+def channels_of(shapes: Sequence[Shape]) -> int:
+    """Numbers of one token in the widest side of some layers."""
+    return max(heads * dim for shape in shapes for heads, _, dim in side_shapes(shape))
+
+
+def wide_sides(kv: LayerKV, channels: int) -> torch.Tensor:
+    """Keys and values `[kv_heads, tokens, head_dim]` side by side, `[2, tokens, channels]`, filled up with zeros."""
+    flat = [side.transpose(0, 1).flatten(1) for side in kv]
+    if all(side.shape[1] == channels for side in flat):
+        return torch.stack(flat)
+    return torch.stack([torch.nn.functional.pad(side, (0, channels - side.shape[1])) for side in flat])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape
+from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, side_shapes
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
@@ -50,18 +50,19 @@ class Lossless(SelfContained):
         DamagedError : lengths that do not fit the shape, or a part that cannot be decompressed.
         """
         view = memoryview(payload)
-        width, count = DTYPES[dtype].itemsize, math.prod(shape)
+        width, shapes = DTYPES[dtype].itemsize, side_shapes(shape)
+        counts = [math.prod(side) for side in shapes]
         if len(view) < _LENGTHS.size:
             raise DamagedError("a lossless payload without its lengths")
         lengths = _LENGTHS.unpack_from(view)
-        if len(view) != _LENGTHS.size + sum(lengths) + 2 * count * (width - 1):
+        if len(view) != _LENGTHS.size + sum(lengths) + sum(counts) * (width - 1):
             raise DamagedError("a lossless payload whose parts do not fit its shape")
         sides = []
         at, rest = _LENGTHS.size, _LENGTHS.size + sum(lengths)
-        for length in lengths:
+        for length, count, side in zip(lengths, counts, shapes, strict=True):
             first = _decompressed(view[at : at + length], count)
             others = np.frombuffer(view, np.uint8, count * (width - 1), rest).reshape(count, width - 1)
-            sides.append(_rotated_back(first, others, dtype).view(*shape))
+            sides.append(_rotated_back(first, others, dtype).view(side))
             at, rest = at + length, rest + count * (width - 1)
         keys, values = sides
         return keys, values

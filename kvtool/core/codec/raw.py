@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape
+from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, side_shapes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -21,6 +23,7 @@ class Raw(SelfContained):
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer; they share `payload`'s memory and must not be written to."""
+        of_keys, of_values = side_shapes(shape)
         flat = torch.frombuffer(payload, dtype=DTYPES[dtype])
-        keys, values = flat.view(2, *shape).unbind()
-        return keys, values
+        keys, values = flat.split([math.prod(of_keys), math.prod(of_values)])
+        return keys.view(of_keys), values.view(of_values)

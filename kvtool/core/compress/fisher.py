@@ -63,18 +63,18 @@ def fisher(
 
     Parameters
     ----------
-    prefix, chunks : stored KV, keys and values `[layers, kv_heads, tokens, head_dim]`.
+    prefix, chunks : stored KV.
     advance : told after each prompt.
 
     Returns
     -------
-    float32 `[2, layers, C, C]`, C = kv_heads * head_dim: the mean over the chunks' tokens.
+    float32 `[2, layers, C, C]`, C = `decoder.channels`: the mean over the chunks' tokens.
     """
-    size = decoder.kv_heads * decoder.head_dim
-    total = torch.zeros((2 * len(decoder.layers), size, size), dtype=torch.float32)
+    size = decoder.channels
+    total = torch.zeros((2 * decoder.stored_layers, size, size), dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
     before = [] if prefix is None else [prefix]
-    lead = sum(part.keys.shape[2] for part in before)
+    lead = sum(part.tokens for part in before)
     tokens = 0
     with without_weight_gradients(decoder):
         for first in range(0, len(prompts), _TOGETHER):
@@ -84,12 +84,15 @@ def fisher(
                 _add_information(total, found[:, :, lead:].cpu(), 1 / (one.said + 1))
                 tokens += one.cached - lead
                 advance(1)
-    return total.view(len(decoder.layers), 2, size, size).transpose(0, 1) / max(1, tokens)
+    return total.view(decoder.stored_layers, 2, size, size).transpose(0, 1) / max(1, tokens)
 
 
 def _asked(cached: Sequence[ChunkKV], prompt: Probe) -> Asked:
-    keys, values = (torch.cat([getattr(part, side) for part in cached], 2) for side in ("keys", "values"))
-    return Asked(keys, values, (*prompt.question, *prompt.answer), len(prompt.answer))
+    layers = [
+        (torch.cat([keys for keys, _ in kvs], 1), torch.cat([values for _, values in kvs], 1))
+        for kvs in zip(*(part.layers for part in cached), strict=True)
+    ]
+    return Asked(layers, (*prompt.question, *prompt.answer), len(prompt.answer))
 
 
 def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float) -> None:

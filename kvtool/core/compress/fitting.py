@@ -11,11 +11,12 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.fit import default_groups, fit_profile
+from kvtool.core.codec.layout import wide_sides
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.fisher import fisher, probes
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
-from kvtool.core.records.reading import exact_level, read_chunk, read_records
+from kvtool.core.records.reading import exact_level, read_chunk, read_records, stored_shape
 from kvtool.core.records.threads import working
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf, losses_by_maker
@@ -30,7 +31,7 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, eve
     prompts : how many are made of the chunks, to measure what errors cost.
     """
     store, decoder, identity = session.store, session.decoder, session.identity
-    layers = len(decoder.layers)
+    layers = decoder.stored_layers
     chunks = [read_chunk(store, chunk, level, layers) for chunk, level in sample]
     infos = [store.chunk_info(chunk) for chunk, _ in sample]
     tokens = [info.token_ids if info is not None else () for info in infos]
@@ -45,13 +46,13 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, eve
         """Read keys and values of all chunks, float32 `[2, tokens, C]`."""
         parts = []
         for chunk, level in sample:
-            keys, values = CODECS[level].decode(read_records(store, [chunk], level, layer), layer)[0]
-            parts.append(torch.stack([keys, values]).transpose(1, 2).flatten(2).float())
+            kv = CODECS[level].decode(read_records(store, [chunk], level, layer), layer)[0]
+            parts.append(wide_sides(kv, decoder.channels).float())
         return torch.cat(parts, 1)
 
     events.step("fit the transform", layers, "layers")
     about = {"chunks": len(sample), "tokens": sum(map(len, tokens)), "prompts": len(made), "model": identity.model}
-    groups = default_groups(decoder.kv_heads, decoder.head_dim)
+    groups = default_groups([stored_shape(shape, 0) for shape in decoder.shapes])
     with working() as pool:
         return fit_profile(sides, information, groups, about, advance=events.advance, each=pool.map)
 

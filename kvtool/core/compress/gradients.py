@@ -14,9 +14,16 @@ from itertools import accumulate
 import torch
 from transformers import DynamicCache
 
+from kvtool.core.codec.base import LayerKV
+from kvtool.core.codec.layout import wide_sides
 from kvtool.core.common.types import Ids
+from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.kinds import LayerKind
+from kvtool.core.model.latent import joined
 from kvtool.core.model.rotary import Table
+from kvtool.core.model.scoring import Scoring, Seen
+from kvtool.core.model.weights import attention_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +32,19 @@ class Asked:
 
     Attributes
     ----------
-    keys, values : of that beginning, `[layers, kv_heads, tokens, head_dim]`, keys un-rotated.
+    layers : keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each.
     ids : the rest.
     said : how many of its last tokens the model's word is heard on, and on what follows them.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    layers: Sequence[LayerKV]
     ids: Ids
     said: int
 
     @property
     def cached(self) -> int:
         """Tokens of the cached beginning."""
-        return self.keys.shape[2]
+        return self.layers[0][0].shape[1]
 
 
 def gradients(decoder: Decoder, prompts: Sequence[Asked], draw: torch.Generator) -> list[torch.Tensor]:
@@ -48,16 +54,16 @@ def gradients(decoder: Decoder, prompts: Sequence[Asked], draw: torch.Generator)
 
     Returns
     -------
-    For each prompt float32 `[layers, 2, tokens, kv_heads * head_dim]`: of un-rotated keys and of values.
+    For each prompt float32 `[layers, 2, tokens, C]`, C = `decoder.channels`: of un-rotated keys and of values.
     """
     tables = [decoder.rotary.table(torch.arange(prompt.cached, device=decoder.device)) for prompt in prompts]
     leaves = [_leaves(decoder, prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
-    rows = _Rows.of(prompts, leaves)
+    rows = _Rows.of(prompts, leaves, decoder.kinds)
     with torch.enable_grad():
         logits = _logits(decoder, prompts, rows)
         wanted = [side for prompt in leaves for layer in prompt for side in layer]
         found = torch.autograd.grad(logits, wanted, _pull(logits.detach(), draw))
-    layers = len(decoder.layers)
+    layers = decoder.stored_layers
     parts = [found[first : first + 2 * layers] for first in range(0, len(found), 2 * layers)]
     return [_unrotated(decoder, part, table) for part, table in zip(parts, tables, strict=True)]
 
@@ -77,7 +83,7 @@ def without_weight_gradients(decoder: Decoder) -> Iterator[None]:
 def _leaves(decoder: Decoder, prompt: Asked, table: Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys, rotated, and values of each layer `[kv_heads, tokens, head_dim]`, in the model's dtype."""
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
+    for layer, (keys, values) in enumerate(prompt.layers):
         placed = decoder.rotary.rotate(keys[None].to(decoder.device), table, layer)[0]
         placed, values = (side.to(decoder.device, decoder.dtype).detach().clone() for side in (placed, values))
         made.append((placed.requires_grad_(), values.requires_grad_()))
@@ -89,14 +95,15 @@ def _logits(decoder: Decoder, prompts: Sequence[Asked], rows: _Rows) -> torch.Te
     device = decoder.device
     positions = [torch.arange(prompt.cached, prompt.cached + len(prompt.ids)) for prompt in prompts]
     kept = [torch.arange(stop - prompt.said - 1, stop) for (_, stop), prompt in zip(rows.spans, prompts, strict=True)]
-    out = decoder.model(
-        torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
-        position_ids=torch.cat(positions)[None].to(device),
-        past_key_values=DynamicCache(),
-        use_cache=True,
-        logits_to_keep=torch.cat(kept).to(device),
-        rows=rows,
-    )
+    with passing(lambda: rows):
+        out = decoder.model(
+            torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
+            position_ids=torch.cat(positions)[None].to(device),
+            past_key_values=DynamicCache(),
+            use_cache=True,
+            logits_to_keep=torch.cat(kept).to(device),
+            rows=rows,
+        )
     logits: torch.Tensor = out.logits[0].float()
     return logits
 
@@ -111,12 +118,12 @@ def _pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 
 def _unrotated(decoder: Decoder, found: Sequence[torch.Tensor], table: Table) -> torch.Tensor:
     """Gradients of keys as they are before rotation: what a rotation's transpose makes of them."""
-    back = Table(table.cos, -table.sin)
+    back = table.transposed()
     sides = []
-    for layer in range(len(decoder.layers)):
+    for layer in range(decoder.stored_layers):
         keys, values = (side.float() for side in found[2 * layer : 2 * layer + 2])
         keys = decoder.rotary.rotate(keys[None], back, layer)[0]
-        sides.append(torch.stack([side.transpose(0, 1).flatten(1) for side in (keys, values)]))
+        sides.append(wide_sides((keys, values), decoder.channels))
     return torch.stack(sides)
 
 
@@ -125,33 +132,33 @@ class _Rows:
     """Attends for prompts side by side, each over its own cached keys and values; gradients pass."""
 
     spans: tuple[tuple[int, int], ...]
-    cached: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    cached: Sequence[Sequence[LayerKV]]
+    sources: Sequence[int]
 
     @classmethod
-    def of(cls, prompts: Sequence[Asked], cached: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> _Rows:
+    def of(cls, prompts: Sequence[Asked], cached: Sequence[Sequence[LayerKV]], kinds: Sequence[LayerKind]) -> _Rows:
         stops = list(accumulate(len(prompt.ids) for prompt in prompts))
-        return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), cached)
+        sources = [layer if kind.source is None else kind.source for layer, kind in enumerate(kinds)]
+        return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), cached, sources)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Fulfil `Attends`, by plain products."""
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         parts = []
         for (start, stop), cached in zip(self.spans, self.cached, strict=True):
-            own = key[0, :, start:stop], value[0, :, start:stop]
-            keys, values = (torch.cat([old, new], 1) for old, new in zip(cached[layer], own, strict=True))
-            parts.append(_attended(query[0, :, start:stop] * scale, keys, values))
+            before, values = cached[self.sources[layer]]
+            if before.shape[2] != key.shape[3]:
+                before = joined(values, before)
+            keys = torch.cat([before, key[0, :, start:stop]], 1)
+            values = torch.cat([values, value[0, :, start:stop]], 1)
+            parts.append(_attended(query[0, :, start:stop], keys, values, scoring))
         return torch.cat(parts, 1)[None]
 
 
-def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Attend with the last rows of a causal attention, `[heads, rows, head_dim]`; keys and values of fewer heads."""
-    heads, rows, head_dim = query.shape
+    heads, rows, _ = query.shape
     kv_heads, seen = keys.shape[:2]
-    scores = torch.bmm(query.reshape(kv_heads, -1, head_dim), keys.transpose(1, 2)).view(heads, rows, seen)
-    hidden = torch.ones((rows, rows), dtype=torch.bool, device=query.device).triu_(1)
-    mask = torch.zeros((rows, seen), dtype=scores.dtype, device=query.device)
-    mask[:, seen - rows :].masked_fill_(hidden, -torch.inf)
-    weights = torch.softmax(scores + mask, -1)
-    return torch.bmm(weights.view(kv_heads, -1, seen), values).view(heads, rows, -1)
+    weights = attention_weights(query, keys, Seen.run(range(seen - rows, seen), scoring.window, query.device), scoring)
+    return torch.bmm(weights.to(values.dtype).view(kv_heads, -1, seen), values).view(heads, rows, -1)

@@ -78,6 +78,7 @@ def check_levels(options: CompressOptions) -> list[str]:
 class _Job:
     def __init__(self, session: Session, writer: Writer, options: CompressOptions, events: Events) -> None:
         self.session, self.store, self.identity = session, session.store, session.identity
+        self.identity.check_movable("compress")
         self.writer, self.options, self.events = writer, options, events
         self.report = CompressReport()
         self.heavy = HeavyRows(session)

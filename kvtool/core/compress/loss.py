@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Payload
+from kvtool.core.codec.base import Encoded, LayerKV, Payload, shape_of_layer
 from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
@@ -75,8 +75,7 @@ class LevelScheme:
         """Encode and decode all layers of one chunk, or some rows of them; returns these and each record's bytes."""
         records = [bytearray().join(payload) for payload in self._encoded(kvs, rows)]
         items = [
-            Encoded(record, (keys.shape[0], keys.shape[1], keys.shape[2]), NAMES[keys.dtype])
-            for record, (keys, _) in zip(records, kvs, strict=True)
+            Encoded(record, shape_of_layer(kv), NAMES[kv[0].dtype]) for record, kv in zip(records, kvs, strict=True)
         ]
         back = CODECS[self.level].decode_layers(items, self._profiles)
         return back, [len(record) + OVERHEAD_BYTES for record in records]
@@ -172,7 +171,7 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
     def fused(source: KVSource, plan: Plan) -> Fused:
         return fuse(decoder, plan, Reuse(), source, reserve=_MAX_TOKENS)
 
-    held = Held.exact(session.source, plan, len(decoder.layers))
+    held = Held.exact(session.source, plan, decoder.stored_layers)
     reference = Reference.answered(decoder, fused(held, plan), _MAX_TOKENS)
     rows = {EXACT: _scored(lambda: reference.answer, question)}
     for name, scheme in schemes.items():

@@ -11,7 +11,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from kvtool.core.corpus.readers import is_foreign, is_known
+from kvtool.core.corpus.readers import is_foreign, is_image, is_known
 from kvtool.core.errors import UsageError
 
 
@@ -180,7 +180,7 @@ class _Search:
             self._skip(path, Skip.SPECIAL, f"{_type_name(status.st_mode)}, not a file")
             return False
         if is_foreign(path):
-            self._skip(path, Skip.UNSUPPORTED, f"{path.suffix} files are not read: convert it to text first")
+            self._skip(path, Skip.UNSUPPORTED, _not_text(path))
             return False
         file = FoundFile(str(path), status.st_size, status.st_mtime_ns)
         real = os.path.realpath(path)
@@ -238,7 +238,8 @@ class _Search:
             return False
         if is_known(path) or any(PurePosixPath(glob).suffix == path.suffix for glob in self.include):
             return True
-        self._skip(path, Skip.UNSUPPORTED, f"no reader for {path.suffix or 'names without an ending'}")
+        why = _not_text(path) if is_image(path) else f"no reader for {path.suffix or 'names without an ending'}"
+        self._skip(path, Skip.UNSUPPORTED, why)
         return False
 
     def _fail(self, path: Path, error: str) -> None:
@@ -259,6 +260,13 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
     name = below.rpartition("/")[2]
     globs = [pattern.rstrip("/").removeprefix("./") for pattern in patterns]
     return any(fnmatchcase(below, glob) or fnmatchcase(name, glob) for glob in globs)
+
+
+def _not_text(path: Path) -> str:
+    """Why a file is not read whose name calls it something else than text."""
+    if is_image(path):
+        return "images are not read, with any model: text only"
+    return f"{path.suffix} files are not read: convert it to text first"
 
 
 def _rank(file: FoundFile, real: str) -> tuple[bool, str]:

@@ -49,6 +49,11 @@ def fit_lead_in(path: Path, options: FitOptions, events: Events | None = None) -
     started = time.perf_counter()
     with Store.open(path) as store:
         session = Session(store, options, gradients=True)
+        if session.decoder.plain_shape is None:
+            raise ModelError(
+                "a lead-in can be learned only where all layers keep keys and values of one shape",
+                "ingest with --lead-in warm",
+            )
         job = _Job(session, options, events or Events())
         rows = job.taken(options.source) if options.source is not None else job.fitted()
         state = {"digest": rows.digest, "fingerprint": rows.fingerprint, "ids": list(rows.ids)}
@@ -65,6 +70,7 @@ def fit_lead_in(path: Path, options: FitOptions, events: Events | None = None) -
 class _Job:
     def __init__(self, session: Session, options: FitOptions, events: Events) -> None:
         self.session, self.store, self.identity = session, session.store, session.identity
+        self.identity.check_movable("fit")
         self.options, self.events = options, events
         self.report = FitReport()
 

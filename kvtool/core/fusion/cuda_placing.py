@@ -226,15 +226,21 @@ def _staged(layers: Sequence[LayerKV], staging: Staging) -> Sequence[LayerKV]:
     strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
     if not strays:
         return layers
-    first, tokens = strays[0][0], sum(keys.shape[1] for keys, _ in strays)
-    shape = (2, first.shape[0], tokens, first.shape[2])
-    numbers = torch.Size(shape).numel()
-    whole = torch.frombuffer(staging.room(numbers * first.itemsize), dtype=first.dtype, count=numbers).view(shape)
-    sizes = [keys.shape[1] for keys, _ in strays]
-    for number, side in enumerate(whole):
-        torch.cat([layer[number] for layer in strays], 1, out=side)
-    brought = iter(zip(*(side.split(sizes, 1) for side in whole), strict=True))
+    sides = [keys for keys, _ in strays], [values for _, values in strays]
+    size = sum(side.nbytes for layer in strays for side in layer)
+    room = torch.frombuffer(staging.room(size), dtype=strays[0][0].dtype)
+    places = room.split([sum(side.numel() for side in some) for some in sides])
+    brought = iter(zip(*(_end_to_end(*pair) for pair in zip(sides, places, strict=True)), strict=True))
     return [layer if all(layer is not stray for stray in strays) else next(brought) for layer in layers]
+
+
+def _end_to_end(some: Sequence[torch.Tensor], room: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Sides of several chunks `[kv_heads, tokens, head_dim]`, end to end in a piece of memory."""
+    sizes, (heads, _, head_dim) = [side.shape[1] for side in some], some[0].shape
+    whole = room.view(heads, sum(sizes), head_dim)
+    torch.cat(list(some), 1, out=whole)
+    split: Sequence[torch.Tensor] = whole.split(sizes, 1)
+    return split
 
 
 def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:

@@ -14,6 +14,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.narrowing import Narrowing
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.question import question_attention
+from kvtool.core.fusion.reach import Reach
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing
@@ -64,6 +65,8 @@ class Fused:
     logits : float32 `[vocabulary]`.
     plan : what was computed; segments whose records turned out unusable are misses in it, and rows that are not there
         have no place.
+    reach : what was read of which layer. Through a window some rows of a layer are never seen: what the cache holds
+        there is undefined.
     recomputed : bool `[length]`, the cached rows computed at the last layer.
     reasons : why: names of reasons, each with its rows (bool `[length]`); no row has two.
     shifted : which reused rows were moved, and how far.
@@ -75,6 +78,7 @@ class Fused:
     tokens: TokenCounts
     timing: FuseTiming
     bytes_read: int
+    reach: Reach
     recomputed: torch.Tensor
     reasons: dict[str, torch.Tensor]
     shifted: Shifted
@@ -101,7 +105,7 @@ def fuse(
     patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
     """
     while True:
-        there = condensed(plan, selector, len(decoder.layers))
+        there = condensed(plan, selector, decoder.stored_layers)
         cache = decoder.new_cache(there.length + reserve)
         try:
             return fuse_into(cache, decoder, there, selector, source, timeline, patience)
@@ -130,13 +134,13 @@ def fuse_into(
         undefined, and of a slow one (`stored`) a thread may write there still.
     """
     cache.set_length(plan.length)
-    cache.dropped = plan.dropped
+    cache.turned_to = plan.turned_to
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     with ExitStack() as stack:
-        # What is there whole although its records are not is computed at every layer.
-        needed = [one for one in selector.reads(plan, len(decoder.layers)) if one.kept == one.source.kept]
-        loader = stack.enter_context(Loader(decoder, needed, cache, source, timeline, patience=patience))
+        reach = Reach.of(plan, selector, decoder.kinds[: decoder.stored_layers], decoder.device)
+        reach.clear(cache)
+        loader = stack.enter_context(Loader(decoder, reach.read, cache, source, timeline, patience=patience))
         first = _first_rows(decoder, plan, selector, cache, loader, timeline)
         shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
         narrowing = Narrowing(decoder, plan, selector, cache, loader, first.rows, cached, shift, timeline)
@@ -159,6 +163,7 @@ def fuse_into(
         tokens=_count(plan, cached, recomputed, [count + first.done for count in narrowing.computed]),
         timing=_timing(loader, narrowing.select_s + first.asking_s, narrowing.shift_s, total),
         bytes_read=loader.stats.bytes_read,
+        reach=reach,
         recomputed=recomputed,
         reasons=selector.reasons(plan, recomputed),
         shifted=shift.done,
@@ -185,18 +190,18 @@ def _first_rows(
 ) -> _First:
     """Choose the rows, by the question's attention where the selector asks for that."""
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
-    asked = selector.asked(plan, len(decoder.layers))
+    asked = selector.asked(plan, decoder.stored_layers)
     if not asked:
         wanted = selector.rows(plan) & cached if selector.uses_cache else cached
-        return _First(_rows(decoder, wanted | plan.mask("miss", "fresh")))
+        return _First(_rows(decoder, plan, wanted | plan.mask("miss", "fresh")))
     attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
     wanted = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
-    return _First(_rows(decoder, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking)
+    return _First(_rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking)
 
 
-def _rows(decoder: Decoder, mask: torch.Tensor) -> Rows:
-    return Rows.of(mask.nonzero()[:, 0], decoder.device)
+def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> Rows:
+    return Rows.of(mask.nonzero()[:, 0], decoder.device, plan.turned_to)
 
 
 def _computed(decoder: Decoder, plan: Plan, rows: Rows, cache: PromptCache) -> torch.Tensor:

@@ -82,9 +82,9 @@ class HotSource:
         whole = [[kv for kv in kvs if kv is not None and kv[0].is_cuda] for kvs in found]
         return whole if all(len(kvs) == len(segments) for kvs in whole) else None
 
-    def hold(self, segment: Segment, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Hold KV that came from elsewhere, each `[layers, kv_heads, tokens, head_dim]`, un-rotated."""
-        copies = self._copies(list(zip(keys, values, strict=True)))
+    def hold(self, segment: Segment, layers: Sequence[LayerKV]) -> None:
+        """Hold all layers of KV that came from elsewhere, un-rotated."""
+        copies = self._copies(layers)
         with self._lock:
             for layer, kv in enumerate(copies):
                 self._keep(_key(segment), layer, kv, None)

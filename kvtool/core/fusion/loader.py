@@ -39,12 +39,16 @@ class Loader:
     Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
     layer's bytes are dropped when they stand there. Every key is rotated once, in the buffer, to its absolute position.
     A layer's records are asked for in the order of their chunks' relevance.
+
+    Parameters
+    ----------
+    read : the segments that are read, of each layer.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        segments: Sequence[Segment],
+        read: Sequence[Sequence[Segment]],
         cache: PromptCache,
         source: KVSource,
         timeline: Timeline | None = None,
@@ -53,16 +57,17 @@ class Loader:
     ) -> None:
         self.waited_s = 0.0
         self._decoder, self._cache, self._source = decoder, cache, source
-        self._segments = sorted(segments, key=lambda segment: -segment.source.relevance)
+        self._read = [sorted(segments, key=lambda segment: -segment.source.relevance) for segments in read]
+        self._segments = max(self._read, key=len)
         self._timeline, self._patience = timeline, patience
-        self._ready = [threading.Event() for _ in decoder.layers]
+        self._ready = [threading.Event() for _ in range(decoder.stored_layers)]
         self._placed: dict[int, tuple[Placing, int]] = {}
         self._error: BaseException | None = None
         self._stop = self._given_up = False
-        self._left: Iterator[int] = iter(range(len(decoder.layers)))
+        self._left: Iterator[int] = iter(range(decoder.stored_layers))
         self._turn, self._making = threading.Lock(), threading.Lock()
         self._made: Table | None = None
-        count = min(workers or default_workers(), len(decoder.layers)) if self._segments else 1
+        count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
         self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
         self._workers = [_Worker(_placing_for(decoder, self._segments)) for _ in range(count)]
         names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
@@ -147,7 +152,8 @@ class Loader:
         one, for work that is over before the first layer has computed."""
         if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, HotSource):
             return False
-        layers = self._source.whole(self._segments, len(self._ready))
+        even = all(len(segments) == len(self._segments) for segments in self._read)
+        layers = self._source.whole(self._segments, len(self._ready)) if even else None
         placing = self._workers[0].placing
         if layers is None or not isinstance(placing, CudaPlacing):
             return False
@@ -188,15 +194,16 @@ class Loader:
         return self._decoder.rotary.table(positions.to(device))
 
     def _load(self, layer: int, turning: Turning, worker: _Worker) -> None:
-        if not self._segments:
+        segments = self._read[layer]
+        if not segments:
             return
         started = time.perf_counter()
-        layers = self._source.read(self._segments, layer, worker.stats)
+        layers = self._source.read(segments, layer, worker.stats)
         add_span(self._timeline, "read and decode", started, layer=layer)
         if self._stop:
             return
         started = time.perf_counter()
-        mark = worker.placing.place(self._segments, layers, self._cache.buffers[layer], turning, layer)
+        mark = worker.placing.place(segments, layers, self._cache.buffers[layer], turning, layer)
         self._placed[layer] = worker.placing, mark
         add_span(self._timeline, "upload and rotate", started, layer=layer)
 
@@ -213,5 +220,6 @@ def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:
     if not decoder.device.startswith("cuda"):
         return Placing()
     tokens = sum(segment.stop - segment.start for segment in segments)
-    layer_bytes = decoder.kv_bytes(tokens) // len(decoder.layers) + _ENVELOPE_BYTES * len(segments)
+    widest = max(shape.numbers for shape in decoder.shapes)
+    layer_bytes = widest * decoder.kv_dtype.itemsize * tokens + _ENVELOPE_BYTES * len(segments)
     return CudaPlacing(torch.cuda.current_stream(decoder.device), layer_bytes)

@@ -17,7 +17,9 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.modules import CACHES
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.tail import of_rows, tables_of_rows
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -66,7 +68,7 @@ class Narrowing:
         shift: Shift,
         timeline: Timeline | None = None,
     ) -> None:
-        self.targets = selector.narrowing(plan, len(decoder.layers))
+        self.targets = selector.narrowing(plan, decoder.stored_layers)
         self.rows = rows
         self.computed: list[int] = []
         self.select_s = self.shift_s = 0.0
@@ -119,13 +121,13 @@ class Narrowing:
 
     def _hook(self, layer: int) -> Any:
         def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            hidden = args[0]
+            hidden, more = args[0], args[1:] if self._kept is None else of_rows(args[1:], self._kept)
             kwargs = self._with_rows(kwargs)
             if layer in self.targets:
                 keep = self._choose(module, layer, hidden, kwargs)
-                hidden = hidden[:, keep]
+                hidden, more = hidden[:, keep], of_rows(more, keep)
                 kwargs = self._with_rows(kwargs, keep)
-            return (hidden, *args[1:]), kwargs
+            return (hidden, *more), kwargs
 
         return narrow
 
@@ -152,7 +154,7 @@ class Narrowing:
         chosen = keep.nonzero()[:, 0]
         indices = chosen.to(hidden.device, non_blocking=True)
         self._kept = indices if self._kept is None else self._kept[indices]
-        self.rows = Rows.of(order[chosen], self._decoder.device)
+        self.rows = Rows.of(order[chosen], self._decoder.device, self.rows.turned_to)
         self._cache.rows = self.rows
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
         self._shifting(self._shift.follow, self.rows, self._spared(order[~keep]))
@@ -169,17 +171,16 @@ class Narrowing:
         keep = self._kept if keep is None else keep
         if keep is None:
             return kwargs
-        cos, sin = kwargs["position_embeddings"]
-        changed = {"position_embeddings": (cos[:, keep], sin[:, keep]), "rows": self.rows}
+        changed = {"position_embeddings": tables_of_rows(kwargs["position_embeddings"], keep), "rows": self.rows}
         if kwargs.get("position_ids") is not None:
-            changed["position_ids"] = kwargs["position_ids"][:, keep]
+            changed["position_ids"] = kwargs["position_ids"][..., keep]
         return kwargs | changed
 
 
 def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV:
     """Rotated keys and values `[1, kv_heads, rows, head_dim]` that a layer makes of its input."""
     try:
-        module.forward(hidden, **(kwargs | {"past_key_values": _StopAtCache()}))
+        module.forward(hidden, **(kwargs | {name: _StopAtCache() for name in CACHES if name in kwargs}))
     except _Stopped as stopped:
         return stopped.kv
     raise AssertionError("the layer did not write to its cache")

@@ -39,8 +39,9 @@ class Turning:
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 `[tokens, rotary_dim]`."""
-        return self.table.cos[0], self.table.sin[0]
+        """cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
+        (angles,) = self.table.by_name.values()
+        return angles.cos[0], angles.sin[0]
 
 
 class Placing:

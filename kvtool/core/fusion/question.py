@@ -13,6 +13,7 @@ from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.weights import mean_weights
 
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
@@ -26,7 +27,7 @@ class _Watch:
     """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one."""
 
     def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
-        self._positions = rows.positions[-count:]
+        self._rows, self._count = rows, count
         self._layers, self._pooling, self._ends = layers, pooling, ends
         self._total = torch.zeros(length, device=rows.positions.device, dtype=torch.float32)
 
@@ -35,17 +36,17 @@ class _Watch:
         """Over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
         """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
         if layer not in self._layers:
             return
-        count = 1 if self._pooling == "last" else len(self._positions)
-        positions, last = self._positions[-count:], self._total
+        count = 1 if self._pooling == "last" else self._count
+        seen, last = self._rows.seen(scoring.window)[slice(len(self._rows) - count, None)], self._total
         squares = torch.zeros_like(self._total)
         for first in range(0, count, _BLOCK):
             some = slice(first, min(first + _BLOCK, count))
             part = query[0, :, query.shape[2] - count :][:, some]
-            weights = mean_weights(part, key[0], positions[some], scaling)
+            weights = mean_weights(part, key[0], seen[some], scoring)
             squares += weights.square().sum(0)
             last = weights[-1]
         pooled = squares.sqrt_()
@@ -71,7 +72,7 @@ def question_attention(
     -------
     float32 `[plan.length]`.
     """
-    rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device)
+    rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.turned_to)
     ends = not bool(plan.mask("miss").any())
     watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
     cache.before_update = lambda layer, count: loader.wait(layer)

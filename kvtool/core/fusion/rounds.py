@@ -42,7 +42,7 @@ def fuse_further(
     """
     plan, cache = plan_further(before.plan, chunks), before.cache
     while True:
-        there = condensed(plan, selector, len(decoder.layers))
+        there = condensed(plan, selector, decoder.stored_layers)
         try:
             return fuse_into(cache, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
@@ -75,6 +75,7 @@ def joined(before: Fused, now: Fused) -> Fused:
         ),
         timing=_sum(before.timing, now.timing),
         bytes_read=before.bytes_read + now.bytes_read,
+        reach=before.reach + now.reach,
         recomputed=_behind(before.recomputed, now.recomputed, start),
         shifted=before.shifted + now.shifted,
         reasons={name: _behind(before.reasons.get(name, none), now.reasons.get(name, none), start) for name in names},

@@ -190,6 +190,10 @@ class Shift:
     """Shifts the reused rows of a pass, layer by layer, once the layer's own rows are in the cache; where it is not
     `wanted`, none.
 
+    None either where rows of the prompt are missing (fusion/condense.py): what a probe changes by is then also what it
+    no longer sees, while a row that is reused has seen the whole chunk. Moved by that it misses as much, the probes of
+    the next layer change the more, and some modes end far from any answer.
+
     Parameters
     ----------
     loader : of what is reused, which has the table of its positions already; None: it is made here.
@@ -199,7 +203,7 @@ class Shift:
         self, decoder: Decoder, plan: Plan, cache: PromptCache, wanted: bool = True, loader: Loader | None = None
     ) -> None:
         self.decoder, self.plan, self.cache = decoder, plan, cache
-        self._wanted, self._loader = wanted, loader
+        self._wanted, self._loader = wanted and not plan.dropped, loader
         self._probes: Probes | None = None
         self._mover: Mover | None = None
         self._spared: torch.Tensor | None = None
@@ -241,7 +245,7 @@ class Shift:
             factors = probes.factors.masked_fill(self._there(self._spared), 0.0)
             self._spared = None
         if self._mover is not None:
-            sums = self._mover.add(layer, self.decoder.rotary.rotates(layer), factors)
+            sums = self._mover.add(layer, factors)
             self._by_layer.append(Moved(sums[..., 0], sums[..., 1], probes))
         else:
             self._add(probes, layer, probes.factors if factors is None else factors)
@@ -263,7 +267,7 @@ class Shift:
             return None
         runs = Runs(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unturned)
         try:
-            return Mover(runs, self._layers, isa)
+            return Mover(runs, self._layers, isa, [kind.rotation for kind in self.decoder.kinds[: len(self._layers)]])
         except ValueError:
             return None
 
@@ -279,7 +283,7 @@ class Shift:
         where, chunks = probes.others
         share = factors[where][:, None]
         more = [side[:, chunks] * share for side in offsets]
-        more[0] = self.decoder.rotary.rotate(more[0][None], self._at(where), layer)[0]
+        more[0] = self.decoder.rotary.rotate(more[0][None], self._table[where], layer)[0]
         before = rows_of(buffer, where)
         for side, rows, added in zip((buffer.keys, buffer.values), before, more, strict=True):
             side[0].index_copy_(1, where, (rows.float() + added).to(rows.dtype))
@@ -300,9 +304,6 @@ class Shift:
     def _chunks(self) -> _Chunks:
         return _Chunks.of(self.plan)
 
-    def _at(self, rows: torch.Tensor) -> Table:
-        return Table(self._table.cos[:, rows], self._table.sin[:, rows])
-
     def _made(self, rows: Rows) -> Probes | None:
         """Weigh the probes of each chunk; None: none has enough of them."""
         computed, chunks = np.zeros(self.plan.length, np.bool_), self._chunks
@@ -315,7 +316,7 @@ class Shift:
         places = self._there(torch.from_numpy(probes.nonzero()[0]))
         return Probes(
             rows=places,
-            unturned=self._at(places).inverse(),
+            unturned=self._table[places].inverse(),
             factors=self._there(torch.from_numpy(factors)),
             spans=chunks.spans[some],
             counts=chunks.summed(probes)[some].astype(np.int64),

@@ -17,7 +17,7 @@ from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.records.reading import Unusable, read_layer, stored_rows
+from kvtool.core.records.reading import Unusable, read_layer, stored_rows, stored_shape
 
 if TYPE_CHECKING:
     from kvtool.core.cache.link import RecordReader
@@ -110,7 +110,7 @@ class StoreSource:
 
         started = time.perf_counter()
         chunk_ids = [segment.source.chunk_id for segment in segments]
-        shapes = [(self.decoder.kv_heads, len(segment.source.ids), self.decoder.head_dim) for segment in segments]
+        shapes = [stored_shape(self.decoder.shapes[layer], len(segment.source.ids)) for segment in segments]
         # What has to be decoded does not cross as it stands.
         room = stats.room if level_of(level).verbatim else aligned
         read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=room)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.split import SplitSettings
+from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -16,6 +17,8 @@ from kvtool.core.model.options import DEFAULT_MODEL
 from kvtool.core.model.resolve import resolve
 from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model
 from kvtool.core.session.lead_in import LEARNED, learned_lead_in
+
+_NO_LEAD_IN = "none"
 
 
 class Choices:
@@ -77,10 +80,13 @@ class Choices:
         from kvtool.core.model.lead_in import lead_in_ids
         from kvtool.core.model.load import resolve_device, resolve_dtype, supported_config
         from kvtool.core.model.prompt import DEFAULT_SYSTEM, PromptParts, prompt_parts
+        from kvtool.core.model.support import keeps_states
 
-        if self.known is None:  # refused before a store is made for it
-            supported_config(self.files)
+        # An unsupported model is refused before a store is made for it.
+        keeps = self.known.keeps_states if self.known else keeps_states(supported_config(self.files))
         mode, system = self._lead_in()
+        if keeps:
+            mode = self._no_lead_in()
         dtype = self.known.dtype if self.known else ""
         dtype = dtype or resolve_dtype(self._options.dtype, resolve_device(self._options.device), self.files)
         if self.known and system == self.known.system:  # a template that tells the date says another one today
@@ -98,4 +104,11 @@ class Choices:
             lead_in=learned_lead_in(self._store, fingerprint, ids) if learned else LeadInIds(mode, ids),
             split=split,
             system=system,
+            keeps_states=keeps,
         )
+
+    def _no_lead_in(self) -> str:
+        """The lead-in of a model that keeps states, of whose chunks nothing is computed. Raises UsageError."""
+        if self._options.lead_in not in (None, _NO_LEAD_IN):
+            raise UsageError("a model that keeps a recurrent state takes no lead-in", "leave --lead-in out")
+        return _NO_LEAD_IN

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.session.session import Session
 
+_NO_KV = (
+    "the model keeps a recurrent state, so no KV of chunks is computed now",
+    "what a question computes of its prompt is stored, and the next one with the same beginning reuses it",
+)
 _GATE_CHUNKS = 3  # the first ones computed; the gate takes no more
 
 
@@ -115,6 +119,8 @@ class _Job:
         for file in self.stream:
             self.account.count_file(file)
             new = novelties.of(file)
+            if self.choices.identity.keeps_states:
+                continue
             report.chunks.computed += len(new)
             report.tokens += sum(len(chunk.ids) for chunk in new)
         report.chunks.reused = novelties.reused
@@ -126,6 +132,8 @@ class _Job:
         report, options = self.account.report, self.options
         self.stream.begin()
         self._say_lead_in_change(store)
+        if self.choices.identity.keeps_states and self.choices.known is None:
+            self.account.warn(*_NO_KV)
         self._take_files(store, writer)
         self._keep_identity(writer)
         for entry in self.stream.gone:
@@ -165,7 +173,11 @@ class _Job:
         try:
             for file in self.stream:
                 new = novelties.of(file)
+                if self.choices.identity.keeps_states:
+                    self._describe(writer, file, new)
+                    continue
                 if storer is None and (new or self._needs_prefix(store)):
+                    writer.require_room()  # a model is seconds to load
                     storer = self._storer(store, writer, new)
                 if storer is not None and not self._fits(file, new, storer):
                     novelties.take_back(new)
@@ -202,9 +214,16 @@ class _Job:
         self.account.count_file(file)
         self.account.advance(file.entry.size)
 
+    def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+        """Commit a file of a store whose model keeps states: keys and values of a chunk alone would be of no use, since
+        what stands before it is in the state, too. What is reused is kept of prompts as they are answered."""
+        self._changed = True
+        writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new})
+        self._commit_known(writer, file)
+
     def _needs_prefix(self, store: Store) -> bool:
         identity = self.choices.identity
-        return bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
+        return not identity.keeps_states and bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
         """Load the model.

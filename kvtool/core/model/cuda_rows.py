@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvtool.core.errors import UsageError
+from kvtool.core.model.scoring import Scoring
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor], torch.Tensor]
 CHOICE = "KVTOOL_ATTENTION"
@@ -49,6 +50,34 @@ def cuda_kernel(*among: str) -> Attend | None:
 
         return attend_flexibly
     return None
+
+
+def attend_on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    at: torch.Tensor,
+    begins: torch.Tensor | None,
+    *among: str,
+) -> torch.Tensor | None:
+    """Attend by a kernel of scattered rows; None: there is none for these, or they are not on a GPU.
+
+    Parameters
+    ----------
+    at, begins : int64 `[rows]`, the last and the first key that a row sees; `begins` None: the first of all.
+    among : see `cuda_kernel`.
+    """
+    if query.device.type != "cuda" or key.shape[3] != value.shape[3]:  # of other widths are latents
+        return None
+    if scoring.is_plain:
+        kernel = cuda_kernel(*among)
+        return None if kernel is None else kernel(query, key, value, scoring.scale, at)
+    if cuda_kernel("triton") is None:
+        return None
+    from kvtool.core.model.triton_rows import Shaping, attend
+
+    return attend(query, key, value, scoring.scale, at, more=Shaping(begins, scoring.softcap, scoring.sinks))
 
 
 def has_triton() -> bool:

@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtool.core.common.machine import is_out_of_memory
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.kernels import compile_ahead
+from kvtool.core.model.kinds import kinds_of
+from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.latent import attend_latents
 from kvtool.core.model.lean import lean_pass
+from kvtool.core.model.load import quiet
+from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.model.rowwise.layer import in_team, quicken
-from kvtool.core.model.support import context_limit
+from kvtool.core.model.states import StateCache
+from kvtool.core.model.support import ONLY_EXACTLY, context_limit, keeps_states
+from kvtool.core.model.tail import last_rows_only
 from kvtool.core.native.crew import gathered
 
 if TYPE_CHECKING:
@@ -35,9 +42,10 @@ class Decoder:
 
     Attributes
     ----------
-    layers : the decoder layers.
+    layers : the decoder layers; `kinds`: what the attention of each is.
     dtype, kv_dtype : what it computes in; what keys and values are stored in, the same unless a CPU is slow in that.
-    kv_heads, head_dim : shape of one token's keys and values.
+    shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
+        what those keep, or all.
     context : the longest prompt, in tokens, that the model takes.
     """
 
@@ -47,23 +55,59 @@ class Decoder:
         self.model: Any = loaded.model
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
         self.model.generation_config = _special_ids_only(self.model.generation_config)
-        self.model.get_output_embeddings().register_forward_pre_hook(_compact)
+        self._head = _HeadRows()
+        self.model.get_output_embeddings().register_forward_pre_hook(self._head)
         self.config = self.model.config
-        self.base: Any = self.model.get_decoder()
-        self.layers: list[torch.nn.Module] = list(self.base.layers)
-        attentions: list[Any] = [layer.self_attn for layer in self.base.layers]
+        self.base: Any = base_of(self.model)
+        self.layers: list[torch.nn.Module] = layers_of(self.base)
+        self.keeps_states = keeps_states(self.config)
+        attentions = attentions_of(self.layers, in_some=self.keeps_states)
+        attend_latents([*attentions.values()], attention.IMPLEMENTATION)
         self.dtype: torch.dtype = self.model.dtype
         self.kv_dtype: torch.dtype = kv_dtype or self.dtype
         self.device: str = loaded.device
         if self.device == "cpu":
             compile_ahead(self.dtype)
-        self.rotary = Rotary(self.base, attentions, self.dtype, self.device)
-        self.head_dim: int = attentions[0].head_dim
+        modules = list(attentions.values())
+        still(modules)
+        self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)
+        self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
+        self._attending = tuple(attentions)
+        self._rotary: Rotary | None = None
+        if not self.keeps_states:
+            self._rotary = Rotary(self.base, modules, self.kinds, samples, self.dtype, self.device)
         self._quick: bool | None = None  # whether its layers compute rows the quick way; tried at the first pass
-        self.kv_heads: int = self.config.num_key_value_heads
         self.context = context_limit(self.config)
         self._lean: LeanPass | None = None
-        self._lean = lean_pass(self)
+        if self.keeps_states:
+            self._check_states()
+        else:
+            self._lean = lean_pass(self)
+
+    def _check_states(self) -> None:
+        """Compute two tokens and one more, and look whether the states are kept where they are looked for; what
+        `transformers` has to say of kernels that it lacks it says here, to nobody."""
+        try:
+            with quiet():
+                _, cache = self.prefill([0, 0], reserve=1)
+                self.extend([0], cache)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise ModelError(f"the model keeps its state in a way of its own: {error}", "use another model") from error
+        assert isinstance(cache, StateCache)
+        if not all(layer.states() for layer in cache.state_layers):
+            raise ModelError("the model keeps its state in a way of its own", "use another model")
+
+    @property
+    def rotary(self) -> Rotary:
+        """What moves its keys.
+
+        Raises
+        ------
+        ModelError : it keeps states, which cannot be moved, nor keys without them.
+        """
+        if self._rotary is None:
+            raise ModelError("the model keeps a state, so what is stored of a chunk cannot be moved", ONLY_EXACTLY)
+        return self._rotary
 
     @property
     def hooked(self) -> bool:
@@ -78,12 +122,35 @@ class Decoder:
 
     def new_cache(self, capacity: int) -> PromptCache:
         """An empty prompt cache with room for `capacity` tokens."""
-        shape = (1, self.kv_heads, capacity, self.head_dim)
-        return PromptCache(len(self.layers), shape, self.dtype, self.device)
+        if self.keeps_states:
+            shapes = dict(zip(self._attending, self.shapes, strict=True))
+            return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
+        return PromptCache(self.shapes, capacity, self.dtype, self.device)
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the raw keys and values of `tokens` tokens over all layers."""
-        return 2 * len(self.layers) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize * tokens
+        return sum(shape.numbers for shape in self.shapes) * self.kv_dtype.itemsize * tokens
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token's keys, or of its values, in the layer that keeps most."""
+        return max(shape.channels for shape in self.shapes)
+
+    @property
+    def plain_shape(self) -> KVShape | None:
+        """The shape of all layers, where they have one and keys are as wide as values: what fast paths are made for."""
+        own = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
+        return own if own is not None and own.is_plain else None
+
+    @property
+    def stored_layers(self) -> int:
+        """How many layers have records of a chunk."""
+        return len(self.layers) if self.keeps_states else len(self.shapes)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layers keep nothing, and attend to what others keep."""
+        return len(self.shapes) < len(self.kinds)
 
     def compute(
         self,
@@ -117,12 +184,23 @@ class Decoder:
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Do what `compute` does with token ids that are on the device, int64 `[rows]`; nothing is read on the host."""
-        with out_of_memory_hint(len(ids)):
+        with out_of_memory_hint(len(ids)), self._head.only(keep):
             if (lean := self.lean) is not None:
                 return lean.compute(ids, rows, cache, keep, position_ids)
-            out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=keep)
+            if self.shares:
+                out = self._run_sharing(ids, rows, cache, position_ids, min(keep, len(ids)))
+            else:
+                out = self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=keep)
             logits: torch.Tensor = out.logits[0].float()
             return logits
+
+    def _run_sharing(
+        self, ids: torch.Tensor, rows: Placing, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
+    ) -> Any:
+        """The forward of a model whose last layers keep nothing; told a tensor it does not cut its own inputs."""
+        wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
+        with last_rows_only(self.layers[len(self.shapes) :], keep):
+            return self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
 
     @torch.inference_mode()
     def walk(
@@ -150,12 +228,12 @@ class Decoder:
     ) -> Any:
         """The model's own forward."""
         if self.device == "cpu" and self._quick is None:
-            self._quick = quicken(self)
+            self._quick = not self.keeps_states and quicken(self)
         cache.rows = rows
         # Beside torch's own threads, which wait spinning after its products, helpers would only take turns with those.
         alone = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
-            with gathered(torch.get_num_threads() if alone else 1):
+            with gathered(torch.get_num_threads() if alone else 1), attention.passing(lambda: cache.rows):
                 return module(
                     input_ids=ids[None],
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],
@@ -188,7 +266,7 @@ class Decoder:
         """Append `ids` to the cache; logits after each, float32 `[len(ids), vocabulary]`."""
         start = cache.buffers[0].length
         cache.set_length(start + len(ids))
-        rows = Rows.of(torch.arange(start, start + len(ids)), self.device)
+        rows = Rows.of(torch.arange(start, start + len(ids)), self.device, cache.turned_to)
         at = rows.positions + cache.dropped if cache.dropped else None
         return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
 
@@ -196,7 +274,7 @@ class Decoder:
     def plain_attention(self) -> Iterator[None]:
         """Use `transformers`' default attention inside: for a plain call of the model, and for gradients."""
         gradients = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        self.model.set_attn_implementation("sdpa")
+        self.model.set_attn_implementation(attention.plain_attention(self.model))
         self.model.requires_grad_(False)
         try:
             yield
@@ -211,13 +289,29 @@ class Decoder:
             raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
 
 
-def _compact(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Give the LM head's input the strides of a tensor of its own.
+class _HeadRows:
+    """Gives the LM head the rows that are asked for, with the strides of a tensor of their own.
 
     For those of a slice, `matmul` copies the head's whole weight first, which took longer than all layers together
-    (0.8 s of 1.1 for Qwen2.5's 152k tokens).
+    (0.8 s of 1.1 for Qwen2.5's 152k tokens). A model that tells by the number of rows whether some have been left out
+    already (Gemma 4) takes those that its layers no longer compute for such.
     """
-    return (args[0].flatten().view(args[0].shape), *args[1:])
+
+    def __init__(self) -> None:
+        self._keep: int | None = None
+
+    @contextmanager
+    def only(self, keep: int) -> Iterator[None]:
+        """The last `keep` rows within."""
+        before, self._keep = self._keep, keep
+        try:
+            yield
+        finally:
+            self._keep = before
+
+    def __call__(self, head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        rows = args[0] if self._keep is None else args[0][..., -self._keep :, :]
+        return (rows.flatten().view(rows.shape), *args[1:])
 
 
 def _special_ids_only(config: Any) -> Any:

@@ -39,6 +39,8 @@ _LIMITS = {  # what a header may ask for before a model of that size is laid out
 }
 _LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1 and 3.2
 _LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_OWN_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the model that scales by hidden size / heads
+_FULL = "full_attention"
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 
 
@@ -144,6 +146,7 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
         source: dict[str, Any] = {"pretrained_model_name_or_path": str(alone.parent), "gguf_file": alone.name}
         config = AutoConfig.from_pretrained(**source, trust_remote_code=False)
         _restore_scaling(gguf, header, config)
+        _restore_attention_scale(header, config)
         check_supported(config)
         _check_size(gguf, header, config)
         # AutoTokenizer would read the whole header once more
@@ -232,7 +235,15 @@ def _restore_scaling(gguf: Path, header: GgufHeader, config: Any) -> None:
         scaling = {"rope_type": kind, "factor": float(header.value("rope.scaling.factor") or 1.0)}
         if original := header.value("rope.scaling.original_context_length"):
             scaling["original_max_position_embeddings"] = original
-        config.rope_parameters = rope | scaling
+        whole = rope.get(_FULL)  # of several RoPEs it is that of the layers that see all (Gemma 3)
+        config.rope_parameters = rope | ({_FULL: whole | scaling} if isinstance(whole, dict) else scaling)
+
+
+def _restore_attention_scale(header: GgufHeader, config: Any) -> None:
+    """Restore the scale of scores where the file does not say it: Gemma's models of 27 billion weights have one of
+    their own, which llama.cpp knows them by their layers for."""
+    if header.value("block_count") == _OWN_SCALE.get(header.architecture, 0):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
 
 
 def _llama3_scaling(gguf: Path, header: GgufHeader) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +12,12 @@ import torch.nn.functional as F
 from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.common.switches import ATTENTION, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.model.cuda_rows import cuda_kernel
+from kvtool.core.model.cuda_rows import attend_on_cuda
 from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
 from kvtool.core.model.flash.tiling import Tiling
 from kvtool.core.model.products import attend_by_products
+from kvtool.core.model.scoring import Scoring, Seen
+from kvtool.core.model.weights import attend_by_weights
 from kvtool.core.native.compiling import runnable
 from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16, Isa
 
@@ -101,30 +102,35 @@ def compile_ahead(dtype: torch.dtype) -> None:
 
 
 def attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, last: Sequence[int], at: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, seen: Seen
 ) -> torch.Tensor:
-    """Attend with rows of which row i sees the keys 0 … last[i], in the kernel that is fast here.
+    """Attend with rows of which each sees keys of its own, in the kernel that is fast here.
 
     Parameters
     ----------
     query : `[1, heads, rows, head_dim]`.
     key, value : `[1, kv_heads, keys, head_dim]`.
-    last : ascending, each less than `keys`; `at` is the same as an int64 tensor on the device.
 
     Returns
     -------
     `[1, heads, rows, head_dim]`.
     """
-    if query.device.type == "cuda" and (on_cuda := cuda_kernel()) is not None:
-        return on_cuda(query, key, value, scale, at)
-    if len(last) == 1:
-        return attend_one(query, key[:, :, : last[0] + 1], value[:, :, : last[0] + 1], scale)
+    scale = scoring.scale
+    on_cuda = attend_on_cuda(query, key, value, scoring, seen.at, seen.begins)
+    if on_cuda is not None:
+        return on_cuda
+    if len(seen.last) == 1 and scoring.is_unshaped:
+        span = slice(seen.begin(0), seen.last[0] + 1)
+        return attend_one(query, key[:, :, span], value[:, :, span], scale)
     own = own_kernel(query, key, value, scale)
     if own is not None:
-        return own(query[0], key[0], value[0], scale, Spans([(0, len(last), 0)], at))[None]
-    if query.device.type == "cpu" and kernel_here(query.dtype) != FUSED:
-        return attend_by_products(query, key, value, scale, last, at)
-    return attend_in_blocks(query, key, value, scale, last, at)
+        rows = Spans([(0, len(seen.last), 0)], seen.at, seen.begins)
+        return own(query[0], key[0], value[0], scoring, rows)[None]
+    if not scoring.is_unshaped:
+        return attend_by_weights(query, key, value, scoring, seen)
+    if scoring.window is None and query.device.type == "cpu" and kernel_here(query.dtype) != FUSED:
+        return attend_by_products(query, key, value, scale, seen.last, seen.at)
+    return attend_in_blocks(query, key, value, scale, seen)
 
 
 def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -138,16 +144,16 @@ def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scal
 
 
 def attend_in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, last: Sequence[int], at: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: Seen
 ) -> torch.Tensor:
     """Do what :func:`attend_rows` does in the device's own fused kernel, block by block."""
     # Rows before heads: the model wants them so, and its own transposition then copies nothing.
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
-    for begin in range(0, len(last), BLOCK):
-        stop = min(begin + BLOCK, len(last))
-        keys = last[stop - 1] + 1
-        mask = _mask(at[begin:stop], keys, query.dtype)
-        out[:, :, begin:stop] = _block(query[:, :, begin:stop], key[:, :, :keys], value[:, :, :keys], mask, scale)
+    for begin in range(0, len(seen.last), BLOCK):
+        rows = slice(begin, min(begin + BLOCK, len(seen.last)))
+        keys = slice(seen.begin(begin), seen.last[rows.stop - 1] + 1)
+        mask = _mask(seen.hidden(rows, keys.start, keys.stop), query.dtype)
+        out[:, :, rows] = _block(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, scale)
     return out
 
 
@@ -164,12 +170,11 @@ def _block(
     return _sdpa(part, key, value, mask.repeat(groups, 1), scale).reshape(1, heads, rows, value.shape[3])
 
 
-def _mask(at: torch.Tensor, keys: int, dtype: torch.dtype) -> torch.Tensor:
+def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask `[rows, keys]`: truths, or on the CPU numbers, of which its kernel would make some anew for every head."""
-    seen = torch.arange(keys, device=at.device) <= at[:, None]
-    if at.device.type != "cpu":
-        return seen
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    if hidden.device.type != "cpu":
+        return ~hidden
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _sdpa(

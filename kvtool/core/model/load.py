@@ -219,10 +219,19 @@ def load_model(
 def supported_config(files: ModelFiles) -> Any:
     """Read a model's configuration and check that its family is supported; no weights are read.
 
+    Of a multimodal model it is the configuration of its text model.
+
     Raises
     ------
     ModelError : it is not, or config.json cannot be understood.
     """
+    from kvtool.core.model.text import text_part
+
+    return text_part(_whole_config(files))
+
+
+def _whole_config(files: ModelFiles) -> Any:
+    """A model's configuration, checked: a wrapper's own, if it is one."""
     from transformers import AutoConfig
 
     from kvtool.core.model.support import check_supported
@@ -238,33 +247,31 @@ def _packed_weights(files: ModelFiles, device: str, dtype: str) -> Any:
     if device != "cpu" or not (dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file())):
         return None
     from kvtool.core.model.quantised.loading import packed_model
-    from kvtool.core.model.support import check_model
+    from kvtool.core.model.text import wanted_part
 
-    model = packed_model(files.folder, supported_config(files), dtype)
-    if model is not None:
-        check_model(model)
-    return model
+    return packed_model(files.folder, wanted_part(files.folder, _whole_config(files)), dtype)
 
 
 def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from kvtool.core.model.support import check_model
+    from kvtool.core.model.attention import plain_attention
+    from kvtool.core.model.text import wanted_part
 
-    config = supported_config(files)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    part = wanted_part(files.folder, _whole_config(files))
+    model, report = part.kind.from_pretrained(
         str(files.folder),
-        config=config,
+        config=part.config,
+        key_mapping=part.mapping,
         dtype=getattr(torch, dtype),
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,  # unset, transformers would ask on stdin whether to run the folder's code
-        attn_implementation="sdpa",  # and config.json could name a kernel to be fetched from a hub
+        attn_implementation="eager",  # config.json could name a kernel to be fetched from a hub
         output_loading_info=True,
     )
     _refuse_gaps(files, report)
-    check_model(model)
+    model.set_attn_implementation(plain_attention(model))
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from kvtool.core.model.flash.tiling import STORED
 from kvtool.core.model.ir_offsets import AT, FIELDS, offsets_module
-from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotary import Angles, Table
 from kvtool.core.model.stepping.ir_common import lanes_for
 from kvtool.core.native.compiling import compiled
 from kvtool.core.native.crew import current
@@ -53,6 +53,12 @@ class Runs:
     back: Table
 
     @property
+    def widths(self) -> set[int]:
+        """How many numbers of a key its RoPEs rotate."""
+        tables = self.table.by_name, self.back.by_name
+        return {angles.cos.shape[2] for table in tables for angles in table.values()}
+
+    @property
     def fits(self) -> bool:
         """Whether there is machine code for them: it knows no bounds."""
         rows, probes = len(self.factors), len(self.places)
@@ -62,9 +68,9 @@ class Runs:
             and self.places.is_contiguous()
             and _are_factors(self.factors, rows)
             and _are_spans(self.spans, rows)
-            and _is_table(self.table, int(self.spans.max()))
-            and _is_table(self.back, probes)
-            and self.table.cos.shape[2] == self.back.cos.shape[2]
+            and all(_is_table(angles, int(self.spans.max())) for angles in self.table.by_name.values())
+            and all(_is_table(angles, probes) for angles in self.back.by_name.values())
+            and len(self.widths) == 1
             and self.counts.shape == (len(self.spans),)
             and int(self.counts.min()) > 0
             and int(self.counts.sum()) == probes
@@ -76,8 +82,8 @@ def _are_factors(factors: torch.Tensor, rows: int) -> bool:
     return factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous() and factors.is_cpu
 
 
-def _is_table(table: Table, least: int) -> bool:
-    cos, sin = table.cos, table.sin
+def _is_table(angles: Angles, least: int) -> bool:
+    cos, sin = angles.cos, angles.sin
     return (
         cos.dtype == sin.dtype == torch.float32
         and cos.is_cpu
@@ -114,18 +120,19 @@ class Mover:
     ----------
     runs : ones that fit.
     layers : keys and values of each layer, `[heads, rows, head_dim]`, all laid out alike; changed in place.
+    rotations : by which RoPE each layer's keys are rotated to their positions; None: by none.
 
     Raises
     ------
     ValueError : there is no machine code for these.
     """
 
-    def __init__(self, runs: Runs, layers: Sequence[Sides], isa: Isa) -> None:
-        like, rotated = layers[0][0], runs.table.cos.shape[2]
+    def __init__(self, runs: Runs, layers: Sequence[Sides], isa: Isa, rotations: Sequence[str | None]) -> None:
+        like = layers[0][0]
         alike = len({_layout(side) for layer in layers for side in layer}) == 1
-        if not (runs.fits and alike and _is_known(like, runs) and _lanes(isa, like.shape[2], rotated)):
+        if not (runs.fits and alike and _is_known(like, runs) and _lanes(isa, like.shape[2], max(runs.widths))):
             raise ValueError(f"no machine code moves rows of {like.dtype} {tuple(like.shape)}")
-        self._runs, self._layers = runs, layers
+        self._runs, self._layers, self._rotations = runs, layers, rotations
         heads, _, head_dim = like.shape
         self._kept = torch.empty((2, heads, len(runs.places), head_dim), dtype=like.dtype)
         self._sums = torch.empty((len(layers), len(runs.spans), heads, 2), dtype=torch.float32)
@@ -135,13 +142,13 @@ class Mover:
             self._job[AT[name]] = value
         self._address = self._job.ctypes.data
         self._plain, self._turned = (
-            _compiled(isa, str(like.dtype).removeprefix("torch."), head_dim, half) for half in (0, rotated // 2)
+            _compiled(isa, str(like.dtype).removeprefix("torch."), head_dim, half)
+            for half in (0, max(runs.widths) // 2)
         )
         self._helped = like[:, : int(self._told[:, 1].sum())].numel() > _ALONE
 
     def _known(self, like: torch.Tensor) -> dict[str, int]:
         """What is the same in all layers."""
-        table, back = self._runs.table, self._runs.back
         return {
             "units": len(self._told) * len(like),
             "heads": len(like),
@@ -151,12 +158,6 @@ class Mover:
             "head": like.stride(0),
             "row": like.stride(1),
             "kept": self._kept.data_ptr(),
-            "cos": table.cos.data_ptr(),
-            "sin": table.sin.data_ptr(),
-            "table_row": table.cos.stride(1),
-            "back_cos": back.cos.data_ptr(),
-            "back_sin": back.sin.data_ptr(),
-            "back_row": back.cos.stride(1),
         }
 
     def keep(self, layer: int) -> None:
@@ -164,12 +165,11 @@ class Mover:
         self._aim(layer)
         self._plain.keep(self._address)
 
-    def add(self, layer: int, turned: bool, factors: torch.Tensor | None = None) -> torch.Tensor:
+    def add(self, layer: int, factors: torch.Tensor | None = None) -> torch.Tensor:
         """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
 
         Parameters
         ----------
-        turned : whether this layer's keys are rotated to their positions.
         factors : in place of those of the runs.
 
         Returns
@@ -184,7 +184,7 @@ class Mover:
         self._job[AT["next"]] = 0
         self._job[AT["factors"]] = factors.data_ptr()
         self._job[AT["sums"]] = sums.data_ptr()
-        code, crew = self._turned if turned else self._plain, current()
+        code, crew = self._plain if self._rotations[layer] is None else self._turned, current()
         # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
         if crew is not None and self._helped:
             crew.run(code.address, self._address, torch.get_num_threads())
@@ -196,6 +196,15 @@ class Mover:
         keys, values = self._layers[layer]
         self._job[AT["keys"]] = keys.data_ptr()
         self._job[AT["values"]] = values.data_ptr()
+        if (name := self._rotations[layer]) is not None:
+            self._turn_by(self._runs.table.by_name[name], self._runs.back.by_name[name])
+
+    def _turn_by(self, angles: Angles, back: Angles) -> None:
+        for prefix, one in (("", angles), ("back_", back)):
+            self._job[AT[f"{prefix}cos"]] = one.cos.data_ptr()
+            self._job[AT[f"{prefix}sin"]] = one.sin.data_ptr()
+        self._job[AT["table_row"]] = angles.cos.stride(1)
+        self._job[AT["back_row"]] = back.cos.stride(1)
 
 
 def _told(runs: Runs) -> Whole:
@@ -215,7 +224,7 @@ def _is_known(rows: torch.Tensor, runs: Runs) -> bool:
         and str(rows.dtype).removeprefix("torch.") in STORED
         and rows.stride(2) == 1
         and rows.shape[1] >= len(runs.factors)
-        and runs.table.cos.shape[2] <= rows.shape[2]
+        and max(runs.widths) <= rows.shape[2]
     )
 
 

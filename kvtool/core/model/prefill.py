@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.common.types import Ids
+from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.side_by_side import SideBySide, Watch
 
@@ -27,13 +28,33 @@ class PrefillItem:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """Keys (un-rotated) and values of a chunk: two tensors `[layers, kv_heads, tokens, head_dim]` on the CPU.
+    """Keys (un-rotated) and values of a chunk: for each layer `[kv_heads, tokens, head_dim]` on the CPU.
 
-    They may be views into the memory of their batch.
+    They may be views into the memory of their batch. Layers may differ in heads and head_dim.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+
+    @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer."""
+        return list(zip(self.keys, self.values, strict=True))
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return self.keys[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its numbers are."""
+        return self.keys[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its numbers."""
+        return sum(side.nbytes for layer in self.layers for side in layer)
 
 
 class LeadIn:
@@ -41,7 +62,8 @@ class LeadIn:
 
     Parameters
     ----------
-    layers : learned rows in place of the ids' own, `[1, kv_heads, len(ids), head_dim]` for each layer.
+    layers : learned rows in place of the ids' own, `[1, kv_heads, len(ids), head_dim]` for each layer, as attention
+        takes them.
     """
 
     def __init__(
@@ -117,19 +139,19 @@ def prefill_chunks(
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
-    wanted = len(decoder.layers) if layers is None else min(layers, len(decoder.layers))
-    shape = (2, wanted, decoder.kv_heads, len(tokens), decoder.head_dim)
+    wanted = decoder.stored_layers if layers is None else min(layers, decoder.stored_layers)
     on_gpu = decoder.device.startswith("cuda")
     # Pinned: a layer's copy then runs while the next ones compute, and nothing waits for it before the end.
-    all_keys, all_values = torch.empty(shape, dtype=decoder.kv_dtype, pin_memory=on_gpu)
+    made = [shape.empty(len(tokens), decoder.kv_dtype, on_gpu) for shape in decoder.shapes[:wanted]]
 
     def collect(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         if not going():
             raise PrefillStopped
-        all_keys[layer].copy_(decoder.rotary.rotate(keys, undo, layer)[0], non_blocking=True)
-        all_values[layer].copy_(values[0], non_blocking=True)
+        to_keys, to_values = made[layer]
+        to_keys.copy_(decoder.rotary.rotate(keys, undo, layer)[0], non_blocking=True)
+        to_values.copy_(values[0], non_blocking=True)
 
-    with out_of_memory_hint(len(tokens)), suppress(_Done):
+    with out_of_memory_hint(len(tokens)), suppress(_Done), passing(lambda: rows):
         decoder.base(
             input_ids=torch.tensor([tokens], device=decoder.device),
             position_ids=positions[None],
@@ -140,4 +162,4 @@ def prefill_chunks(
     if on_gpu:
         torch.cuda.current_stream(decoder.device).synchronize()
     spans = [slice(start + len(item.before), stop) for item, (start, stop) in zip(items, rows.spans, strict=False)]
-    return [ChunkKV(all_keys[:, :, span], all_values[:, :, span]) for span in spans]
+    return [ChunkKV(*zip(*((k[:, span], v[:, span]) for k, v in made), strict=True)) for span in spans]

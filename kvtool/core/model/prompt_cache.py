@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.attention import Placing
+from kvtool.core.model.kv_shape import KVShape
 
 Observer = Callable[[int, int], None]
 
 
-class Placed(Protocol):
-    """Rows that know their prompt positions, int64 `[rows]` on the model's device."""
-
-    @property
-    def positions(self) -> torch.Tensor: ...
-
-
 class BufferLayer(CacheLayerMixin):
-    """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled."""
+    """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
+
+    Attributes
+    ----------
+    keys, values : what records hold, keys rotated; of a joint shape both are views of `joint`.
+    joint : `[1, kv_heads, capacity, value_dim + key_dim]`, or None.
+    """
 
     is_sliding = False
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: KVShape, capacity: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.shape = shape
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+        self.joint: torch.Tensor | None = None
+        widths = [shape.value_dim + shape.key_dim] if shape.joint else [shape.key_dim, shape.value_dim]
+        self._hold([torch.empty((1, shape.heads, capacity, width), dtype=dtype, device=device) for width in widths])
         self.length = 0
         self.is_initialized = True
+
+    def _hold(self, sides: Sequence[torch.Tensor]) -> None:
+        if self.shape.joint:
+            (self.joint,) = sides
+            self.values, self.keys = self.joint.split([self.shape.value_dim, self.shape.key_dim], 3)
+        else:
+            self.keys, self.values = sides
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the buffers exist from the start."""
@@ -47,15 +59,17 @@ class BufferLayer(CacheLayerMixin):
         self.values.index_copy_(2, rows, values)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        """What attention takes as keys and as values."""
+        keys = self.keys if self.joint is None else self.joint
+        return keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def reserve(self, length: int) -> None:
         """Make room for `length` rows."""
         capacity = self.keys.shape[2]
         if length > capacity:  # rare: the caller reserves what it plans to generate
-            room = torch.empty_like(self.keys[:, :, :1]).expand(-1, -1, max(length - capacity, capacity // 2 + 1), -1)
-            self.keys = torch.cat([self.keys, room], 2)
-            self.values = torch.cat([self.values, room], 2)
+            more = max(length - capacity, capacity // 2 + 1)
+            held = [self.keys, self.values] if self.joint is None else [self.joint]
+            self._hold([torch.cat([side, side.new_empty((*side.shape[:2], more, side.shape[3]))], 2) for side in held])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -75,29 +89,40 @@ class PromptCache(Cache):
 
     Parameters
     ----------
-    shape : `[1, kv_heads, capacity, head_dim]` of one layer.
+    shapes : of each layer; `capacity`: rows of each.
     before_update : called with (layer, how many rows) before they are scattered: the loader is waited for here.
     after_update : called with the layer when they are there, before anything attends to them.
 
     Attributes
     ----------
-    dropped : tokens of the prompt that have no row here: by so much is the position of a row that is appended larger
-        than its place.
+    turned_to : the position of each place, where some differ from it since tokens of the prompt have no row here;
+        None: none does.
     """
 
-    def __init__(self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
-        self.buffers = [BufferLayer(shape, dtype, device) for _ in range(layers)]
+    def __init__(self, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> None:
+        self.buffers = [BufferLayer(shape, capacity, dtype, device) for shape in shapes]
         super().__init__(layers=list(self.buffers))
-        self.rows: Placed | None = None
+        self._without_hooks()
+
+    def _without_hooks(self) -> None:
+        self.rows: Placing | None = None
         self.before_update: Observer | None = None
         self.after_update: Callable[[int], None] | None = None
-        self.dropped = 0
+        self.turned_to: list[int] | None = None
+
+    @property
+    def dropped(self) -> int:
+        """By how much the position of a row that is appended is larger than its place."""
+        return self.turned_to[-1] + 1 - len(self.turned_to) if self.turned_to else 0
 
     def set_length(self, length: int) -> None:
         """Declare the first `length` rows of every layer filled (they are, or will be before they are read)."""
         for buffer in self.buffers:
             buffer.reserve(length)
             buffer.length = length
+        if self.turned_to:
+            more = range(len(self.turned_to), length)
+            self.turned_to.extend(place + self.dropped for place in more)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -14,30 +15,61 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.model import triton_place
 from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.kinds import LayerKind, Sample, angles_of
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
 from kvtool.core.model.triton_place import Piece, Side
+from kvtool.core.native.ir import Isa
 
+_MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Angles:
     """cos and sin of some positions, float32 `[1, tokens, rotary_dim]`, as the model itself rounds them."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __getitem__(self, rows: slice) -> Table:  # by token
-        return Table(self.cos[:, rows], self.sin[:, rows])
+    def __getitem__(self, rows: slice | torch.Tensor) -> Angles:  # by token
+        return Angles(self.cos[:, rows], self.sin[:, rows])
 
-    def inverse(self) -> Table:
-        """The table that undoes this one exactly, RoPE's attention scaling and rounding included.
+    def inverse(self) -> Angles:
+        """The angles that undo these exactly, RoPE's attention scaling and rounding included.
 
         A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
         """
         norm = self.cos.square() + self.sin.square()
-        return Table(self.cos / norm, -self.sin / norm)
+        return Angles(self.cos / norm, -self.sin / norm)
+
+    def transposed(self) -> Angles:
+        """What a rotation's transpose turns by: of gradients."""
+        return Angles(self.cos, -self.sin)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Angles of some positions for each RoPE of a model, by its name; most models have one, named ""."""
+
+    by_name: Mapping[str, Angles]
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> Table:  # by token
+        return self._each(lambda angles: angles[rows])
+
+    def __len__(self) -> int:
+        return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
+
+    def inverse(self) -> Table:
+        """The table that undoes this one exactly."""
+        return self._each(Angles.inverse)
+
+    def transposed(self) -> Table:
+        """The table of the transposed rotations."""
+        return self._each(Angles.transposed)
+
+    def _each(self, change: Callable[[Angles], Angles]) -> Table:
+        return Table({name: change(angles) for name, angles in self.by_name.items()})
 
 
 Copy: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # where to, and what
@@ -51,34 +83,110 @@ class Rotary:
     Parameters
     ----------
     decoder : the base model that holds `rotary_emb`.
-    attentions : its attention modules, in layer order. One with `use_rope` false (SmolLM3) keeps its keys unrotated.
+    attentions : its attention modules, in layer order.
+    kinds : what each of them is; `samples`: what they gave for one row at several positions, by the layers' numbers.
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
     device : where keys are; packed weights do not tell.
+
+    Attributes
+    ----------
+    names : of the RoPEs that some layer rotates by.
     """
 
-    def __init__(self, decoder: Any, attentions: list[Any], dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        decoder: Any,
+        attentions: list[Any],
+        kinds: Sequence[LayerKind],
+        samples: Mapping[int, Sample],
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
         self._emb = decoder.rotary_emb
-        self._apply: Apply = _model_function(attentions[0])
-        self._rotates = [bool(getattr(attention, "use_rope", True)) for attention in attentions]
+        self._parts: dict[tuple[int, int], int | None] = {}
+        self._kinds = kinds
+        self.names = sorted({kind.rotation for kind in kinds if kind.rotation is not None})
         self._dtype = dtype
         self._isa = isa_here()
         self._device = device
-        self._head_dim = int(attentions[0].head_dim)
+        self._apply: Apply = self._found(attentions, samples)
+        self._check(samples)
+
+    def _found(self, attentions: list[Any], samples: Mapping[int, Sample]) -> Apply:
+        """What moves keys: the model's own function of queries and keys. Where it has none, or keys belong to latents
+        (of which some models rotate neighbours and lay them out as halves), layers are tried at two positions."""
+        own = _model_function(attentions[0])
+        if own is not None and not any(kind.shape.joint for kind in self._kinds):
+            return own
+        for apply in (_by_halves, _by_pairs):
+            if all(self._moves(apply, layer, sample) for layer, sample in samples.items()):
+                return apply
+        raise ModelError(
+            f"{type(attentions[0]).__name__} rotates its keys in a way that is not known here",
+            "use a causal language model with ordinary rotary attention",
+        )
+
+    def _moves(self, apply: Apply, layer: int, sample: Sample) -> bool:
+        """Whether a function makes a row's keys at one position of those at another."""
+        name = self._kinds[layer].rotation
+        if name is None:
+            return True
+        keys = sample.keys[None, :, :2].to(self._device).split(1, 2)
+        cos, sin = angles_of(
+            self._emb,
+            name,
+            torch.empty(0, dtype=self._dtype, device=self._device),
+            torch.tensor(sample.positions[:2], device=self._device),
+        )
+        return _is_moved(apply, keys, Angles(cos.float(), sin.float()), self._dtype)
 
     def table(self, positions: torch.Tensor) -> Table:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
         if not len(positions):  # a RoPE that asks how long the prompt is cannot tell of nothing
             return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
-        cos, sin = self._emb(like, position_ids=positions[None])
-        return Table(cos.float(), sin.float())
+        return Table({name: self._angles(name, like, positions) for name in self.names})
+
+    def _angles(self, name: str, like: torch.Tensor, positions: torch.Tensor) -> Angles:
+        cos, sin = (side.float() for side in angles_of(self._emb, name, like, positions))
+        return Angles(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)) if self._by_half else Angles(cos, sin)
+
+    @cached_property
+    def _by_half(self) -> bool:
+        """Whether the model's angles are those of half a rotation, which serve its other half too (gpt-oss): tried."""
+        kind = next((kind for kind in self._kinds if kind.rotation is not None), None)
+        if kind is None or kind.rotation is None:
+            return False
+        at = torch.tensor(_TRIED, device=self._device)
+        cos, sin = angles_of(self._emb, kind.rotation, torch.empty(0, dtype=torch.float32, device=self._device), at)
+        if 2 * cos.shape[-1] != kind.shape.key_dim:
+            return False
+        keys = _drawn(kind.shape.key_dim).to(self._device)
+        turned = torch.cat([-keys[..., kind.shape.key_dim // 2 :], keys[..., : kind.shape.key_dim // 2]], -1)
+        expected = keys * cos.repeat(1, 1, 2)[:, None] + turned * sin.repeat(1, 1, 2)[:, None]
+        try:
+            return torch.allclose(self._apply(keys[:, :0], keys, cos, sin)[1], expected, atol=1e-5)
+        except RuntimeError:  # other sizes than it takes
+            return False
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all layers that rotate do so by one RoPE, and keys and values have one shape."""
+        shapes = {kind.shape for kind in self._kinds}
+        return len(self.names) == len(shapes) == 1 and self._kinds[0].shape.is_plain
+
+    def angles(self, table: Table, layer: int) -> Angles | None:
+        """A table's angles for one layer; None: its keys have no positions."""
+        name = self._kinds[layer].rotation
+        return None if name is None else table.by_name[name]
 
     def rotate(self, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
         """Put positions on un-rotated keys; computed in float32, rounded once to the dtype of `keys`."""
-        if not self._rotates[layer]:
+        angles = self.angles(table, layer)
+        if angles is None:
             return keys
         if keys.requires_grad:
-            return self._by_model(keys, table)
+            return self._by_model(keys, angles)
         out = torch.empty_like(keys)
         self.rotate_into(out, keys, table, layer)
         return out
@@ -107,16 +215,15 @@ class Rotary:
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's keys have positions at all."""
-        return self._rotates[layer]
+        return self._kinds[layer].rotation is not None
 
     @cached_property
     def by_kernel(self) -> bool:
         """Whether one launch on a GPU (`triton_place.py`) gives what the model's own function does: it is tried."""
-        if not self._device.startswith("cuda") or importlib.util.find_spec("triton") is None:
+        if not self._device.startswith("cuda") or importlib.util.find_spec("triton") is None or not self.is_single:
             return False
-        table = self.table(torch.tensor(_TRIED, device=self._device))
-        keys = torch.randn((1, 2, 4, self._head_dim), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        keys = keys.to(self._dtype).to(self._device)
+        table = self.table(torch.tensor(_TRIED, device=self._device)).by_name[self.names[0]]
+        keys = _drawn(self._kinds[0].shape.key_dim).to(self._dtype).to(self._device)
         placed = torch.empty((2, *keys.shape), dtype=keys.dtype, device=keys.device)
         pieces = triton_place.described([Piece(Side.of(keys[0]), Side.of(keys[0]), 0, 4)])
         there = torch.from_numpy(pieces).to(keys.device)
@@ -129,47 +236,129 @@ class Rotary:
 
     def _turned(self, turn: Turn, layer: int) -> Move:
         out, keys, table = turn
-        if not self._rotates[layer]:
+        angles = self.angles(table, layer)
+        if angles is None:
             return Move(out[0], keys[0])
-        return Move(out[0], keys[0], table.cos[0], table.sin[0])
+        return Move(out[0], keys[0], angles.cos[0], angles.sin[0])
 
     def _place_one(self, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
         if keys.dtype != out.dtype:
             keys = out.copy_(keys)
-        out.copy_(self._by_model(keys, table) if self._rotates[layer] else keys)
+        angles = self.angles(table, layer)
+        out.copy_(keys if angles is None else self._by_model(keys, angles))
 
-    def _by_model(self, keys: torch.Tensor, table: Table) -> torch.Tensor:
-        wide = keys.float()
-        return self._apply(wide[:, :0], wide, table.cos, table.sin)[1].to(keys.dtype)
+    def _by_model(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Rotate by the model's own function; of a head that is rotated in part, it may take that part alone (Phi)."""
+        wide, width = keys.float(), angles.cos.shape[2] // (2 if self._by_half else 1)
+        cos, sin = angles.cos[..., :width], angles.sin[..., :width]
+        part = self._part(keys.shape[-1], cos)
+        if part is None:
+            return self._apply(wide[:, :0], wide, cos, sin)[1].to(keys.dtype)
+        turned = self._apply(wide[:, :0, :, :part], wide[..., :part], cos, sin)[1]
+        return torch.cat([turned, wide[..., part:]], -1).to(keys.dtype)
+
+    def _part(self, key_dim: int, cos: torch.Tensor) -> int | None:
+        """How many numbers of a head the model's function is given; None: all."""
+        width = cos.shape[-1]
+        if (key_dim, width) not in self._parts:
+            whole = torch.zeros((1, 1, 1, key_dim), device=cos.device, dtype=torch.float32)
+            try:
+                self._apply(whole, whole, cos[:, :1], cos[:, :1])
+                self._parts[key_dim, width] = None
+            except RuntimeError:  # a head is wider than what is rotated of it
+                self._parts[key_dim, width] = width
+        return self._parts[key_dim, width]
+
+    def _check_sections(self) -> None:
+        """Where a position has three parts (M-RoPE), those of text are equal: that has to be what one number gives."""
+        if not hasattr(self._emb, "mrope_section"):
+            return
+        at = torch.tensor(_TRIED, device=self._device)
+        like = torch.empty(0, dtype=torch.float32, device=self._device)
+        one, three = self._emb(like, at[None]), self._emb(like, at[None, None].expand(3, 1, -1))
+        if not all(torch.equal(*sides) for sides in zip(one, three, strict=True)):
+            raise ModelError("the model rotates a text's positions otherwise than by one number", "use another model")
+
+    def _check(self, samples: Mapping[int, Sample]) -> None:
+        """Refuse a model whose keys are not moved by rotating them back and on.
+
+        So it is where something comes between a key's rotation and its use that does not commute with it, such as a
+        norm with a weight for each number of a head (HunYuan).
+        """
+        self._check_sections()
+        for layer, sample in samples.items():
+            keys = sample.keys[None].to(self._device)
+            angles = self.angles(self.table(torch.tensor(sample.positions, device=self._device)), layer)
+            if angles is None:
+                continue
+            bare = self._by_model(keys[:, :, :1], angles[:1].inverse())
+            moved = self._by_model(bare.expand_as(keys), angles)
+            off = (moved - keys).square().mean().sqrt() / keys.square().mean().sqrt()
+            if not float(off) <= _MOVED[self._dtype]:
+                raise ModelError(
+                    f"keys of layer {layer} cannot be moved: rotated to another place they are off by {float(off):.2g}",
+                    "this would need the keys as they are before what the model does behind its rotation",
+                )
 
     @cached_property
     def halves(self) -> bool:
-        """Whether the model rotates by halves, bit for bit, as machine code here does: it is tried."""
+        """Whether the model rotates by halves, bit for bit, as machine code here does: it is tried with each RoPE."""
         if self._isa is None or self._device != "cpu":
             return False
+        tried = {(kind.rotation, kind.shape.key_dim) for kind in self._kinds if kind.rotation is not None}
         table = self.table(torch.tensor(_TRIED))
-        draw = torch.Generator().manual_seed(0)
-        keys = torch.randn((1, 2, 4, self._head_dim), generator=draw, dtype=torch.float32)
+        return all(self._has_halves(table.by_name[name], width, self._isa) for name, width in tried)
+
+    def _has_halves(self, angles: Angles, key_dim: int, isa: Isa) -> bool:
+        keys = _drawn(key_dim)
         out = torch.empty_like(keys)
-        if not Move(out[0], keys[0], table.cos[0], table.sin[0]).fits or not _both_halves_alike(table):
+        if not Move(out[0], keys[0], angles.cos[0], angles.sin[0]).fits or not _both_halves_alike(angles):
             return False
         try:
-            rotate_halves(out[0], keys[0], table.cos[0], table.sin[0], self._isa)
+            rotate_halves(out[0], keys[0], angles.cos[0], angles.sin[0], isa)
         except RuntimeError:  # llvmlite has no code for this machine
             return False
-        return torch.equal(out, self._by_model(keys, table))
+        return torch.equal(out, self._by_model(keys, angles))
 
 
-def _both_halves_alike(table: Table) -> bool:
-    return all(torch.equal(*side.chunk(2, -1)) for side in (table.cos, table.sin))
+def _drawn(key_dim: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn((1, 2, len(_TRIED), key_dim), generator=draw, dtype=torch.float32)
 
 
-def _model_function(attention: torch.nn.Module) -> Apply:
-    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    if apply is None:
-        raise ModelError(
-            f"{type(attention).__name__} has no rotary function that keys could be moved with",
-            "use a causal language model with ordinary rotary attention",
-        )
-    rotate: Apply = apply
-    return rotate
+def _both_halves_alike(angles: Angles) -> bool:
+    return all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
+
+
+def _by_halves(
+    query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate number i with the one half a head further on."""
+    low, high = keys.chunk(2, -1)
+    return query, keys * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
+
+
+def _by_pairs(
+    query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate neighbours with each other."""
+    turned = torch.stack([-keys[..., 1::2], keys[..., ::2]], -1).flatten(-2)
+    return query, keys * cos[:, None] + turned * sin[:, None]
+
+
+def _is_moved(apply: Apply, keys: Sequence[torch.Tensor], angles: Angles, dtype: torch.dtype) -> bool:
+    """Whether a function makes a row's keys at its second position of those at its first."""
+    (first, second), (here, there) = keys, (angles[:1].inverse(), angles[1:])
+    if here.cos.shape[-1] != first.shape[-1]:
+        return False
+    plain = apply(first[:, :0], first, here.cos, here.sin)[1]
+    moved = apply(plain[:, :0], plain, there.cos, there.sin)[1]
+    return bool((moved - second).norm() <= 8 * torch.finfo(dtype).eps * second.norm())
+
+
+def _model_function(attention: torch.nn.Module) -> Apply | None:
+    """The function by which a model rotates queries and keys; None: it has none of both."""
+    apply: Apply | None = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or [*inspect.signature(apply).parameters][:2] != ["q", "k"]:
+        return None
+    return apply

@@ -38,7 +38,7 @@ class Shape:
     ----------
     config : the class of its configuration in `transformers`.
     context : the longest prompt in tokens (`max_position_embeddings`).
-    rope : RoPE parameters, without theta.
+    rope : RoPE parameters, without theta; or those of each type of layer, with it.
     tied : the LM head is the embedding.
     more : what else the configuration states.
     """
@@ -58,6 +58,10 @@ class Shape:
     tied: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    def _ropes(self) -> dict[str, Any]:
+        several = any(isinstance(one, Mapping) for one in self.rope.values())
+        return dict(self.rope) if several else {**self.rope, "rope_theta": self.theta}
+
     def make(self) -> Any:
         """The architecture as a `transformers` configuration."""
         import transformers
@@ -73,7 +77,7 @@ class Shape:
             max_position_embeddings=self.context,
             rms_norm_eps=self.epsilon,
             tie_word_embeddings=self.tied,
-            rope_parameters={**self.rope, "rope_theta": self.theta},
+            rope_parameters=self._ropes(),
             **self.more,
         )
 
@@ -82,6 +86,45 @@ def _llama3(factor: float) -> dict[str, Any]:
     return {**_LLAMA3_ROPE, "factor": factor}
 
 
+# DeepSeek-V2-Lite's: 64 experts of which each token takes 6 and all take 2, its first layer without.
+_V2_LITE: dict[str, Any] = {
+    **{"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    **{"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+_V2_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _gemma3(layers: int, window: int) -> dict[str, Any]:
+    """Gemma 3: five windowed layers, then a full one."""
+    types = [_FULL if layer % 6 == 5 else _SLIDING for layer in range(layers)]
+    return {"sliding_window": window, "layer_types": types, "query_pre_attn_scalar": 256}
+
+
+def _gemma3_ropes(factor: float) -> dict[str, Any]:
+    """Gemma 3's full layers have a longer base, and some sizes stretch their positions."""
+    stretched = {"rope_type": "linear", "factor": factor} if factor else _ROPE
+    return {_SLIDING: {**_ROPE, "rope_theta": 1e4}, _FULL: {**stretched, "rope_theta": 1e6}}
+
+
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_GPT_OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
 _NO_WINDOW, _NO_BIAS = {"use_sliding_window": False}, {"attention_bias": False}
 SHAPES: dict[str, Shape] = {
     "tiny": Shape("LlamaConfig", 64, 4, 4, 2, 16, 128, 512, 131072, 5e5),
@@ -104,6 +147,42 @@ SHAPES: dict[str, Shape] = {
     # mistralai/Mistral-7B-v0.3: no sliding window.
     "mistral-7b": Shape(
         "MistralConfig", 4096, 32, 32, 8, 128, 14336, 32768, 32768, 1e6, tied=False, more={"sliding_window": None}
+    ),
+    # google/gemma-3-1b-it.
+    "gemma-3-1b": Shape(
+        "Gemma3TextConfig",
+        *(1152, 26, 4, 1, 256, 6912, 262144, 32768, 1e6, _gemma3_ropes(0.0)),
+        epsilon=1e-6,
+        more=_gemma3(26, 512),
+    ),
+    # The text of google/gemma-3-4b-it.
+    "gemma-3-4b": Shape(
+        "Gemma3TextConfig",
+        *(2560, 34, 8, 4, 256, 10240, 262208, 131072, 1e6, _gemma3_ropes(8.0)),
+        epsilon=1e-6,
+        more=_gemma3(34, 1024),
+    ),
+    # openai/gpt-oss-20b: full and windowed layers take turns.
+    "gpt-oss-20b": Shape(
+        "GptOssConfig",
+        *(2880, 24, 64, 8, 64, 2880, 201088, 131072, 150000.0, _GPT_OSS_YARN),
+        tied=False,
+        more=_GPT_OSS,
+    ),
+    # Six of its 24 layers, which fit a machine of 24 GB.
+    "gpt-oss-20b-6": Shape(
+        "GptOssConfig",
+        *(2880, 6, 64, 8, 64, 2880, 201088, 131072, 150000.0, _GPT_OSS_YARN),
+        tied=False,
+        more=_GPT_OSS,
+    ),
+    # deepseek-ai/DeepSeek-V2-Lite.
+    "deepseek-v2-lite": Shape(
+        "DeepseekV2Config",
+        *(2048, 27, 16, 16, 64, 10944, 102400, 163840, 1e4, _V2_YARN),
+        epsilon=1e-6,
+        tied=False,
+        more=_V2_LITE | _NO_BIAS,
     ),
     # meta-llama/Llama-3.1-8B.
     "llama-3.1-8b": Shape(
@@ -179,6 +258,9 @@ def _compute_rotary(model: Any, config: Any, device: str) -> None:
     """Frequencies are buffers, not weights: a model made without memory has none yet."""
     base = model.get_decoder()
     base.rotary_emb = type(base.rotary_emb)(config).to(device)
+    for module in model.modules():  # what embeddings are multiplied by is one, too (Gemma)
+        if hasattr(module, "scalar_embed_scale"):
+            module.embed_scale.fill_(module.scalar_embed_scale)
 
 
 @torch.no_grad()

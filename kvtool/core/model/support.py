@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.text import text_part
 
 SUPPORTED = (
-    "decoder-only models with full attention (or one sliding window for all layers) and RoPE "
-    "(plain, linear, llama3, yarn; longrope and dynamic up to the length before they change), such as Llama, Mistral, "
-    "Mixtral, Qwen2/2.5/3, Phi-3 and 4, OLMo 2, Granite, SmolLM"
+    "decoder-only models whose keys are rotated by their positions (RoPE), such as Llama, Qwen, Mistral, Gemma, "
+    "DeepSeek, gpt-oss, GLM and the text of models that see; `kvtool help models` lists the families that are tested"
 )
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
-_WINDOWED = ("sliding_attention",)
-_FULL = ("full_attention",)
+ONLY_EXACTLY = "use `--fusion prefix` or `--fusion full`"  # with a model that keeps states
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+_FULL = "full_attention"
+_CHUNKED = "chunked_attention"
+_ATTENTION = (_FULL, "sliding_attention", _CHUNKED, "attention")
+_BOTH = "hybrid"  # keys and values beside a state in one layer
+STATEFUL = frozenset({"linear_attention", "conv", _BOTH})
+_KEEPING_NOTHING = frozenset({"moe", "mlp"})
 _RECURRENT = (
     "mamba_d_state",
     "mamba_d_ssm",
@@ -33,151 +38,138 @@ def check_supported(config: Any) -> None:
 
     Parameters
     ----------
-    config : a `transformers` configuration.
+    config : a `transformers` configuration; of a multimodal model's its text model decides.
 
     Raises
     ------
     ModelError
     """
-    for reason in _REASONS:
-        if what := reason(config):
+    text = text_part(config)
+    for what in (_encoder_decoder(config), _multimodal(config), *(reason(text) for reason in _REASONS)):
+        if what:
             name = getattr(config, "model_type", "") or type(config).__name__
             raise ModelError(f"the model ({name}) {what}", f"supported: {SUPPORTED}")
 
 
-def check_model(model: Any) -> None:
-    """Refuse what only the built model shows: attention sinks among its weights.
-
-    Raises
-    ------
-    ModelError
-    """
-    sinks = [name for name, _ in model.named_parameters() if "sink" in name.rsplit(".", 1)[-1]]
-    if sinks:
-        raise ModelError(f"the model has learned attention sinks ({sinks[0]})", f"supported: {SUPPORTED}")
-
-
 def context_limit(config: Any) -> int:
-    """How many tokens prompt and answer may have: attention is full and positions are trained up to there.
+    """How many tokens prompt and answer may have: positions are trained up to there.
 
     `longrope` rotates a longer prompt by other factors, from its first token on, and so does `dynamic` beyond
-    `max_position_embeddings`: what is stored would no longer fit, and a longer prompt is refused.
+    `max_position_embeddings`: what is stored would no longer fit, and a longer prompt is refused. So it is beyond the
+    first step at which queries are scaled by their position (Ministral 3, Llama 4): from there on a chunk's values
+    depend on where it stands. And so beyond the first stretch that rows of some layers see no further than (Llama 4).
     """
+    steps = [
+        int(getattr(config, "floor_scale", 0) or 0) - 1 if getattr(config, "attn_temperature_tuning", False) else 0,
+        int(getattr(config, "attention_chunk_size", 0) or 0) if _CHUNKED in _layer_types(config) else 0,
+    ]
+    limits = [_limit(config, rope) for rope in _ropes(config) or [{}]]
+    return min([*limits, *(step for step in steps if step > 0)])
+
+
+def _limit(config: Any, rope: dict[str, Any]) -> int:
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
-    rope = _rope(config)
-    if rope.get("rope_type") == "longrope":
-        limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
-    if rope.get("rope_type") in ("yarn", "linear") and rope.get("original_max_position_embeddings"):
-        limit = max(limit, int(rope["original_max_position_embeddings"] * float(rope.get("factor") or 1.0)))
-    window = _window(config)
-    return min(limit, window) if window else limit
-
-
-def _window(config: Any) -> int | None:
-    """The sliding window that is in force, or None."""
-    window = getattr(config, "sliding_window", None)
-    layers = _layer_types(config)
-    if not window or (layers and not set(layers) & set(_WINDOWED)):
-        return None
-    if not layers and getattr(config, "use_sliding_window", True) is False:
-        return None
-    return int(window)
+    original = int(rope.get("original_max_position_embeddings") or 0)
+    if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
+        return min(limit, original or limit)
+    if rope.get("rope_type") in ("yarn", "linear") and original:
+        return max(limit, int(original * float(rope.get("factor") or 1.0)))
+    return limit
 
 
 def _layer_types(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    """RoPE settings with `rope_type` filled in; empty when there are none."""
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Settings of each RoPE with `rope_type` filled in: one for all layers, one for each type of layer, or none."""
     rope = getattr(config, "rope_parameters", None) or {}
-    return {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))} if rope else {}
+    several = [one for one in rope.values() if isinstance(one, dict)]
+    return [{**one, "rope_type": one.get("rope_type", one.get("type", "default"))} for one in several or [rope] if one]
 
 
 def _multimodal(config: Any) -> str:
-    parts = [
-        name for name in ("vision_config", "audio_config", "text_config") if getattr(config, name, None) is not None
-    ]
-    return f"is a multimodal wrapper ({', '.join(parts)})" if parts else ""
+    """The reason against a model for images or sound whose text model is no part of its own."""
+    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    apart = getattr(config, "text_config", None) is not None
+    return f"has no text model apart from what it sees or hears ({', '.join(parts)})" if parts and not apart else ""
 
 
 def _encoder_decoder(config: Any) -> str:
     return "is an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else ""
 
 
-def _latent(config: Any) -> str:
-    latent = getattr(config, "kv_lora_rank", None) is not None
-    return "compresses its KV into a latent (MLA), which cannot be rotated to another position" if latent else ""
+def keeps_states(config: Any) -> bool:
+    """Whether some layer of a model keeps a state that all tokens before have made: then only a prompt's beginning is
+    reused, exactly as it was (`fusion/chain.py`)."""
+    return not STATEFUL.isdisjoint(_layer_types(config))
 
 
 def _recurrent(config: Any) -> str:
-    layers = _layer_types(config)
+    """The reason against states of other kinds than `transformers` keeps in a cache beside keys and values."""
+    layers = set(_layer_types(config))
+    if layers & STATEFUL:
+        other = layers - STATEFUL - _KEEPING_NOTHING - {_FULL}
+        if other:
+            return f"keeps a recurrent state beside {', '.join(sorted(other))}"
+        return "" if layers & {_FULL, _BOTH} else "keeps a recurrent state in every layer, and keys in none"
     if layers:
-        other = {kind for kind in layers if "attention" not in kind or "linear" in kind} - {"attention"}
-        return f"keeps a recurrent state in some layers ({', '.join(sorted(other))})" if other else ""
+        return ""
     names = [name for name in _RECURRENT if getattr(config, name, None) is not None]
     return f"keeps a recurrent state ({names[0]})" if names else ""
 
 
-def _mixed_windows(config: Any) -> str:
-    kinds = set(_layer_types(config)) - {"attention"}
-    if kinds <= set(_FULL) or kinds == set(_WINDOWED):
+def _other_layers(config: Any) -> str:
+    kinds = sorted(set(_layer_types(config)) - set(_ATTENTION))
+    if keeps_states(config):
         return ""
-    return f"mixes kinds of attention ({', '.join(sorted(kinds))})" if len(kinds) > 1 else f"uses {kinds.pop()}"
+    return f"has layers of an unknown kind ({', '.join(kinds)})" if kinds else ""
 
 
 def _masked(config: Any) -> str:
     """The reason against masks other than causal ones, and against sparse or shared attention."""
-    if getattr(config, "attention_chunk_size", None) and "chunked_attention" in _layer_types(config):
-        return "uses chunked attention"
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         return "uses bidirectional attention"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "shares KV between layers"
+    if getattr(config, "cross_attention_layers", None):
+        return "has layers that attend to images"
+    if getattr(config, "altup_num_inputs", 0):
+        return "computes several hidden states of every token (altup_num_inputs), of which each would have to be cut"
     sparse = [name for name in ("index_topk", "keep_window_size") if getattr(config, name, None)]
-    return f"chooses keys by their content ({sparse[0]})" if sparse else ""
+    needed = "its records would have to hold what tokens are chosen by, too"
+    return f"chooses keys by their content ({sparse[0]}): {needed}" if sparse else ""
 
 
-def _softcapping(config: Any) -> str:
-    return "caps its attention scores (softcapping)" if getattr(config, "attn_logit_softcapping", None) else ""
+def kept_layers(config: Any) -> int:
+    """How many layers keep keys and values of their own, by the configuration."""
+    return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
 
 
 def _positions(config: Any) -> str:
     """The reason against positions that do not give a key the same rotation in every prompt."""
+    if keeps_states(config):  # nothing of it is moved
+        return ""
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
         return "marks positions by ALiBi, not RoPE"
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
+    ropes = _ropes(config)
+    if not ropes:
         return "has no rotary positions (RoPE), so a key cannot be moved"
-    if any(isinstance(value, dict) for value in rope.values()):
-        return "has a different RoPE for different layers"
-    kind = _rope(config)["rope_type"]
-    if rope.get("mrope_section") or kind == "mrope":
-        return "has positions in several dimensions (M-RoPE)"
-    return "" if kind in _ROPE_TYPES else f"scales its RoPE in an unknown way ({kind})"
+    unknown = [str(rope["rope_type"]) for rope in ropes if rope["rope_type"] not in _ROPE_TYPES]
+    return f"scales its RoPE in an unknown way ({unknown[0]})" if unknown else ""
 
 
 def _switched_off_rope(config: Any) -> str:
     """The reason against hybrids that were built without recurrent layers and without positions."""
     kind = getattr(config, "position_embedding_type", "rope")
+    if keeps_states(config):
+        return ""
     hybrid = getattr(config, "mamba_d_state", None) is not None
     return "has no rotary positions (RoPE) in use" if hybrid and kind != "rope" else ""
 
 
-def _sinks(config: Any) -> str:
-    """The reason against the one family that is known to learn sinks; `check_model` finds others by their weights."""
-    return "has learned attention sinks" if getattr(config, "model_type", "") == "gpt_oss" else ""
-
-
 _REASONS = (
-    _encoder_decoder,
-    _multimodal,
-    _latent,
     _recurrent,
-    _softcapping,
-    _sinks,
-    _mixed_windows,
     _masked,
+    _other_layers,
     _positions,
     _switched_off_rope,
 )

@@ -45,6 +45,30 @@ class Tile:
     stages: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shaping:
+    """What a layer's attention has beside the scale of its scores (scoring.py).
+
+    Attributes
+    ----------
+    begins : int64 `[rows]` on the device, ascending: the first key that a row sees, of those it would see.
+    softcap : of the scores.
+    sinks : float `[heads]` on the device.
+    """
+
+    begins: torch.Tensor | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    def check(self, query: torch.Tensor, at: torch.Tensor) -> None:
+        """Everything that the kernel relies upon to stay inside its arrays."""
+        for name, given, like in (("begins", self.begins, at), ("sinks", self.sinks, query[0, :, 0, 0])):
+            if given is not None and (given.shape != like.shape or given.device != at.device or given.stride() != (1,)):
+                raise ValueError(f"{name} do not fit {tuple(like.shape)}")
+        if self.begins is not None and self.begins.dtype != torch.int64:
+            raise ValueError("begins are int64 numbers")
+
+
 _LARGE_MEMORY = 160 * 1024
 
 
@@ -82,8 +106,9 @@ def attend(
     at: torch.Tensor,
     tile: Tile | None = None,
     splits: int | None = None,
+    more: Shaping | None = None,
 ) -> torch.Tensor:
-    """Attend with rows of which row i sees the keys 0 … at[i].
+    """Attend with rows of which row i sees the keys 0 … at[i], or those of them that its window leaves.
 
     Parameters
     ----------
@@ -92,12 +117,15 @@ def attend(
     at : int64 `[rows]` on the device, ascending, each less than `keys`: that is the caller's to know, the kernel does
         not look. No key behind the last row's is read.
     splits : None: as many as fill the GPU.
+    more : None: weights are the softmax of scaled products over all these keys.
 
     Returns
     -------
     `[1, heads, rows, head_dim]`, laid out with rows before heads.
     """
     _check(query, key, value, at)
+    more = more or Shaping()
+    more.check(query, at)
     _, heads, rows, head_dim = query.shape
     kv_heads = key.shape[1]
     if tile is None:
@@ -109,11 +137,11 @@ def attend(
     if not rows:
         return out
     if splits == 1:
-        _launch(query, key, value, scale, at, out[None], None, tile, splits)
+        _launch(query, key, value, scale, at, out[None], None, tile, splits, more)
         return out
     parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
     sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
-    _launch(query, key, value, scale, at, parts, sums, tile, splits)
+    _launch(query, key, value, scale, at, parts, sums, tile, splits, more)
     _join(parts, sums, out)
     return out
 
@@ -154,6 +182,7 @@ def _launch(
     sums: torch.Tensor | None,
     tile: Tile,
     splits: int,
+    more: Shaping,
 ) -> None:
     """Run the kernel over `out` `[splits, 1, heads, rows, head_dim]`."""
     _, heads, rows, head_dim = query.shape
@@ -161,19 +190,30 @@ def _launch(
     blocks = -(-rows * (heads // kv_heads) // tile.rows)
     kernel()[(blocks, kv_heads, splits)](
         query, key, value, out, out if sums is None else sums, at,
-        scale * _LOG2_E, rows,
+        at if more.begins is None else more.begins, at if more.sinks is None else more.sinks,
+        scale * _LOG2_E, (more.softcap or 1.0) * _LOG2_E, rows,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         out.stride(0), out.stride(2), out.stride(3),
-        **constants(heads // kv_heads, head_dim, tile, splits, query.dtype, not query.is_cuda),
+        **constants(heads // kv_heads, head_dim, tile, splits, query.dtype, not query.is_cuda, more),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
 def constants(
-    groups: int, head_dim: int, tile: Tile, splits: int, dtype: torch.dtype, interpreted: bool = False
+    groups: int,
+    head_dim: int,
+    tile: Tile,
+    splits: int,
+    dtype: torch.dtype,
+    interpreted: bool = False,
+    more: Shaping | None = None,
 ) -> dict[str, Any]:
     """What a kernel is compiled for."""
+    more = more or Shaping()
     return {
+        "WINDOWED": more.begins is not None,
+        "CAPPED": more.softcap is not None,
+        "SUNK": more.sinks is not None,
         "GROUPS": groups,
         "DIM": head_dim,
         "WIDTH": max(_LEAST, _power(head_dim)),
@@ -265,7 +305,10 @@ def _attend(
     out: tl.tensor,
     sums: tl.tensor,
     at: tl.tensor,
+    begins: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     rows: tl.tensor,
     query_head: tl.tensor,
     query_row: tl.tensor,
@@ -276,6 +319,9 @@ def _attend(
     out_split: tl.tensor,
     out_head: tl.tensor,
     out_row: tl.tensor,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -285,7 +331,7 @@ def _attend(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """A block of rows, a head of keys and a part of the keys a program; `scale` is of powers of two."""
+    """A block of rows, a head of keys and a part of the keys a program; `scale` and `cap` are of powers of two."""
     first = tl.program_id(0) * ROWS
     kv_head = tl.program_id(1).to(tl.int64)
     member = first + tl.arange(0, ROWS)
@@ -300,21 +346,33 @@ def _attend(
     # Below `low` every row of the block sees every key; from `high` on none does.
     low = tl.load(at + first // GROUPS) + 1
     high = tl.load(at + tl.minimum((first + ROWS - 1) // GROUPS, rows - 1)) + 1
-    share = tl.cdiv(tl.cdiv(high, KEYS), tl.num_programs(2)) * KEYS
-    begin = tl.program_id(2) * share
+    least = low * 0
+    since = position * 0
+    if WINDOWED:
+        least = tl.load(begins + first // GROUPS) // KEYS * KEYS
+        since = tl.load(begins + row, mask=real, other=0)
+    share = tl.cdiv(tl.cdiv(high - least, KEYS), tl.num_programs(2)) * KEYS
+    begin = least + tl.program_id(2) * share
     end = tl.minimum(begin + share, high)
     masked = tl.minimum(tl.maximum(low // KEYS * KEYS, begin), end)
+    if WINDOWED:
+        masked = begin
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SUNK:  # a score that the first part counts, and that has no value
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        counted = tl.program_id(2) == 0
+        most = tl.where(counted, sink, most)
+        total = tl.where(counted, 1.0, total)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     keys, values = key + kv_head * key_head, value + kv_head * value_head
     most, total, mixed = _over(
-        begin, masked, high, part, keys, key_row, values, value_row, position, scale, most, total, mixed,
-        False, DIM, WIDTH, KEYS, PRECISION, WIDEN,
+        begin, masked, high, part, keys, key_row, values, value_row, position, since, scale, cap, most, total, mixed,
+        False, CAPPED, DIM, WIDTH, KEYS, PRECISION, WIDEN,
     )  # fmt: skip
     most, total, mixed = _over(
-        masked, end, high, part, keys, key_row, values, value_row, position, scale, most, total, mixed,
-        True, DIM, WIDTH, KEYS, PRECISION, WIDEN,
+        masked, end, high, part, keys, key_row, values, value_row, position, since, scale, cap, most, total, mixed,
+        True, CAPPED, DIM, WIDTH, KEYS, PRECISION, WIDEN,
     )  # fmt: skip
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     split = tl.program_id(2).to(tl.int64)
@@ -336,11 +394,14 @@ def _over(
     values: tl.tensor,
     value_row: tl.tensor,
     position: tl.tensor,
+    since: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     most: tl.tensor,
     total: tl.tensor,
     mixed: tl.tensor,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
@@ -364,8 +425,11 @@ def _over(
             score = tl.dot(part.to(tl.float32), block.to(tl.float32)) * scale
         else:
             score = tl.dot(part, block, input_precision=PRECISION) * scale
+        if CAPPED:  # tanh(x) = 1 - 2 / (1 + e^2x), with e^2x as the power of two that `score / cap` is of
+            score = cap * (1 - 2 / (1 + tl.exp2(score / cap * 2.8853900817779268)))
         if MASKED:
-            score = tl.where(at[None, :] <= position[:, None], score, float("-inf"))
+            seen = (at[None, :] <= position[:, None]) & (at[None, :] >= since[:, None])
+            score = tl.where(seen, score, float("-inf"))
         highest = tl.maximum(most, tl.max(score, 1))
         shift = tl.where(highest == float("-inf"), 0.0, highest)  # a row that has seen no key yet
         weight = tl.exp2(score - shift[:, None])

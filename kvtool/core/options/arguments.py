@@ -49,12 +49,13 @@ class QueryArguments(TypedDict, total=False):
     retriever: str
     embedder: str | None
     order: str
-    fusion: str
+    fusion: str | None
     ratio: float | str
     link_tokens: int
     link: str
     shift: bool
     level: str
+    keep_states: int | str
     max_loss: float
     audit: float | str
     explain: bool

@@ -93,6 +93,11 @@ class PackReader:
             self._file.close()
             raise DamagedError(f"{path} is no pack, or is cut off: {error}", "get the pack again") from error
 
+    @property
+    def names(self) -> list[str]:
+        """Of all members, as they stand in the file."""
+        return list(self._members)
+
     def size(self, name: str) -> int:
         """How many bytes a member has; 0 where there is none."""
         member = self._members.get(name)

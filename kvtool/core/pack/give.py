@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
+from kvtool.core.pack import stretches
 from kvtool.core.pack.container import PackWriter, writing
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import to_safetensors
@@ -39,7 +40,7 @@ class ExportReport:
 
     Attributes
     ----------
-    chunks : at a level each. `bytes` : of the file.
+    chunks : at a level each. `stretches` : of answered prompts. `bytes` : of the file.
     damaged : what the store could not give, and why; it was left out.
     """
 
@@ -47,6 +48,7 @@ class ExportReport:
     documents: int = 0
     files: int = 0
     chunks: int = 0
+    stretches: int = 0
     bytes: int = 0
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
@@ -118,6 +120,7 @@ class _Export:
             with self._noting(f"chunk {chunk_id.hex()}"):
                 self._chunk(chunk_id, chunks)
             self.events.advance(1)
+        self._stretches(chunks)
         profiles = self._profiles(chunks)
         catalogue = Catalogue(self.store.manifest()["identity"], self._meta(), profiles, files, chunks)
         packed = catalogue.pack()
@@ -156,6 +159,12 @@ class _Export:
         for level in stored if everything else [level for level in stored if level in (self.levels or ())]:
             with self._noting(f"chunk {key} at level {level}"):
                 self._level(chunk_id, described, level)
+
+    def _stretches(self, chunks: Collection[str]) -> None:
+        for stretch, info in stretches.wanted(self.store, [bytes.fromhex(key) for key in chunks]).items():
+            with self._noting(f"stretch {stretch.hex()}"):
+                stretches.give(self.store, self.out, stretch, info)
+                self.report.stretches += 1
 
     def _level(self, chunk_id: bytes, chunk: Chunk, level: str) -> None:
         """A level, behind the one that it refines."""

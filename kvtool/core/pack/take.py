@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreFormatError
+from kvtool.core.pack import stretches
 from kvtool.core.pack.container import PackReader
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import MOST_HEADER, from_safetensors
@@ -44,7 +45,9 @@ def take(
         _check_manifest(blobs, catalogue, pack)
         with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
             try:
-                return adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
+                report = adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
+                stretches.take(store, writer, reader, report)
+                return report
             except StoreFormatError as error:  # made with another model or other settings
                 hint = f"import {pack.name} into a store of its own: --store FOLDER"
                 raise StoreFormatError(f"{error.message} than {pack}", hint) from error

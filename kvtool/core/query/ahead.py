@@ -133,7 +133,7 @@ class Ahead:
         if kv is None:
             return
         held = replace(segment, source=replace(segment.source, level=COMPUTED))
-        self._source.hold(held, kv.keys, kv.values)
+        self._source.hold(held, kv.layers)
         if self._source.holds(held, self._layers):  # a batch's memory may be smaller than a chunk
             with self._changed:
                 self._computed.add(number)

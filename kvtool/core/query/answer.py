@@ -17,6 +17,7 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
 from kvtool.core.query.auto import Choice, choose
+from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, lay_out, line_and_text
@@ -34,7 +35,11 @@ OnText = Callable[[str], None]
 
 
 def answer(
-    session: Session, request: Request, options: QueryOptions | None = None, on_text: OnText | None = None
+    session: Session,
+    request: Request,
+    options: QueryOptions | None = None,
+    on_text: OnText | None = None,
+    again: bool = False,
 ) -> Reply:
     """Answer one request.
 
@@ -44,6 +49,7 @@ def answer(
     Parameters
     ----------
     on_text : told pieces of the answer as they come.
+    again : the same question was answered just now in another mode, and counts once in what the store has served.
 
     Raises
     ------
@@ -52,14 +58,18 @@ def answer(
     """
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        return answer_asked(session, lay_out(session, request, options), options, on_text)
+        return answer_asked(session, lay_out(session, request, options), options, on_text, again)
 
 
-def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text: OnText | None = None) -> Reply:
+def answer_asked(
+    session: Session, asked: Asked, options: QueryOptions, on_text: OnText | None = None, again: bool = False
+) -> Reply:
     """Answer a request whose prompt is laid out."""
     with session.lock, session.store.view():
+        options.check_of(session.identity)
+        options = replace(options, fusion=options.mode(session.identity.keeps_states))
         asked, options, choice = _choose(session, asked, options)
-        selector = selector_for(options, options.fusion)
+        selector = selector_for(options, options.mode())
         if selector.uses_cache and not options.force:
             session.check_gate()
         streamed = _fetch(session, asked, options, selector)
@@ -75,8 +85,11 @@ def answer_asked(session: Session, asked: Asked, options: QueryOptions, on_text:
         started = time.perf_counter()
         said = generate(session.decoder, fused.cache, first, sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))
-        if selector.uses_cache:
-            _keep(session, fused, streamed.holes)
+        if outcome.chained is not None:
+            if selector.uses_cache:
+                keep(session, outcome.chained, options.keep_states, again)
+        elif selector.uses_cache:
+            _keep(session, fused, streamed.holes, again)
         timing = _timing(session, asked, choice, streamed, fused, fuse_ms, said)
         return _reply(session, asked, options, selector, choice, streamed, outcome, said, chunks, timing)
 
@@ -96,7 +109,7 @@ def _choose(session: Session, asked: Asked, options: QueryOptions) -> tuple[Aske
 
 def _streams(session: Session, options: QueryOptions) -> bool:
     """Whether there is an objective, and a link behind the store to fetch from under it."""
-    return options.slo_ms is not None and session.store.link is not None
+    return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
 def _fetch(session: Session, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
@@ -108,6 +121,9 @@ def _fetch(session: Session, asked: Asked, options: QueryOptions, selector: Sele
 
 def _fuse(session: Session, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
     """The whole prompt in one pass, or in rounds."""
+    if session.identity.keeps_states:
+        chained = answer_chain(session, streamed.plan, selector, options)
+        return Outcome(chained.fused, None, [], chained)
     if options.defer:
         return fuse_in_rounds(session, streamed.plan, selector, streamed.source, options)
     decoder, plan, source = session.decoder, streamed.plan, streamed.source
@@ -148,13 +164,14 @@ def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]
 # ---- after the answer ----
 
 
-def _keep(session: Session, fused: Fused, computed: Sequence[Segment]) -> None:
+def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bool) -> None:
     """Note what was used, and store what was missing."""
     cached = fused.plan.cached_chunks
     if session.hot is not None:
         for segment in cached:
             session.hot.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
-    session.store.note_access([one.source.chunk_id for one in cached], missed=len(fused.plan.chunks) - len(cached))
+    missed = len(fused.plan.chunks) - len(cached)
+    session.store.note_access([one.source.chunk_id for one in cached], missed, again)
     holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
@@ -201,7 +218,7 @@ def _reply(
     return Reply(
         question=asked.request.question,
         answer=text,
-        fusion=options.fusion,
+        fusion=options.mode(),
         chunks=chunks,
         revision=asked.revision,
         tokens=_tokens(fused, said),

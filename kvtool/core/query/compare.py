@@ -36,7 +36,7 @@ def _compare(session: Session, request: Request, options: QueryOptions, modes: S
     full.comparison = SAME.to_json() | {"answer_equal": True}
     replies = [full]
     for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
-        reply = answer(session, request, replace(options, fusion=mode))
+        reply = answer(session, request, replace(options, fusion=mode), again=len(replies) > 1)
         distance = reference.force(reply.fused).distance
         reply.comparison = distance.to_json() | {"answer_equal": reply.generated.ids == full.generated.ids}
         replies.append(reply)

@@ -142,7 +142,7 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
         return replace(wanted, reason="not stored")
     if info.token_ids != wanted.ids:
         return replace(wanted, reason="the stored token ids differ")
-    if info.layers != session.layers:
+    if info.layers not in (0, session.layers):  # 0: nothing is stored of it by design
         return replace(wanted, reason="stored with another number of layers")
     levels = session.store.levels(wanted.chunk_id)
     best: str | None = level
@@ -159,8 +159,8 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
 def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) -> None:
     """Say that what is read loses more than was asked for, since nothing that is stored is known to lose less."""
     session.warn_once(
-        f"chunks are read at level {level}, which loses {loss:.2g} nats a token: nothing that is stored of them loses "
-        f"as little as {max_loss:g}",
+        f"some chunks are read at level {level}, which loses {loss:.2g} nats a token: nothing that is stored of them "
+        f"loses as little as {max_loss:g}",
         f"`--max-loss {enough_loss(loss)}` accepts it; exact records and finer levels come of ingest into a new store",
     )
 

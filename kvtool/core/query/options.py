@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import AUTO, FUSIONS
+from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
 from kvtool.core.model.options import NetworkOptions, system_option
 from kvtool.core.options.option import Options, option
 from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
+
+if TYPE_CHECKING:
+    from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
 INSIDE, DEFER, LINK = "Looking inside", "Deferred loading", "Shared store and time limits"
@@ -53,11 +58,12 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         choices=("relevance", "best-last", "document"),
     )
 
-    fusion: str = option(
-        "union",
+    fusion: str | None = option(
+        None,
         "How cached chunks become one prompt.",
         group=FUSION,
         choices=FUSIONS,
+        instead="union; of a model that keeps states prefix",
         several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` holds several against each other",
     )
     ratio: float = option(
@@ -75,6 +81,14 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
     level: str = option(
         "auto", "Codec level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
+    )
+    keep_states: int = option(
+        4 * 10**9,
+        "What the store may hold of answered prompts, of a model that keeps states; 0 keeps nothing.",
+        group=FUSION,
+        unit="size",
+        lowest=0,
+        instead="4GB",
     )
     max_loss: float = option(
         MAX_LOSS,
@@ -147,6 +161,31 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
     weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
+
+    def mode(self, keeps_states: bool = False) -> str:
+        """The fusion mode: the one that was asked for, else what the model is best answered in."""
+        return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
+
+    def check_of(self, identity: StoreIdentity, modes: Sequence[str] = ()) -> None:
+        """Refuse what cannot be had of a store's model, before it is loaded.
+
+        Parameters
+        ----------
+        modes : that are asked for beside its own.
+
+        Raises
+        ------
+        UsageError : the model keeps states, and only a prompt's own beginning can be reused.
+        """
+        if not identity.keeps_states:
+            return
+        for mode in (self.mode(keeps_states=True), *modes):
+            if mode not in EXACTLY:
+                identity.check_movable(f"--fusion {mode}")
+        if self.defer:
+            raise UsageError(
+                "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
+            )
 
     def check(self) -> None:
         """Refuse what is chosen for a whole prompt where it is loaded in rounds."""

@@ -145,6 +145,7 @@ class Reply:
             "tokens": self.tokens,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
+            **self.fused.reach.to_json(),
             **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
             **self.scores,
             **self.comparison,
@@ -171,8 +172,9 @@ def read_batch(path: Path) -> list[Request]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        why = str(getattr(error, "strerror", None) or error)
         raise UsageError(
-            f"the batch file {str(path)!r} cannot be read: {error}", "give a UTF-8 JSON-lines file"
+            f"the batch file {str(path)!r} cannot be read: {why}", "give a UTF-8 JSON-lines file"
         ) from error
     requests = []
     for number, line in enumerate(lines, 1):

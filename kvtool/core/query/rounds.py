@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.timeline import add_span
+from kvtool.core.fusion.chain import Chained
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.rounds import fuse_further, joined
@@ -47,11 +48,13 @@ class Outcome:
     Attributes
     ----------
     begun : the answer's beginning, which the cache holds already; None after a last round.
+    chained : of a model that keeps states: what is to be stored of the prompt.
     """
 
     fused: Fused
     begun: Beginning | None
     rounds: list[Round]
+    chained: Chained | None = None
 
 
 def steps(

@@ -83,14 +83,14 @@ def make(
 
 def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
     """Encode keys and values as records, one a layer."""
-    kvs: list[LayerKV] = list(zip(kv.keys, kv.values, strict=True))
+    kvs = kv.layers
     payloads = CODECS[level].encode_layers(kvs, profile)
     return [sealed(chunk_id, kvs[layer], level, layer, payload) for layer, payload in enumerate(payloads)]
 
 
 def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
     """Put one layer's record around what a codec made of it."""
-    keys, _ = kv
+    keys, values = kv
     kv_heads, tokens, head_dim = keys.shape
-    header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, head_dim, level, layer)
+    header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, values.shape[2], level, layer)
     return encode_record(chunk_id, header, payload)

@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles
+from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles, shape_of
 from kvtool.core.codec.kept import rows_of
 from kvtool.core.codec.levels import exact, level_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
@@ -27,6 +26,11 @@ class Unusable:
     """Stands for a record that is as good as none, and says why."""
 
     reason: str
+
+
+def stored_shape(shape: KVShape, tokens: int) -> Shape:
+    """The shape that a layer's records of so many tokens state."""
+    return shape_of(shape.heads, tokens, shape.key_dim, shape.value_dim)
 
 
 def stored_rows(item: Encoded, level: str) -> Ids | None:
@@ -66,7 +70,7 @@ def read_layer(
 
     Parameters
     ----------
-    shapes : what the records must have, `[kv_heads, tokens, head_dim]` each; None: whatever they say.
+    shapes : what the records must have; None: whatever they say.
     before : told the number of each chunk before a record of it is read.
     room : memory for a record; nobody else may write to it until the record is of no more use.
     """
@@ -104,7 +108,7 @@ def _opened(
     if isinstance(record, KvtoolError):
         return Unusable(f"damaged: {record.message}" if isinstance(record, DamagedError) else record.message), None
     header, payload = record
-    stored = (header.kv_heads, header.tokens, header.head_dim_k)
+    stored = shape_of(header.kv_heads, header.tokens, header.head_dim_k, header.head_dim_v)
     if shape is not None and stored != shape:
         return Unusable(f"stored shape {stored} does not fit"), None
     try:
@@ -132,9 +136,8 @@ def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, la
 def read_chunk(
     store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
 ) -> ChunkKV:
-    """Read all layers of a chunk as tensors, each side in one piece. Raises DamagedError."""
-    sides = read_layers(store, chunk_id, level, layers, profiles)
-    return ChunkKV(torch.stack([keys for keys, _ in sides]), torch.stack([values for _, values in sides]))
+    """Read all layers of a chunk as tensors. Raises DamagedError."""
+    return ChunkKV(*zip(*read_layers(store, chunk_id, level, layers, profiles), strict=True))
 
 
 def read_layers(

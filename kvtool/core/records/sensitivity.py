@@ -42,7 +42,7 @@ def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: S
     chunks : token ids.
     kvs : the same chunks behind their own lead-in.
     """
-    layer = min(LAYER, len(decoder.layers) - 1)
+    layer = min(LAYER, decoder.stored_layers - 1)
     others = prefill_chunks(decoder, other, [PrefillItem(ids) for ids in chunks], layer + 1)
     return [_distance(kv.values[layer], moved.values[layer]) for kv, moved in zip(kvs, others, strict=True)]
 

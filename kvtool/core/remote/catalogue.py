@@ -190,7 +190,7 @@ def _file(value: Any) -> File:
 
 def _chunk(key: str, value: Any, makers: Any, left_out: list[tuple[str, str]]) -> Chunk:
     mark, layers, levels = checks.list_of(value, 3)
-    layers = checks.count_of(layers, 1, MOST_LAYERS)
+    layers = checks.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
     checks.object_of(makers)
     by_name = {name: _level(name, row, layers, makers.get(name)) for name, row in checks.object_of(levels).items()}
     for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it

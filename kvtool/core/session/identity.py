@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.load import resolve_dtype
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.resolve import resolve
+from kvtool.core.model.support import ONLY_EXACTLY
 from kvtool.core.records.wanted import WantedChunk
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class StoreIdentity:
     prefix : token ids before the first chunk of a prompt, as they were when the store was made.
     answer_header : token ids after the question.
     system : the instruction they were made from; "" for the default.
+    keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused (fusion/chain.py).
     """
 
     model: str
@@ -70,6 +72,7 @@ class StoreIdentity:
     split: SplitSettings
     system: str = ""
     namespace: str = ""
+    keeps_states: bool = False
 
     def chunk_id(self, ids: Ids, before: Ids = ()) -> bytes:
         """Id of a chunk behind this lead-in (and `before`, its own part of it)."""
@@ -78,6 +81,13 @@ class StoreIdentity:
     def wanted(self, ids: Ids, before: Ids = ()) -> WantedChunk:
         """A chunk behind this lead-in, as it is to be made."""
         return WantedChunk(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
+
+    def check_movable(self, what: str) -> None:
+        """Refuse what needs chunks that can stand anywhere. Raises UsageError."""
+        if self.keeps_states:
+            raise UsageError(
+                f"{what} needs chunks that can be moved, and {self.model} keeps a recurrent state", ONLY_EXACTLY
+            )
 
     @property
     def wanted_prefix(self) -> WantedChunk:
@@ -100,8 +110,11 @@ class StoreIdentity:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_manifest(self) -> dict[str, Any]:
-        """The identity as JSON values."""
-        return {"identity": asdict(self) | {"lead_in": self.lead_in.to_json()}}
+        """The identity as JSON values; where no states are kept they are those of stores that knew of none."""
+        row = asdict(self) | {"lead_in": self.lead_in.to_json()}
+        if not self.keeps_states:
+            del row["keeps_states"]
+        return {"identity": row}
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:

@@ -10,7 +10,7 @@ import torch
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.base import Encoded, shape_of_layer
 from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.types import Ids
@@ -27,6 +27,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.session.gate import GateCheck, GateVerdict, keep_verdict, stored_verdict
 from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.state_law import check_states
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -84,12 +85,14 @@ def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
 def check_laws(
     decoder: Decoder, fingerprint: str, prefix: Ids, chunks: Sequence[Ids], question: Ids = _QUESTION
 ) -> GateVerdict:
-    """Check laws 1, 3, 4 and 7 on some chunks (token ids; long ones are cut).
+    """Check laws 1, 3, 4 and 7 on some chunks (token ids; long ones are cut); of a model that keeps states, law 3.
 
     The chunks are prefilled here behind the plain prefix, whatever the store's lead-in: so the laws say exactly what
     must come out.
     """
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
+    if decoder.keeps_states:
+        return check_states(decoder, fingerprint, prefix, chunks, question, *_allowed(decoder.dtype))
     bench = _Bench(decoder, prefix, chunks, question)
     everything = max(map(len, chunks))
     logits, keys, turns = TOLERANCE[decoder.kv_dtype], KEY_TOLERANCE[decoder.kv_dtype], TURNS[decoder.kv_dtype]
@@ -106,6 +109,11 @@ def check_laws(
         GateCheck(7, "lossless levels", bench.lossless(), 0.0),
     ]
     return GateVerdict(fingerprint, tuple(checks))
+
+
+def _allowed(dtype: torch.dtype) -> tuple[float, int]:
+    """The largest difference of logits that rounding explains, and in how many turns."""
+    return TOLERANCE[dtype], TURNS[dtype]
 
 
 def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float:
@@ -168,12 +176,12 @@ class _Bench:
     def lossless(self) -> float:
         """0 when every lossless codec gives back what it was given, bit for bit."""
         kv = self._kv[b"0"]
-        layer, kv_heads, tokens, head_dim = 0, *kv.keys.shape[1:]
+        own = kv.layers[0]
         for codec in (CODECS[level] for level in exact()):
-            data = b"".join(codec.encode(kv.keys[layer], kv.values[layer]))
-            item = Encoded(bytearray(data), (kv_heads, tokens, head_dim), NAMES[kv.keys.dtype])
+            data = b"".join(codec.encode(*own))
+            item = Encoded(bytearray(data), shape_of_layer(own), NAMES[kv.dtype])
             sides = codec.decode([item])[0]
-            if not all(torch.equal(a, b) for a, b in zip(sides, (kv.keys[layer], kv.values[layer]), strict=True)):
+            if not all(torch.equal(a, b) for a, b in zip(sides, own, strict=True)):
                 return 1.0
         return 0.0
 

@@ -72,7 +72,8 @@ def open_lead_in(store: Store, decoder: Decoder, wanted: LeadInIds) -> LeadIn:
     if not wanted.rows:
         return LeadIn(decoder, wanted.ids)
     rows = learned_rows(store, wanted.rows)
-    shape = (len(decoder.layers), decoder.kv_heads, len(wanted.ids), decoder.head_dim)
+    own = decoder.plain_shape
+    shape = None if own is None else (len(decoder.layers), own.heads, len(wanted.ids), own.key_dim)
     fits = rows.fingerprint == decoder.loaded.fingerprint and rows.ids == wanted.ids
     if not fits or rows.keys.shape != shape or rows.keys.dtype != decoder.kv_dtype:
         raise ModelError("the learned lead-in is another model's", _FIT)

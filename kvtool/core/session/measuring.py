@@ -119,15 +119,17 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 def measure_memory(decoder: Decoder) -> LoadSpeed:
     """Time the loading of chunks that are held decoded, as `HotSource` holds them."""
     there = held_on(decoder)
-    shape = (len(decoder.layers), decoder.kv_heads, _HELD_TOKENS, decoder.head_dim)
-    chunks = {
-        bytes([number]): ChunkKV(*(torch.ones(shape, dtype=decoder.kv_dtype, device=there) for _ in range(2)))
-        for number in range(WANTED)
-    }
+    chunks = {bytes([number]): _of_ones(decoder, there) for number in range(WANTED)}
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]
     speed = measure_load(decoder, MemorySource(chunks), candidates)
     assert speed is not None  # nothing of it can be missing
     return speed
+
+
+def _of_ones(decoder: Decoder, there: torch.device | None) -> ChunkKV:
+    sides = [[shape.empty(_HELD_TOKENS, decoder.kv_dtype)[side] for shape in decoder.shapes] for side in (0, 1)]
+    keys, values = ([torch.ones_like(numbers, device=there) for numbers in side] for side in sides)
+    return ChunkKV(keys, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     cache.set_length(tokens)
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with Loader(decoder, segments, cache, source) as loader:
-            for layer in range(len(decoder.layers)):
+        with Loader(decoder, [segments] * decoder.stored_layers, cache, source) as loader:
+            for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU
     except RecordMissing:

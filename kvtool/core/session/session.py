@@ -166,10 +166,11 @@ class Session:
 
     @cached_property
     def layers(self) -> int:
-        """How many layers the model has: a chunk that is stored with another number is not its own."""
+        """How many layers have records of a chunk: one that is stored with another number is not this model's."""
         from kvtool.core.model.load import supported_config
+        from kvtool.core.model.support import kept_layers
 
-        return len(self.decoder.layers) if self.is_loaded else int(supported_config(self.files).num_hidden_layers)
+        return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
 
     @property
     def parts(self) -> PromptParts:

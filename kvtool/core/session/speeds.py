@@ -63,7 +63,7 @@ class SpeedBook:
         if self._passes is None or missing:
             self._measure(missing, own)
         assert self._passes is not None
-        return _on(self._decoder.device, self._passes, self._loads, len(self._decoder.layers))
+        return _on(self._decoder.device, self._passes, self._loads, self._decoder.stored_layers)
 
     def _measure(self, levels: Sequence[str], own: Sequence[bytes]) -> None:
         named = ["from memory" if level == MEMORY else f"level {level}" for level in levels]
@@ -73,7 +73,7 @@ class SpeedBook:
             f"measuring how fast this machine {what}, " + ("for now: it is busy" if busy else "once for this model")
         )
         stored = [level for level in levels if level != MEMORY]
-        samples = find_samples(self._store, len(self._decoder.layers), stored, own)
+        samples = find_samples(self._store, self._decoder.stored_layers, stored, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
         source = StoreSource(self._store, self._decoder, ProfileShelf(self._store))
@@ -88,7 +88,7 @@ class SpeedBook:
             else:
                 self._loads[level] = speed
         if not busy:
-            self._file.keep(self._machine, self._passes, self._loads, len(self._decoder.layers))
+            self._file.keep(self._machine, self._passes, self._loads, self._decoder.stored_layers)
 
     def _recall(self) -> None:
         if (found := self._file.row(self._machine)) is not None:

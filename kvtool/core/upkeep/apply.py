@@ -22,6 +22,8 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
     """
     spared: set[bytes] = set()
     for step in plan.steps:
+        if step.stretches:
+            writer.drop_stretches(step.stretches)
         if step.sources:
             writer.remove_documents(step.sources)
         if step.sources or step.loose:

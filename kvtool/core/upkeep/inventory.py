@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from kvtool.core.cache import keys, space, tables
 from kvtool.core.cache.environment import PAGE_BYTES
+from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.stretches import in_turn
 from kvtool.core.codec.levels import lossy
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import StoreIdentity
@@ -68,6 +70,7 @@ class Inventory:
     ----------
     documents : the least recently used first.
     loose : chunks that no document refers to, but for the prompt's own beginning.
+    stretches : of answered prompts, each with its seconds of last use and its bytes; the first goes first.
     used : bytes of the folder's files.
     free : bytes of them that a compaction gives back as things are.
     """
@@ -77,6 +80,7 @@ class Inventory:
     loose: tuple[bytes, ...]
     used: int
     free: int
+    stretches: tuple[tuple[bytes, int, int], ...] = ()
 
 
 def take_inventory(store: Store) -> Inventory:
@@ -107,7 +111,17 @@ def take_inventory(store: Store) -> Inventory:
     texts = _texts(store)
     documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
-    return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free)
+    stretches = _stretches(store, used)
+    return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free, stretches)
+
+
+def _stretches(store: Store, used: Mapping[bytes, int]) -> tuple[tuple[bytes, int, int], ...]:
+    sizes: dict[bytes, int] = {}
+    with store.snapshot() as snapshot:
+        for key, size in snapshot.sizes(tables.STRETCHES):
+            sizes[key[:ID_BYTES]] = sizes.get(key[:ID_BYTES], 0) + pages(size)
+    whole = store.stretches()
+    return tuple((one, used.get(one, 0), sizes.get(one, 0)) for one in in_turn(whole, used))
 
 
 def kept_always(store: Store) -> set[bytes]:

@@ -11,8 +11,10 @@ from typing import Any
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import MAX_LOSS, exact, lossy
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import NoSpaceError, UsageError
+from kvtool.core.session.levels import MeasuredLosses
 from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
 from kvtool.core.upkeep.budget import low_water
 from kvtool.core.upkeep.inventory import Inventory, take_inventory
@@ -35,6 +37,8 @@ class PruneReport:
     after : on a dry run what is expected.
     in_the_way : bytes of what stays, where the limit is not met: `pinned`, `text`, `other`.
     spared : chunks whose exact records stayed, because what was to stand for them is damaged.
+    lossy : chunks that lost levels, and of which all that stays loses more than questions allow; `worst` of them loses
+        the most, in nats a token.
     refusal : of a dry run: why it would not be done as it was asked for; None: it would.
     """
 
@@ -46,6 +50,8 @@ class PruneReport:
     compacted: int = 0
     profiles: int = 0
     spared: int = 0
+    lossy: int = 0
+    worst: float = 0.0
     dry_run: bool = False
     in_the_way: dict[str, int] = field(default_factory=dict)
     refusal: UsageError | None = None
@@ -118,6 +124,7 @@ def _rehearse(store: Store, limit: int | None, wanted: Wanted, options: PruneOpt
     report = PruneReport(limit, wanted.goal, inventory.used, inventory.used, list(plan.steps), dry_run=True)
     report.profiles = len(old_profiles(store))
     report.refusal = None if options.yes else _refusal(inventory, plan)
+    _weigh(report, inventory, store)
     if options.compact and _is_too_large(inventory.used, wanted.goal):
         report.compacted = inventory.used - plan.expected
         report.after = plan.expected
@@ -143,9 +150,24 @@ def _prune(store: Store, writer: Writer, limit: int | None, wanted: Wanted, opti
         inventory = take_inventory(store)
         if not plan.steps or report.after - (0 if options.compact else inventory.free) <= (limit or report.after):
             break
+    _weigh(report, inventory, store)
     if not report.reached:
         report.in_the_way = _in_the_way(inventory, report.after)
     return report
+
+
+def _weigh(report: PruneReport, inventory: Inventory, store: Store) -> None:
+    """Count the chunks that questions will read with more loss than they allow, now that levels of them went."""
+    gone: dict[bytes, set[str]] = {}
+    for chunk, level in (drop for step in report.steps for drop in step.drops):
+        gone.setdefault(chunk, set()).add(level)
+    losses = MeasuredLosses(store)
+    for chunk, levels in gone.items():
+        held = inventory.chunks.get(chunk)
+        stays = set(held.levels) - levels if held is not None else set()
+        loss = 0.0 if exact(stays) else min(losses.of(chunk, lossy(stays)).values(), default=0.0)
+        if loss > MAX_LOSS:
+            report.lossy, report.worst = report.lossy + 1, max(report.worst, loss)
 
 
 def _compacted(writer: Writer, steps: Sequence[Step]) -> int:

@@ -53,9 +53,16 @@ def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]
     if sources := list(with_chunk(target)):
         return sources
     names = {PurePosixPath(file).name: file for file in named.values()}
-    raise UsageError(
-        f"{target!r} is no document of the store", did_you_mean(PurePosixPath(target).name, names) or _LISTED
-    )
+    hint = _folder_hint(target, named) or did_you_mean(PurePosixPath(target).name, names) or _LISTED
+    raise UsageError(f"{target!r} is no document of the store", hint)
+
+
+def _folder_hint(target: str, named: Named) -> str:
+    """Of the end of a folder's path, which by itself means nothing: too much might go."""
+    tail = "/" + target.strip("/")
+    folders = {str(folder) for file in named.values() for folder in PurePosixPath(file).parents}
+    meant = sorted(folder for folder in folders if folder.endswith(tail))
+    return f"name a folder by its path: {meant[0]}" if meant else ""
 
 
 def _is_below(file: str, folder: str) -> bool:

@@ -16,10 +16,11 @@ class Step:
 
     Attributes
     ----------
-    name : `unreferenced`, `cold`, `exact`, `level N`, `kv`, `documents`.
+    name : `unreferenced`, `stretches`, `cold`, `exact`, `level N`, `kv`, `documents`.
     drops : levels of chunks.
     sources : documents that are forgotten whole.
     loose : chunks that nobody refers to, or nobody then, of which everything goes.
+    stretches : of answered prompts.
     size : bytes that the step gives back once the store is compacted.
     """
 
@@ -28,6 +29,7 @@ class Step:
     sources: tuple[str, ...] = ()
     loose: tuple[bytes, ...] = field(default=(), repr=False)
     size: int = 0
+    stretches: tuple[bytes, ...] = field(default=(), repr=False)
 
     @property
     def chunks(self) -> int:
@@ -41,6 +43,7 @@ class Step:
             "chunks": self.chunks,
             "chunk_levels": len(self.drops),
             "documents": len(self.sources),
+            "stretches": len(self.stretches),
             "bytes": self.size,
         }
 
@@ -86,7 +89,9 @@ class Growing:
     sources: list[str] = field(default_factory=list)
     loose: list[bytes] = field(default_factory=list)
     size: int = 0
+    stretches: list[bytes] = field(default_factory=list)
 
     def done(self) -> Step:
         """The step."""
-        return Step(self.name, tuple(self.drops), tuple(self.sources), tuple(self.loose), self.size)
+        lists = (tuple(self.drops), tuple(self.sources), tuple(self.loose))
+        return Step(self.name, *lists, self.size, tuple(self.stretches))

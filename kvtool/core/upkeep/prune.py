@@ -41,9 +41,10 @@ class Wanted:
 def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
     """Steps in their order, the least recently used document first within each, and no step beyond the goal.
 
-    What nobody refers to goes first, then documents that are to be forgotten whatever the size, then the fine levels of
-    what is cold. Only then, and only as far as the goal asks: exact records where a level with a measured loss stands,
-    finer levels before coarser, all KV of chunks whose text stays, and last the documents that may be forgotten.
+    What nobody refers to goes first, then documents that are to be forgotten whatever the size, then stretches of
+    answered prompts that are cold or in the way, then the fine levels of what is cold. Only then, and only as far as
+    the goal asks: exact records where a level with a measured loss stands, finer levels before coarser, all KV
+    of chunks whose text stays, and last the documents that may be forgotten.
     """
     return Planner(inventory, wanted).plan()
 
@@ -59,13 +60,14 @@ class Planner:
         self.referring = Counter(chunk for document in inventory.documents for chunk in document.refs)
 
     def plan(self) -> Plan:
-        steps = [step for step in self._steps() if step.drops or step.sources or step.loose]
+        steps = [step for step in self._steps() if step.drops or step.sources or step.loose or step.stretches]
         return Plan(tuple(steps), self.expected, self.wanted.goal)
 
     def _steps(self) -> Iterator[Step]:
         yield self._unreferenced()
         if not self.wanted.as_needed:
             yield self.documents(self.wanted.forgets)
+        yield self._stretches()
         if self.wanted.cold_before is not None:
             yield self._cold(self.wanted.cold_before)
         if self.wanted.goal is not None:
@@ -86,6 +88,16 @@ class Planner:
         step = Growing("unreferenced", loose=list(self.inventory.loose))
         for chunk in self.inventory.loose:
             self._take(step, chunk, list(self.left[chunk]))
+        return step.done()
+
+    def _stretches(self) -> Step:
+        """What was computed of prompts: a question computes it again, and no text goes with it."""
+        step = Growing("stretches")
+        for stretch, used, size in self.inventory.stretches:
+            cold = self.wanted.cold_before is not None and used < self.wanted.cold_before
+            if cold or not self._enough:
+                step.stretches.append(stretch)
+                self._free(step, size)
         return step.done()
 
     def _cold(self, before: float) -> Step:

@@ -171,7 +171,7 @@ def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
 
 
 def _layers(kv: ChunkKV) -> list[LayerKV]:
-    return list(zip(kv.keys, kv.values, strict=True))
+    return kv.layers
 
 
 def _lossy_encoders(sample: Sample, level: str, profile: Profile | None) -> list[Job]:
@@ -210,7 +210,8 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
     jobs: list[Job] = []
     for kv in sample.chunks:
         finest = []
-        for layer, sides in enumerate(torch.stack([kv.keys, kv.values], 1).transpose(2, 3).flatten(3).float()):
+        for layer, own in enumerate(kv.layers):
+            sides = torch.stack(own).transpose(1, 2).flatten(2).float()
             finest.append(finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides))
         jobs.append(partial(_streams, profile, level, np.stack(finest)))
     return jobs

@@ -32,28 +32,35 @@ class Architecture:
 
     Attributes
     ----------
-    head_channels : query heads * head_dim.
+    head_channels : query heads * head_dim; where a key is wider than a value, or layers differ, their mean.
     lm_head : numbers in the LM head.
+    windows : how many keys a row of each layer sees at most; None: all before it.
     """
 
     layers: tuple[LayerWeights, ...]
     head_channels: int
     lm_head: int
+    windows: Windows = ()
 
     @classmethod
     def of(cls, decoder: Decoder) -> Architecture:
         """Read off a model's own modules. Matrices are linear layers, stacks of matrices are experts."""
         share = _expert_share(decoder.config)
+        widths = [shape.attended + shape.value_dim for shape in decoder.shapes]
         return cls(
             layers=tuple(_weights(layer, share) for layer in decoder.layers),
-            head_channels=decoder.config.num_attention_heads * decoder.head_dim,
+            head_channels=decoder.config.num_attention_heads * sum(widths) // (2 * len(decoder.shapes)),
             lm_head=decoder.model.get_output_embeddings().weight.numel(),
+            windows=windows_of(decoder),
         )
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _expert_share(config: Any) -> float:
     chosen = getattr(config, "num_experts_per_tok", None)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)), None)
     return chosen / experts if chosen and experts else 1.0
 
 
@@ -72,20 +79,28 @@ class LayerWork:
     keys: int
 
 
+Windows = tuple[int | None, ...]
 Work = tuple[LayerWork, ...]  # by layer, the first ones; layers behind are not computed
 
 
-def keys_seen(positions: Sequence[int]) -> int:
-    """Keys that the rows at these prompt positions see, causally."""
-    return sum(positions) + len(positions)
+def windows_of(decoder: Decoder) -> Windows:
+    """The window of each layer that keeps keys and values; of those behind one row is computed, which is left out."""
+    return tuple(kind.window for kind in decoder.kinds if kind.source is None)
 
 
-def full_work(length: int, layers: int) -> Work:
+def keys_seen(positions: Sequence[int], window: int | None = None) -> int:
+    """Keys that the rows at these prompt positions see, causally and through a window."""
+    if window is None:
+        return sum(positions) + len(positions)
+    return sum(min(position + 1, window) for position in positions)
+
+
+def full_work(length: int, windows: Windows) -> Work:
     """Plain prefill of a prompt."""
-    return (LayerWork(length, length * (length + 1) // 2),) * layers
+    return tuple(LayerWork(length, keys_seen(range(length), window)) for window in windows)
 
 
-def fused_work(fused: Fused, selector: Selector) -> list[Work]:
+def fused_work(fused: Fused, selector: Selector, windows: Windows) -> list[Work]:
     """The passes of a fused prompt: the question's own where the mode asks for one, and the main one.
 
     Rows are those counted by the engine, layer by layer. Where a mode drops rows from one layer to the next, those of
@@ -93,20 +108,21 @@ def fused_work(fused: Fused, selector: Selector) -> list[Work]:
     """
     asked = selector.asked(fused.plan, len(fused.tokens.rows))
     fresh = _positions(~fused.plan.mask("hit", "exact"))
-    main = tuple(_layer_work(rows, fresh, fused) for rows in fused.tokens.rows)
+    layers = zip(fused.tokens.rows, windows, strict=True)
+    main = tuple(_layer_work(rows, fresh, fused, window) for rows, window in layers)
     if not asked or not selector.uses_cache:
         return [main]
     # It ends with the last layer's queries and keys, which are left out here; a hole is computed to the end.
     whole = len(fused.tokens.rows) if bool(fused.plan.mask("miss").any()) else asked.stop - 1
-    return [(LayerWork(len(fresh), keys_seen(fresh)),) * whole, main]
+    return [tuple(LayerWork(len(fresh), keys_seen(fresh, window)) for window in windows[:whole]), main]
 
 
-def _layer_work(rows: int, fresh: list[int], fused: Fused) -> LayerWork:
+def _layer_work(rows: int, fresh: list[int], fused: Fused, window: int | None) -> LayerWork:
     again = rows - len(fresh)
     last = _positions(fused.recomputed)
     among = last if again == len(last) else _reusable(fused.plan)
     share = again / len(among) if among else 0.0
-    return LayerWork(rows, keys_seen(fresh) + round(share * keys_seen(among)))
+    return LayerWork(rows, keys_seen(fresh, window) + round(share * keys_seen(among, window)))
 
 
 def _reusable(plan: Plan) -> list[int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.codec.levels import level_of
 from kvtool.core.common.arithmetic import FLOAT32, why_float32
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
@@ -58,8 +59,8 @@ class FusionOptions:
         return tuple(dict.fromkeys((PLAIN, REFERENCE, *self.modes)))
 
     def held_against(self) -> tuple[str, ...]:
-        """The modes that are timed without their shift as well."""
-        shifting = self.paired and self.query.shift
+        """The modes that are timed without their shift as well; where rows are left out nothing is shifted."""
+        shifting = self.paired and self.query.shift and level_of(self.level).share == 100
         return tuple(mode for mode in self.modes if shifting and selector_for(self.query, mode).shift)
 
 

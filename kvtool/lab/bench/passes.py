@@ -18,7 +18,7 @@ from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.lab.bench.flops import Work, full_work, fused_work
+from kvtool.lab.bench.flops import Work, full_work, fused_work, windows_of
 from kvtool.lab.bench.limits import synchronize
 from kvtool.lab.bench.memory import peak_memory
 from kvtool.lab.bench.prompts import BenchPrompt
@@ -56,6 +56,7 @@ class Facts:
     rows : computed at each layer of the main pass.
     peak_bytes : memory on top of the model, the prompt's cache included; None where it cannot be told.
     held_bytes : the same of a pass whose chunks are held in memory already, so that nothing is read or decoded.
+    records_read, records_spared : of all layers, and those that no computed row sees through its window.
     """
 
     passes: tuple[Work, ...]
@@ -63,6 +64,8 @@ class Facts:
     bytes_read: int
     peak_bytes: int | None
     held_bytes: int | None
+    records_read: int = 0
+    records_spared: int = 0
 
 
 class Answerer:
@@ -79,22 +82,23 @@ class Answerer:
 
     def facts(self, prompt: BenchPrompt, mode: str) -> Facts:
         """One pass that is not timed."""
-        device, layers = self.decoder.device, len(self.decoder.layers)
+        device, windows = self.decoder.device, windows_of(self.decoder)
         if mode == PLAIN:
             with peak_memory(device) as peak:
                 self._plain(prompt)
-            return Facts((full_work(prompt.length, layers),), (prompt.length,) * layers, 0, peak.bytes, peak.bytes)
+            rows = (prompt.length,) * len(windows)
+            return Facts((full_work(prompt.length, windows),), rows, 0, peak.bytes, peak.bytes)
         with peak_memory(device) as peak:
             fused = self._fused(prompt, mode)[1]
         _check_whole(fused)
-        passes = tuple(fused_work(fused, selector_for(self._options, mode)))
-        rows, bytes_read = fused.tokens.rows, fused.bytes_read
+        passes = tuple(fused_work(fused, selector_for(self._options, mode), windows))
+        rows, bytes_read, records = fused.tokens.rows, fused.bytes_read, fused.reach.to_json()
         del fused
         held = HotSource(self._source(), sys.maxsize)
         self._fused(prompt, mode, held)
         with peak_memory(device) as without_reading:
             self._fused(prompt, mode, held)
-        return Facts(passes, rows, bytes_read, peak.bytes, without_reading.bytes)
+        return Facts(passes, rows, bytes_read, peak.bytes, without_reading.bytes, **records)
 
     def _source(self) -> StoreSource:
         return StoreSource(self._store, self.decoder, self._profiles)

@@ -64,6 +64,8 @@ class FusionRow:
     plan_ms: float
     overlap: float
     bytes_read: int
+    records_read: int
+    records_spared: int
     rows_by_layer: tuple[int, ...]
     rows_total: int
     flops: int
@@ -159,7 +161,7 @@ def _row(
     ttft = statistics.median(sample.ttft_ms for sample in samples)
     parts = _parts(samples)
     work = flops(about.architecture, facts.passes)
-    full = flops(about.architecture, [full_work(reference.context, len(about.architecture.layers))])
+    full = flops(about.architecture, [full_work(reference.context, about.architecture.windows)])
     bytes_each = about.decoder.dtype.itemsize
     kv_bytes = about.decoder.kv_bytes(reference.context)
     limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
@@ -178,6 +180,8 @@ def _row(
         shift_cost_cpu=busier[1],
         overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
         bytes_read=facts.bytes_read,
+        records_read=facts.records_read,
+        records_spared=facts.records_spared,
         rows_by_layer=facts.rows,
         rows_total=sum(facts.rows),
         flops=work,

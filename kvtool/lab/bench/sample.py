@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.base import Shape
+from kvtool.core.codec.base import Shape, shape_of_layer
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.prefill import ChunkKV
@@ -50,8 +50,8 @@ class Sample:
             if found and read + len(info.token_ids) > tokens:
                 break
             kv = read_chunk(store, chunk, level, info.layers)
-            own = kv.keys.dtype
-            found.append(ChunkKV(_of_16_bit(kv.keys), _of_16_bit(kv.values)))
+            own = kv.dtype
+            found.append(ChunkKV(*([_of_16_bit(numbers) for numbers in side] for side in (kv.keys, kv.values))))
             read += len(info.token_ids)
         if not found:
             raise KvtoolError(
@@ -66,16 +66,16 @@ class Sample:
     @property
     def tokens(self) -> int:
         """The tokens of all chunks."""
-        return sum(chunk.keys.shape[2] for chunk in self.chunks)
+        return sum(chunk.tokens for chunk in self.chunks)
 
     @property
     def channels(self) -> int:
         """How many numbers a token has in K, or in V, of a layer."""
-        return self.chunks[0].keys.shape[1] * self.chunks[0].keys.shape[3]
+        return self.chunks[0].keys[0].shape[0] * self.chunks[0].keys[0].shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.chunks[0].keys.dtype
+        return self.chunks[0].dtype
 
     @property
     def raw_bytes(self) -> int:
@@ -83,9 +83,8 @@ class Sample:
         return 4 * self.layers * self.tokens * self.channels
 
     def shape(self, chunk: int) -> Shape:
-        """The shape of K, and of V, of a layer of a chunk."""
-        heads, tokens, head_dim = self.chunks[chunk].keys.shape[1:]
-        return heads, tokens, head_dim
+        """The shape of K and V of a layer of a chunk."""
+        return shape_of_layer(self.chunks[chunk].layers[0])
 
     def batches(self) -> list[range]:
         """Numbers of the chunks that are decoded together."""

@@ -14,6 +14,7 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.fit import default_groups, fit_profile
+from kvtool.core.codec.layout import wide_sides
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
@@ -22,6 +23,7 @@ from kvtool.core.ingest.compute import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.making import encode_layers
+from kvtool.core.records.reading import stored_shape
 from kvtool.lab.bench.folder import scratch_folder
 from kvtool.lab.bench.prompts import BenchPrompt, Stored
 
@@ -188,15 +190,15 @@ def batches(wanted: Sequence[Stored], tokens: int) -> Iterator[list[Stored]]:
 
 def fit_to(decoder: Decoder, kvs: Sequence[ChunkKV]) -> Profile:
     """A profile of these chunks' own KV, the sensitivity being the identity in units of each side's spread."""
-    layers, channels = len(decoder.layers), decoder.kv_heads * decoder.head_dim
+    layers, channels = decoder.stored_layers, decoder.channels
 
     def sides(layer: int) -> torch.Tensor:
-        parts = [torch.stack([kv.keys[layer], kv.values[layer]]).transpose(1, 2).flatten(2) for kv in kvs]
-        return torch.cat(parts, 1)[:, :_FIT_TOKENS].float()
+        return torch.cat([wide_sides(kv.layers[layer], channels) for kv in kvs], 1)[:, :_FIT_TOKENS].float()
 
     # [2, layers], without the channels' means, which cost no bits
     variances = torch.stack([sides(layer).var(1, correction=0).mean(1) for layer in range(layers)], 1)
     matters = torch.eye(channels) / variances.clamp_min(1e-12)[:, :, None, None]
-    tokens = sum(kv.keys.shape[2] for kv in kvs)
+    tokens = sum(kv.tokens for kv in kvs)
     about = {"chunks": len(kvs), "tokens": min(tokens, _FIT_TOKENS), "sensitivity": "identity"}
-    return fit_profile(sides, matters, default_groups(decoder.kv_heads, decoder.head_dim), about, step=_STEP)
+    groups = default_groups([stored_shape(shape, 0) for shape in decoder.shapes])
+    return fit_profile(sides, matters, groups, about, step=_STEP)

@@ -38,7 +38,7 @@ class GivenSpeeds:
         """The speed of prompts for a model of this `transformers` configuration on the GPU."""
         known, model = _architecture(**LLAMA_7B), _architecture(**sizes_of(config))
         (few, quick), (many, slow) = LLAMA_7B_SECONDS
-        little, much = (flops(known, [full_work(length, len(known.layers))]) for length in (few, many))
+        little, much = (flops(known, [full_work(length, (None,) * len(known.layers))]) for length in (few, many))
         rate = (much - little) / (slow - quick)  # FLOP/s
         before = quick - little / rate  # seconds before the first row: about what reading the weights takes
         linear, share = _linear(model), GPUS[self.gpu]

@@ -67,7 +67,8 @@ def period_table(value: Mapping[str, Any]) -> Table:
 
 def told_when(value: Mapping[str, Any]) -> str:
     """How many audits there are, and from when to when."""
-    return f"{counted(value['questions'], 'audit')}, {moment(value['since'])} to {moment(value['until'])} UTC"
+    since, until = moment(value["since"]), moment(value["until"])
+    return f"{counted(value['questions'], 'audit')}, {since if since == until else f'{since} to {until}'} UTC"
 
 
 def moment(seconds: int, period: str = "") -> str:

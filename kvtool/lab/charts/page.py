@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+_WORD = re.compile(r"[^\W\d_]{3,}|[/~]")  # no number, interval or number with a unit has such; a path does
 _SHADED = 0.98  # of the tokens have a shade of their own; those above it share the full one
 _STYLE = """
 :root { color-scheme: light dark; --text: #24292f; --faint: #6a737d; --page: #ffffff; --line: #d9dee3 }
@@ -30,7 +31,7 @@ figure svg .page { fill: none }
 figure svg { display: block; width: 100%; height: auto; min-width: 55rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
+th:first-child, td:first-child, .words { text-align: left }
 .scale { display: grid; grid-template-columns: 1fr 1fr 1fr; max-width: 24rem; font-size: .85rem; color: var(--faint) }
 .scale i { grid-column: 1 / 4; height: .8rem; border: 1px solid var(--line);
   background: linear-gradient(to right, transparent, rgb(224 134 0)) }
@@ -140,11 +141,14 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.head)
+    kinds = [' class="words"' if any(_WORD.search(str(cell)) for cell in column) else "" for column in columns]
     yield '<div class="wide" tabindex="0"><table><thead><tr>'
-    yield from (f"<th>{escape(name)}</th>" for name in table.head)
+    yield from (f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, table.head, strict=True))
     yield "</tr></thead><tbody>"
     for row in table.rows:
-        yield "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>"
+        cells = (f"<td{kind}>{escape(str(cell))}</td>" for kind, cell in zip(kinds, row, strict=True))
+        yield "<tr>" + "".join(cells) + "</tr>"
     yield "</tbody></table></div>"
 
 

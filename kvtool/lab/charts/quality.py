@@ -19,15 +19,15 @@ _HALVES_HEAD = (
 )
 
 
-def quality_sections(value: dict[str, Any]) -> list[Section]:
-    """Sections from what `inspect quality --json` gives."""
+def quality_sections(value: dict[str, Any], about: str) -> list[Section]:
+    """Sections from what `inspect quality --json` gives; `about`: the model and the questions, for the figure."""
     text = (
         "KL: how far a run's distributions are from full recompute's, in nats, before the first token and mean over "
         "the full answer; in brackets the 95 % interval over questions. Pareto: no other run recomputes less and is "
         "nearer to full."
     )
     sections = [
-        Section("Distance against recompute", (text,), _figures(value)),
+        Section("Distance against recompute", (text,), _figures(value, about)),
         Section("All runs", tables=(quality_table(value),)),
     ]
     if len(value["runs"]) > 1:
@@ -40,13 +40,13 @@ def quality_sections(value: dict[str, Any]) -> list[Section]:
 # ---- the figure ----
 
 
-def _figures(value: Mapping[str, Any]) -> tuple[str, ...]:
+def _figures(value: Mapping[str, Any], about: str) -> tuple[str, ...]:
     """Draw the figure, if any run stands beside full recompute."""
     beside = {row["run"] for row in value["runs"]} - {value["reference"], NO_CONTEXT}
-    return (_charts(value),) if beside else ()
+    return (_charts(value, about),) if beside else ()
 
 
-def _charts(value: Mapping[str, Any]) -> str:
+def _charts(value: Mapping[str, Any], about: str) -> str:
     """Draw KL and F1 against what is recomputed; F1 of full and of no context are lines across."""
     found = {row["run"]: row for row in value["runs"]}
     runs = [row for name, row in found.items() if name not in (value["reference"], NO_CONTEXT)]
@@ -58,7 +58,8 @@ def _charts(value: Mapping[str, Any]) -> str:
         if any(name in row for row in runs)
     ]
     note = f"with 95 % intervals over {value['questions']} questions; hollow: a variant of the mode"
-    return line_charts("Modes by how much they recompute", panels, "% of the cached tokens recomputed", note, "linear")
+    title = f"Modes by how much they recompute: {about}"
+    return line_charts(title, panels, "% of the cached tokens recomputed", note, "linear")
 
 
 def _by_variant(runs: Sequence[Mapping[str, Any]], name: str) -> Iterator[Line]:

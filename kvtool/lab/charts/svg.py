@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +19,7 @@ _LABEL = 30  # pixels that a number below a panel takes at least; on a logarithm
 _ASIDE = 6  # pixels between the points of two series with intervals
 _LEGEND = 150  # pixels of a name in the legend
 COLOURS = ("#8a8f98", "#3f8cf0", "#e08600", "#16a36f", "#dd5335", "#b267d6", "#1fa7bd", "#b3941a")
+_MODES = ("reuse", "epic", "blend", "infoflow", "union", "prefix", "full")  # each looks alike in every figure
 _MARKS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-4 -4h8v8h-8z", "M0 -5l5 5l-5 5l-5 -5z", "M0 -5l5 9h-10z")
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f }
@@ -199,15 +202,29 @@ class _Look:
 
 
 def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
-    """The looks of series, by name, in their order; no two are alike: a second variant has a colour of its own."""
+    """The looks of series, by name, in their order; no two are alike: a second variant has a colour of its own, and a
+    fusion mode has that of its own in every figure."""
+    series = {line.name: line.beside or line.name for line in lines}
+    numbers = _of_modes([*series.values()])
+    others = (number for number in itertools.count() if number not in {*numbers.values()})
     looks: dict[str, _Look] = {}
-    numbers: dict[str, int] = {}
-    for line in lines:
-        look = _Look(numbers.setdefault(line.beside or line.name, len(numbers)), bool(line.beside))
-        if line.name not in looks and look in looks.values():
-            look = _Look(numbers.setdefault(line.name, len(numbers)), True)
-        looks.setdefault(line.name, look)
+    for name, beside in series.items():
+        look = _Look(numbers[beside] if beside in numbers else numbers.setdefault(beside, next(others)), beside != name)
+        if look in looks.values():
+            look = _Look(numbers.setdefault(name, next(others)), True)
+        looks[name] = look
     return looks
+
+
+def _of_modes(names: Sequence[str]) -> dict[str, int]:
+    """Numbers of the series that are a fusion mode's, such as `union:0.15` or `full prefill`, also behind the tool's
+    name: the first of each mode has its number, and the others are as any series."""
+    numbers: dict[str, int] = {}
+    for name in names:
+        words = re.split(r"[ :,+]", name.removeprefix("kvtool "))
+        if words[0] in _MODES and _MODES.index(words[0]) not in numbers.values():
+            numbers.setdefault(name, _MODES.index(words[0]))
+    return numbers
 
 
 # ---- axes ----
@@ -271,7 +288,11 @@ class _Scale:
         """An axis that holds these values, with round numbers at its ticks."""
         if logarithmic:
             low, high = min(values) / 1.2, max(values) * 1.2
-            return cls(low, high, True, tuple(tick for tick in _decades(low, high) if low <= tick <= high))
+            ticks = [tick for tick in _decades(low, high) if low <= tick <= high]
+            if len(ticks) < 2:  # values too near to one another for two round numbers between them
+                low, high = _round_below(low), _round_step(high)
+                ticks = [tick for tick in _decades(low, high) if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+            return cls(low, high, True, tuple(ticks))
         high = max([*values, 0.0]) * 1.08 or 1.0
         step = _round_step(high / 5)
         return cls(0.0, high, False, tuple(step * number for number in range(int(high / step) + 1)))
@@ -289,6 +310,12 @@ def _decades(low: float, high: float) -> Iterator[float]:
     for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
         for digit in (1,) if few else (1, 2, 5):
             yield digit * 10.0**power
+
+
+def _round_below(most: float) -> float:
+    """1, 2 or 5 times a power of ten, at most `most`."""
+    power = 10.0 ** math.floor(math.log10(most))
+    return next(digit * power for digit in (5, 2, 1) if digit * power <= most * (1 + 1e-9))
 
 
 def _round_step(least: float) -> float:

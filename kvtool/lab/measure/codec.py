@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.codec.levels import level_of, lossy, whole
+from kvtool.core.codec.levels import LEVELS, level_of, lossy, whole
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.by_layer import Toll
@@ -82,8 +82,14 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
     known = whole | sparse_schemes(profile, heavy)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UsageError(f"there is no scheme {', '.join(unknown)}", f"known: {', '.join(known)}")
+        raise UsageError(f"there is no scheme {', '.join(unknown)}", f"known: {', '.join(known)}{_of_profile(unknown)}")
     return {name: known[name] for name in (names or whole)}
+
+
+def _of_profile(unknown: Sequence[str]) -> str:
+    """What is left to say where the store has no profile yet, and levels were asked for that it would give."""
+    some = [name for name in unknown if name in LEVELS]
+    return f"; {', '.join(some)} with a profile, which `kvtool compress --fit` makes" if some else ""
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:

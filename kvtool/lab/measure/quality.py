@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import known
+from kvtool.core.common.sizes import counted
 from kvtool.core.evaluate.measures import MEASURES, Row, means, numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.layout import lay_out
@@ -36,7 +37,7 @@ def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryO
         holes = max((row["holes"] for row in rows.values()), key=len)
         if holes:
             warn(
-                f"{name_of(request)}: {len(holes)} chunk(s) were computed in place: {holes[0]}",
+                f"{name_of(request)}: {counted(len(holes), 'chunk')} computed in place: {holes[0]}",
                 "see `kvtool store verify`; its results say little about reuse",
             )
         return rows

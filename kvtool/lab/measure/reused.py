@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,13 +13,12 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import Rows, Watch
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import return_freed_memory
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.weights import attention_weights
-
-Watch = Callable[[int, torch.Tensor, torch.Tensor, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,7 @@ class Chosen(Selector):
     """Recomputes the rows that it was given, bool `[plan.length]`."""
 
     name: ClassVar[str] = "chosen"
+    looked_into: ClassVar[bool] = True
     rows_chosen: torch.Tensor
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,26 +91,29 @@ class Queries:
 
     Attributes
     ----------
-    positions : of the rows.
-    layers : `[heads, rows, head_dim]` and the scaling of each layer.
+    layers : `[heads, rows, head_dim]` and the scoring of each layer.
+    sources : the layer whose keys each attends to.
     """
 
-    positions: torch.Tensor
-    layers: list[tuple[torch.Tensor, float | None]]
+    rows: Rows
+    layers: list[tuple[torch.Tensor, Scoring]]
+    sources: list[int]
 
     def attention(self, cache: PromptCache) -> Iterator[torch.Tensor]:
         """Compute the weights of each layer over a cache: `[heads, rows, keys]`."""
-        for (query, scaling), buffer in zip(self.layers, cache.buffers, strict=True):
-            yield attention_weights(query, buffer.view()[0][0], self.positions, scaling)
+        for (query, scoring), source in zip(self.layers, self.sources, strict=True):
+            keys = cache.buffers[source].view()[0][0]
+            yield attention_weights(query, keys, self.rows.seen(scoring.window), scoring)
 
 
 def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
     """Compute what some rows ask a cache with."""
-    layers: list[tuple[torch.Tensor, float | None]] = []
+    layers: list[tuple[torch.Tensor, Scoring]] = []
     watch_rows(
-        decoder, ids, start, cache, lambda layer, query, key, scaling: layers.append((query[0].clone(), scaling))
+        decoder, ids, start, cache, lambda layer, query, key, scoring: layers.append((query[0].clone(), scoring))
     )
-    return Queries(torch.arange(start, start + len(ids), device=decoder.device), layers)
+    sources = [layer if kind.source is None else kind.source for layer, kind in enumerate(decoder.kinds)]
+    return Queries(Rows.of(torch.arange(start, start + len(ids)), decoder.device), layers, sources)
 
 
 def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache, watch: Watch) -> None:

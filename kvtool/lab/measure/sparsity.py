@@ -14,8 +14,10 @@ from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.model.attention import Rows
 from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.weights import attention_weights
 from kvtool.lab.measure.reused import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
 
@@ -72,12 +74,13 @@ def keys_needed(weights: torch.Tensor, visible: torch.Tensor, mass: float = MASS
 
     Parameters
     ----------
-    weights : `[heads, rows, keys]`, each row's sum 1.
+    weights : `[heads, rows, keys]`; of what a row leaves to a sink, nothing is asked.
     visible : how many keys each row sees, `[rows]`.
     """
     rising = torch.from_numpy(np.sort(weights.numpy(), axis=-1))  # twenty times as fast as torch's sort
     falling = rising.flip(-1).cumsum(-1)
-    return ((falling < mass - 1e-6).sum(-1) + 1).clamp_max(visible).double() / visible
+    enough = mass * falling[..., -1:] - 1e-6
+    return ((falling < enough).sum(-1) + 1).clamp_max(visible).double() / visible
 
 
 class Tally:
@@ -93,7 +96,7 @@ class Tally:
         self.mass: list[torch.Tensor] = []  # of each layer: `[heads, classes]`, the mean over rows
         self.needed: list[torch.Tensor] = []  # of each layer: `[heads]`, the mean over rows
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
         """Count a layer; `query` are the rows of the pass, of which ours are the last."""
         query = query[0, :, query.shape[2] - len(self._rows) :]
         mass = torch.zeros(query.shape[0], len(CLASSES), dtype=torch.float64)
@@ -102,7 +105,8 @@ class Tally:
         for first in range(0, len(self._rows), step):
             rows = self._rows[first : first + step]
             stop = min(-(-(int(rows[-1]) + 1) // _STEP) * _STEP, key.shape[2])
-            weights = attention_weights(query[:, first : first + step], key[0, :, :stop], rows.to(key.device), scaling)
+            seen = Rows.of(rows, key.device).seen(scoring.window)
+            weights = attention_weights(query[:, first : first + step], key[0, :, :stop], seen, scoring)
             weights = weights.cpu()
             mass += self._classes.mass(weights, rows)
             needed += keys_needed(weights, rows + 1).sum(1)
@@ -171,8 +175,8 @@ def sparsity_report(
     first, last = plan.chunks[0].start, plan.segments[-1].start
     chunks, question = Tally(classes, torch.arange(first, last)), torch.arange(last, plan.length)
 
-    def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
-        chunks(layer, query[:, :, :last], key, scaling)
+    def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+        chunks(layer, query[:, :, :last], key, scoring)
 
     watch_rows(decoder, plan.ids, 0, cache, rows_of_chunks)
     tallies = {}

@@ -13,7 +13,7 @@ REPORTS = {
     "plan": "What of a question's prompt is cached, and what that is worth.",
     "chunk": "One chunk of the store.",
     "quality": "Fusion modes beside full recompute, over a file of questions.",
-    "audit": "How far answers were from full prefill, as `query --audit` has found.",
+    "audit": "How far answers were from full prefill's (`query --audit`).",
     "codec": "What each codec level costs and loses.",
     "deviation": "How far reused keys and values are from full prefill's.",
     "sparsity": "Where attention goes, and how few keys take most of it.",

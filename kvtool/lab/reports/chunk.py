@@ -23,7 +23,7 @@ def chunk(desk: Desk) -> Findings:
     if desk.about is None:
         raise UsageError("inspect chunk needs a chunk's id", "`kvtool store ls` lists the documents and their chunks")
     value = chunk_facts(desk.store, chunk_named(desk.about, desk.store.chunk_ids()))
-    return Findings("Chunk", value, [*_told(value)], _sections(desk, value))
+    return Findings("Chunk", value, [*_told(value)], _sections(desk, value), told_elsewhere=frozenset({"text"}))
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:

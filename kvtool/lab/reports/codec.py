@@ -35,6 +35,7 @@ def codec(desk: Desk) -> Findings:
     from kvtool.lab.measure.evaluation import Evaluation
     from kvtool.lab.measure.journal import Journal
 
+    desk.identity.check_movable("inspect codec")
     profile, session = desk.session.profiles.current(), desk.session
     wanted = chosen_schemes(desk.get(CodecOptions).scheme, profile, HeavyRows(session))
     journal = Journal(

@@ -21,7 +21,7 @@ def calibrate(desk: Desk) -> Findings:
     from kvtool.lab.measure.defer import defer_facts, defer_overview, rows_of_rounds
     from kvtool.lab.measure.runs import parse_runs
 
-    specs = parse_runs(flags.runs or [desk.query_options("fusion").fusion])
+    specs = parse_runs(flags.runs or [desk.query_options("fusion").mode()])
     if not specs or len({spec.mode for spec in specs}) < len(specs):
         raise UsageError("--defer calibrates modes that use the cache, each once", "--runs union, or union:5%,reuse")
     if any(not request.answers for request in requests):

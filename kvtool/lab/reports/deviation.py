@@ -31,6 +31,7 @@ def deviation(desk: Desk) -> Findings:
     from kvtool.lab.measure.means import mean_of
     from kvtool.lab.measure.reused import ReusedPrompt
 
+    desk.identity.check_movable("inspect deviation")
     prompts = lay_out_exactly(desk.session, requests, options)
     reports, texts = [], []
     desk.events.step("prompts", len(requests), "prompts")

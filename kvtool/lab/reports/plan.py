@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvtool.core.common.sizes import counted
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.lab.charts.page import Section, Table
@@ -25,6 +26,7 @@ def plan(desk: Desk) -> Findings:
 
     session, device = desk.session, resolve_device(desk.get(ModelOptions).device)
     identity = session.identity
+    identity.check_movable("inspect plan")
     asked = lay_out(session, request, options)
     speeds = recalled(session.store, identity.fingerprint, device, identity.dtype, session.layers)
     value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
@@ -50,11 +52,11 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
     if rounds := [chunk["round"] for chunk in chunks if "round" in chunk]:
         first = [chunk for chunk in chunks if chunk["round"] == 1]
         yield (
-            f"deferred {len(first)} chunk(s) first, {sum(chunk['bytes'] for chunk in first) / 1e6:.1f} MB; up to "
-            f"{len(rounds) - len(first)} more in {max(rounds) - 1} round(s) while the answer is unsure"
+            f"deferred {counted(len(first), 'chunk')} first, {sum(chunk['bytes'] for chunk in first) / 1e6:.1f} MB; "
+            f"up to {len(rounds) - len(first)} more in {counted(max(rounds) - 1, 'round')} while the answer is unsure"
         )
     for reason, count in Counter(chunk["reason"] for chunk in chunks if "reason" in chunk).items():
-        yield f"missed   {count} chunk(s): {reason}"
+        yield f"missed   {counted(count, 'chunk')}: {reason}"
     yield from _told_of_times(value["expected_ms"], value["break_even"])
 
 

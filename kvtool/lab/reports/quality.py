@@ -58,7 +58,7 @@ def quality(desk: Desk) -> Findings:
     value |= overview(results.rows, _base(flags, specs))
     if evidence.halves:
         value["halves"] = halves(results.rows, evidence.max_kl)
-    sections = quality_sections(value)
+    sections = quality_sections(value, f"{desk.identity.model}, {desk.get(BatchOptions).set_name}")
     return Findings("Fusion quality", value, [*_told(value)], sections, read_at(value), results.exit_code)
 
 
@@ -68,7 +68,7 @@ def _base(flags: RunOptions, specs: Sequence[RunSpec]) -> str:
 
     if flags.runs and specs:
         return specs[0].name
-    return parse_run(QueryOptions().fusion).name
+    return parse_run(QueryOptions().mode()).name
 
 
 def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:

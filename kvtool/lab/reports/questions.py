@@ -32,6 +32,11 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
             raise UsageError(f"inspect {report} needs questions", "--batch FILE.jsonl, as for `kvtool query`")
         return read_batch(self.batch)
 
+    @property
+    def set_name(self) -> str:
+        """The file with its folder, for a figure's title: `hotpotqa/batch.jsonl`."""
+        return "/".join(self.batch.absolute().parts[-2:]) if self.batch else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(Options, settings=False, group=QUESTIONS):

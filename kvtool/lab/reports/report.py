@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 RETRIEVAL = ("top_k", "retriever", "embedder", "order")  # options of a query by which chunks are found
+_TIMES = ("since", "until", "last_used")  # facts that are seconds since 1970
 _LONG = 500  # characters of a fact that would hide the others
 
 
@@ -74,6 +76,7 @@ class Findings:
     value : the JSON; what was measured, on what, stands in `resolved` and in values that are no lists.
     told : lines and tables for a terminal.
     sections : the page, made when it is asked for; nothing: the tables that are told.
+    told_elsewhere : names in `value` that a section of the page shows, too.
     """
 
     title: str
@@ -82,6 +85,7 @@ class Findings:
     sections: Iterable[Section] = ()
     subtitle: str = ""
     exit_code: int = 0
+    told_elsewhere: frozenset[str] = frozenset()
 
     @property
     def page_sections(self) -> list[Section]:
@@ -96,9 +100,21 @@ class Findings:
         for name, value in self.value.items():
             if name == "tokens" and isinstance(value, dict):
                 facts |= {f"{what} tokens": count for what, count in value.items()}
-            elif not isinstance(value, list | dict | None) and len(str(value)) < _LONG:
+            elif isinstance(value, list | dict | None) or name in self.told_elsewhere:
+                continue
+            elif len(str(value)) < _LONG:
                 facts[name] = value
-        return facts
+        return {_words(name): _for_people(name, fact) for name, fact in facts.items()}
+
+
+def _words(name: str) -> str:
+    return name.replace("lead_in", "lead-in").replace("_", " ")
+
+
+def _for_people(name: str, fact: object) -> object:
+    if type(fact) is not int:
+        return fact
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(fact)) if name in _TIMES else f"{fact:,}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ def evaluate(
     from kvtool.lab.measure.evaluation import Evaluation, evaluation_facts
     from kvtool.lab.measure.journal import Journal
 
+    desk.identity.check_movable("a comparison of fusion modes")
     by_name = {spec.name: spec for spec in specs}
     facts = evaluation_facts(desk.store, desk.identity, requests, options) | conditions
     journal = Journal(desk.get(ResumeOptions).resume, facts)

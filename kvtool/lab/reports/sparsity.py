@@ -23,6 +23,7 @@ def sparsity(desk: Desk) -> Findings:
     from kvtool.lab.measure.sparsity import sparsity_report
 
     session = desk.session
+    session.identity.check_movable("inspect sparsity")
     prompts = lay_out_exactly(session, requests[:1], options)
     others = [question_tokens(session.tokenizer, request.question, session.parts) for request in requests[1:]]
     desk.events.step("prompts", 1, "prompts")

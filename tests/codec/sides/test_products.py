@@ -240,7 +240,8 @@ def test_rows_without_tokens(back_end: str) -> None:
 
 def test_what_does_not_fit_is_refused_before_it_is_read(back_end: str) -> None:
     keys, values = model().kv(0, 5)
-    for wrong in ((keys[:, :, :20], values[:, :, :20]), (keys[:1], values[:1]), (keys.reshape(3, 5, 16),) * 2):
+    wider = torch.cat([keys, keys[:, :, :1]], 2)
+    for wrong in ((wider, values), (keys, torch.cat([values, values[:1]]))):
         with pytest.raises(DamagedError):
             encode_nested(*wrong, 0, ["2"], profile(groups=2))
     for layer in (-1, LAYERS):

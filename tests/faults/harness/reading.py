@@ -124,7 +124,7 @@ def _decode(facts: Facts, store: Store, known: Known, dice: int) -> None:
             if level not in store.levels(chunk):
                 return None
             made = read_chunk(store, chunk, level, known.layers, shelf)
-            return made.keys.numpy().tobytes() + made.values.numpy().tobytes()
+            return b"".join(side.numpy().tobytes() for side in (*made.keys, *made.values))
 
         facts.take(facts.tensors, f"decoded {chunk.hex()} {level}", decoded)
 

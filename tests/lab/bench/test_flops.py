@@ -31,7 +31,7 @@ def test_the_architecture_is_read_off_the_model(tiny: Architecture) -> None:
 def test_full_prefill_by_hand(tiny: Architecture) -> None:
     keys = 1 + 2 + 3 + 4 + 5
     a_layer = 2 * 5 * LINEAR + 2 * (2 * 64 * keys)  # Q Kᵀ and P V: 64 products each for every row and key
-    assert flops(tiny, [full_work(5, 4)]) == 4 * a_layer + 2 * HEAD
+    assert flops(tiny, [full_work(5, (None,) * 4)]) == 4 * a_layer + 2 * HEAD
 
 
 def test_scattered_rows_by_hand(tiny: Architecture) -> None:
@@ -40,6 +40,11 @@ def test_scattered_rows_by_hand(tiny: Architecture) -> None:
     question = (LayerWork(1, 5),) * 2
     by_hand = 4 * (2 * 2 * LINEAR + 4 * 64 * 8) + 2 * (2 * LINEAR + 4 * 64 * 5) + 2 * HEAD
     assert flops(tiny, [question, work]) == by_hand
+
+
+def test_rows_that_see_through_a_window() -> None:
+    assert keys_seen([0, 2, 4, 9], 3) == 1 + 3 + 3 + 3
+    assert full_work(5, (None, 2)) == (LayerWork(5, 15), LayerWork(5, 9))
 
 
 def test_the_roofline_takes_the_slower_of_products_and_weights(tiny: Architecture) -> None:
@@ -65,6 +70,7 @@ def test_the_roofline_takes_the_slower_of_products_and_weights(tiny: Architectur
         ("mistral-7b", 7_248_023_552),
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen3-14b", 14_768_307_200),
+        ("deepseek-v2-lite", 15_706_484_224),
     ],
 )
 def test_shapes_have_the_published_sizes(name: str, published: int) -> None:

@@ -97,7 +97,7 @@ def test_text_takes_its_flops() -> None:
     config = shape_config("mistral-7b")
     linear = config.hidden_size * 128 * 80 + 3 * config.hidden_size * config.intermediate_size
     model = Architecture((LayerWeights(linear, linear),) * 32, 4096, 0)
-    seconds = flops(model, [full_work(10_000, 32)]) / (2 * linear * 32) * one.passes.row
+    seconds = flops(model, [full_work(10_000, (None,) * 32)]) / (2 * linear * 32) * one.passes.row
     assert one.text_seconds() == pytest.approx(seconds)
     assert subject(chunk_tokens=256).text_seconds() == pytest.approx(seconds)
 

@@ -20,7 +20,7 @@ def run(name: str, share: float, **told: Any) -> dict[str, Any]:
 
 def figure(runs: list[dict[str, Any]]) -> ElementTree.Element | None:
     value = {"runs": runs, "reference": "full", "questions": 4, "kl_base": None, "resamples": 10}
-    figures = quality_sections(value)[0].figures
+    figures = quality_sections(value, "tiny, some/batch.jsonl")[0].figures
     return ElementTree.fromstring(figures[0]) if figures else None
 
 
@@ -37,6 +37,7 @@ def test_modes_and_their_variants_are_series() -> None:
         assert told.count(name) == 1  # in the legend
     assert [told.count(name) for name in ("full", "no context")] == [1, 1]  # lines across the plot of F1
     assert any("over 4 questions" in text for text in told)
+    assert "Modes by how much they recompute: tiny, some/batch.jsonl" in told
     drawn = [path for path in root.iter(SVG + "path") if path.attrib.get("class") == "interval"]
     assert len(drawn) == 2 * 5  # both plots; points of one mode at the same share are one
 

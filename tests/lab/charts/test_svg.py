@@ -93,3 +93,31 @@ def test_levels_stand_across_the_plot_and_inside_it() -> None:
     places = [float(path.split()[1].partition("H")[0]) for path in paths]
     assert len(places) == 2
     assert 0 < places[0] < places[1] < 280
+
+
+def colours_of(names: tuple[str, ...]) -> dict[str, str]:
+    point = ((1.0, 2.0),)
+    root = ElementTree.fromstring(line_charts("t", [Panel("p", tuple(Line(name, point) for name in names))], "x"))
+    marks = [path for path in root.iter(SVG + "path") if path.find(SVG + "title") is not None]
+    return {name: mark.get("fill") or mark.attrib["stroke"] for name, mark in zip(names, marks, strict=True)}
+
+
+def test_a_mode_has_one_colour_in_every_figure() -> None:
+    few = colours_of(("reuse", "union:0.15", "union:0.05", "other"))
+    many = colours_of(("llama.cpp", "kvtool full", "kvtool union", "kvtool reuse", "epic", "blend", "infoflow"))
+    assert few["union:0.15"] == many["kvtool union"]
+    assert few["reuse"] == many["kvtool reuse"]
+    for colours in (few, many):
+        assert len(set(colours.values())) == len(colours)
+
+
+def test_a_logarithmic_axis_has_two_numbers_at_least() -> None:
+    for low, high in ((0.0827, 0.0827), (0.011, 0.012), (1.0, 1.0), (3.0, 900.0)):
+        root = ElementTree.fromstring(
+            line_charts("t", [Panel("p", (Line("a", ((1.0, low), (2.0, high))),), True)], "x")
+        )
+        ticks = [float(text.text or "") for text in root.iter(SVG + "text") if text.attrib.get("text-anchor") == "end"]
+        assert len(ticks) >= 2
+        assert len(set(ticks)) == len(ticks)
+        if high < 2 * low:
+            assert min(ticks) <= low <= high <= max(ticks)

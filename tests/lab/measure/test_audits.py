@@ -80,6 +80,7 @@ def test_the_report(store: Path, tmp_path: Path) -> None:
     page = Outline(html.read_text(encoding="utf-8"))
     assert page.tags.count("svg") == 2
     assert "<b>Who?</b>" in page.text
+    assert str(START) not in page.text  # a time for people
     value = kvtool("inspect", "audit", "--store", store, "--json").fine().json
     assert [(row["run"], row["levels"], row["count"]) for row in value["runs"]] == [
         ("union:0.15", ["raw"], 3),

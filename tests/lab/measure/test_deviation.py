@@ -12,9 +12,8 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.source import ReadStats
 from kvtool.lab.measure.deviation import (
     CHOICES,
     METRICS,
@@ -26,7 +25,9 @@ from kvtool.lab.measure.deviation import (
     top_share,
 )
 from kvtool.lab.measure.reused import Chosen, ReusedPrompt
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model
+from tests.families import WINDOWED
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, plain_rows, swapped
+from tests.fusion.test_reach import MANY
 
 Weights = list[torch.Tensor]
 
@@ -35,25 +36,15 @@ def subject_of(one: Case, plan: Plan | None = None) -> ReusedPrompt:
     return ReusedPrompt.of(one.decoder, plan or one.plan(lead_in=BOS), one.source)
 
 
-def plain_prefill(one: Case, ids: list[int]) -> DynamicCache:
-    """Rotated keys and values of every layer, by `transformers` alone."""
-    cache = DynamicCache()
-    with torch.inference_mode():
-        plain_model(one.name, one.dtype)(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
-    return cache
-
-
 def plain_attention(one: Case, plan: Plan, rows_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> Weights:
     """Attention weights of the question over given keys and values of the context, `[heads, rows, keys]` a layer."""
     start = plan.segments[-1].start
-    past = DynamicCache()
-    for layer in range(len(one.decoder.layers)):
-        past.update(*(side[:, :, :start].clone() for side in rows_of(layer)), layer)
+    model, past = plain_model(one.name, one.dtype), DynamicCache()
+    for layer in range(one.decoder.stored_layers):
+        past.update(*swapped(model, *(side[:, :, :start].clone() for side in rows_of(layer))), layer)
     ids, positions = torch.tensor([plan.ids[start:]]), torch.arange(start, plan.length)[None]
     with torch.inference_mode():
-        out = plain_model(one.name, one.dtype)(
-            input_ids=ids, position_ids=positions, past_key_values=past, output_attentions=True
-        )
+        out = model(input_ids=ids, position_ids=positions, past_key_values=past, output_attentions=True)
     return [weights[0].float() for weights in out.attentions]
 
 
@@ -62,13 +53,12 @@ def test_the_metrics_are_those_of_full_prefill(name: str) -> None:
     one = case(name)
     plan = one.plan(lead_in=BOS)
     subject = subject_of(one, plan)
-    reused = fuse(one.decoder, plan, Reuse(), one.source).cache
+    reused = subject.recomputing(torch.zeros(plan.length, dtype=torch.bool))
     found = deviation(subject, reused, subject.full())
-    exact = plain_prefill(one, plan.ids)
+    exact = plain_rows(one.name, one.dtype, tuple(plan.ids), 0)
     assert subject.hits.tolist() == list(range(plan.chunks[0].start, plan.chunks[-1].stop))
     for layer, buffer in enumerate(reused.buffers):
-        right = exact.layers[layer]
-        pairs = ((buffer.keys, right.keys), (buffer.values, right.values))
+        pairs = zip((buffer.keys, buffer.values), exact[layer], strict=True)
         k, v = (mine[0][:, subject.hits] - own[0][:, subject.hits] for mine, own in pairs)
         wanted = {"v_sse": (v**2).sum((0, 2)), "k_sse": (k**2).sum((0, 2)), "k_l1": k.abs().sum((0, 2))}
         wanted["kv_sse"] = wanted["v_sse"] + wanted["k_sse"]
@@ -88,9 +78,9 @@ def test_attention_deviates_as_eager_attention_says(name: str) -> None:
     chosen[subject.hits[::7]] = True
     cache = subject.recomputing(chosen)
     ours = attention_deviation(cache, subject.queries(cache), full, subject.queries(full))
-    exact = plain_prefill(one, plan.ids)
-    right = plain_attention(one, plan, lambda layer: (exact.layers[layer].keys, exact.layers[layer].values))
-    wrong = plain_attention(one, plan, lambda layer: cache.buffers[layer].view())
+    exact = plain_rows(one.name, one.dtype, tuple(plan.ids), 0)
+    right = plain_attention(one, plan, lambda layer: exact[layer])
+    wrong = plain_attention(one, plan, lambda layer: (cache.buffers[layer].keys, cache.buffers[layer].values))
     wanted = [float((a - b).norm() / b.norm()) for a, b in zip(wrong, right, strict=True)]
     assert ours == pytest.approx(wanted, abs=1e-5)
     assert max(ours) > 1e-3
@@ -164,3 +154,15 @@ def test_rows_that_were_chosen_are_those_recomputed() -> None:
     chosen = torch.zeros(subject.plan.length, dtype=torch.bool)
     chosen[subject.hits[3:9]] = True
     assert torch.equal(subject.fused(Chosen(chosen)).recomputed, chosen)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_rows_that_no_computed_row_sees_are_looked_into_too(name: str) -> None:
+    """A pass that is only answered from leaves out what is behind windows; a report compares all that is stored."""
+    one = case(name)
+    plan = one.plan(MANY, lead_in=BOS)
+    found = subject_of(one, plan).recomputing(torch.zeros(plan.length, dtype=torch.bool))
+    for layer, buffer in enumerate(found.buffers):
+        for segment in plan.cached:
+            values = one.source.read([segment], layer, ReadStats())[0][1]
+            assert torch.equal(buffer.values[0][:, segment.start : segment.stop], values.to(buffer.values.dtype))

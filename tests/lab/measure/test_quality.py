@@ -161,7 +161,7 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
     with untouched(store):
         done = quality(store, batch, "--limit", "1", "--json")
     assert done.code == 0
-    assert "warning: question a: 1 chunk(s) were computed in place" in done.err
+    assert "warning: question a: 1 chunk computed in place" in done.err
     assert done.json["with_holes"] == 1
 
 

@@ -8,9 +8,10 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.lab.measure.reused import ReusedPrompt
+from kvtool.core.model.scoring import Scoring
+from kvtool.lab.measure.reused import Chosen, ReusedPrompt
 from kvtool.lab.measure.sparsity import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
-from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, tokens
+from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, swapped, tokens
 
 START = 4
 
@@ -54,7 +55,7 @@ def by_hand(plan: Plan, weights: np.ndarray, rows: range) -> tuple[np.ndarray, n
             mass[:, CLASSES.index(class_of(plan, row, key))] += weights[:, number, key]
         for head in range(len(weights)):
             taken = np.cumsum(np.sort(weights[head, number, : row + 1])[::-1])
-            needed[head] += (np.searchsorted(taken, MASS - 1e-6) + 1) / (row + 1)
+            needed[head] += (np.searchsorted(taken, MASS * taken[-1] - 1e-6) + 1) / (row + 1)
     return mass / len(rows), needed / len(rows)
 
 
@@ -74,7 +75,7 @@ def test_the_context_in_full(name: str) -> None:
         mass, needed = told(report, layer)
         right, keys = by_hand(plan, weights[:, rows.start : rows.stop], rows)
         assert np.abs(mass - right).max() < 1e-5
-        assert mass.sum(1) == pytest.approx(1, abs=1e-5)
+        assert name == "gpt-oss" or mass.sum(1) == pytest.approx(1, abs=1e-5)  # a sink's share is no key's
         assert np.abs(needed - keys).max() < 1e-3  # rows with a weight at the very edge
 
 
@@ -84,10 +85,13 @@ def test_the_question_over_full_and_reused_caches(name: str) -> None:
     subject = subject_of(one)
     plan = subject.plan
     start = plan.segments[-1].start
-    reused = subject.recomputing(torch.zeros(plan.length, dtype=torch.bool))
+    reused = subject.fused(Chosen(torch.zeros(plan.length, dtype=torch.bool)))
     past = DynamicCache()
-    for layer, buffer in enumerate(reused.buffers):
-        past.update(*(side[:, :, :start].clone() for side in buffer.view()), layer)
+    for layer, buffer in enumerate(reused.cache.buffers):
+        for far in reused.reach.spared[layer]:  # never seen, and so never read
+            buffer.keys[:, :, far.start : far.stop] = buffer.values[:, :, far.start : far.stop] = 0
+        sides = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
+        past.update(*swapped(one.decoder.model, *sides), layer)
     found = sparsity_report(subject, start_tokens=START)["question_over"]
     rows = range(start, plan.length)
     wanted = {"full": [w[:, start:] for w in eager(one, plan.ids)], "reuse": eager(one, plan.ids[start:], past)}
@@ -111,7 +115,7 @@ def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.Monkey
     query, key = (torch.randn(1, heads, plan.length, 8, generator=dice) for _ in range(2))
     rows = torch.arange(plan.length - count, plan.length)
     tally = Tally(Classes.of(plan, START), rows)
-    tally(0, query, key, None)
+    tally(0, query, key, Scoring(8**-0.5))
     scores = (query[0, :, -count:].double() @ key[0].double().transpose(1, 2)) * 8**-0.5
     scores.masked_fill_(torch.arange(plan.length) > rows[:, None], -torch.inf)
     weights = scores.softmax(-1).numpy()

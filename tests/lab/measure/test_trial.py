@@ -18,7 +18,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.lab.measure.runs import RunSpec, parse_run
 from kvtool.lab.measure.trial import NO_CONTEXT, Trial
-from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, tokens
+from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, swapped, tokens
 
 RUNS = tuple(
     parse_run(text)
@@ -131,7 +131,10 @@ def test_distances_by_transformers_alone(name: str) -> None:
         fused = fused_by(own, spec, options)
         past = DynamicCache()
         for layer, buffer in enumerate(fused.cache.buffers):
-            past.update(*(side[:, :, :start].clone() for side in buffer.view()), layer)
+            keys, values = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
+            for far in fused.reach.spared[layer]:  # never seen, and so never read
+                keys[:, :, far.start : far.stop] = values[:, :, far.start : far.stop] = 0
+            past.update(*swapped(own.decoder.model, keys, values), layer)
         mine = plain_log_p(own, plan.ids[start:], script, past)
         divergence = (np.exp(full) * (full - mine)).sum(-1)
         assert rows[spec.name]["kl_first"] == pytest.approx(divergence[0], abs=1e-5)

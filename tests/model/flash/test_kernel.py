@@ -10,6 +10,7 @@ import torch
 from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
 from kvtool.core.model.flash.tiling import KEYS, Scratch, Tiling
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.native.compiling import ISAS, runnable
 from kvtool.core.native.ir import AVX512_BF16
 
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 ERROR = {"float32": 3e-6, "float16": 6e-4, "bfloat16": 4e-3}  # of all numbers together, relative
-SCALE = 0.3
+PLAIN = Scoring(0.3)
 
 
 def name(tiling: Tiling) -> str:
@@ -41,15 +42,21 @@ def scattered(positions: list[int]) -> Spans:
 
 
 def by_formula(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scale: float = SCALE
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scoring: Scoring = PLAIN
 ) -> torch.Tensor:
-    """softmax(QKᵀ · scale, keys up to a row's limit) V, float64."""
+    """softmax(QKᵀ · scale, keys that a row sees) V, float64."""
     group = len(query) // len(key)
     keys, values = (side.double().repeat_interleave(group, 0) for side in (key, value))
-    hidden = torch.arange(key.shape[1]) > limits[:, None]
-    scores = (query.double() @ keys.transpose(1, 2) * scale).masked_fill(hidden, -math.inf)
-    weights: torch.Tensor = scores.softmax(-1) @ values
-    return weights
+    scores = query.double() @ keys.transpose(1, 2) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    places = torch.arange(key.shape[1])
+    scores = scores.masked_fill(places > limits[:, None], -math.inf)
+    if scoring.window is not None:
+        scores = scores.masked_fill(places <= limits[:, None] - scoring.window, -math.inf)
+    powers = torch.exp(scores)
+    sinks = torch.zeros(len(query)) if scoring.sinks is None else torch.exp(scoring.sinks.double())
+    return powers @ values / (powers.sum(-1, keepdim=True) + sinks[:, None, None])
 
 
 def close(tiling: Tiling, out: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -66,13 +73,51 @@ POSITIONS = {
 }
 
 
+SHAPED = {
+    "window": Scoring(0.3, window=37),
+    "window of one": Scoring(0.3, window=1),
+    "wide window": Scoring(0.3, window=500),
+    "cap": Scoring(0.3, softcap=2.0),
+    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 4, 14)),
+    "all": Scoring(0.3, window=100, softcap=1.5, sinks=torch.linspace(-1, 4, 14)),
+}
+
+
+def windowed(positions: list[int], window: int | None) -> Spans:
+    places = torch.tensor(positions)
+    begins = None if window is None else (places - window + 1).clamp_min(0)
+    return Spans([(0, len(positions), 0)], places, begins)
+
+
+@every_tiling
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
+def test_windows_caps_and_sinks(tiling: Tiling, scoring: Scoring, positions: list[int]) -> None:
+    query = random(tiling, 14, len(positions), 32)
+    key, value = random(tiling, 2, 200, 32, seed=1), random(tiling, 2, 200, 32, seed=2)
+    out = kernel(tiling)(query, key, value, scoring, windowed(positions, scoring.window))
+    assert close(tiling, out, by_formula(query, key, value, torch.tensor(positions), scoring))
+
+
+@every_tiling
+def test_a_key_out_of_the_window_is_not_looked_at(tiling: Tiling) -> None:
+    """What is hidden may be any number, as what was never loaded is."""
+    scoring, places = Scoring(0.3, window=40), list(range(160, 200, 3))
+    query = random(tiling, 4, len(places), 32)
+    key, value = random(tiling, 2, 200, 32, seed=1), random(tiling, 2, 200, 32, seed=2)
+    out = kernel(tiling)(query, key, value, scoring, windowed(places, 40))
+    key[:, :96] = torch.nan
+    value[:, :96] = torch.nan
+    assert torch.equal(kernel(tiling)(query, key, value, scoring, windowed(places, 40)), out)
+
+
 @every_tiling
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("heads", [(2, 2), (14, 2), (60, 1)], ids=str)
 def test_a_row_sees_the_keys_up_to_its_own(tiling: Tiling, heads: tuple[int, int], positions: list[int]) -> None:
     query = random(tiling, heads[0], len(positions), 32)
     key, value = random(tiling, heads[1], 200, 32, seed=1), random(tiling, heads[1], 200, 32, seed=2)
-    out = kernel(tiling)(query, key, value, SCALE, scattered(positions))
+    out = kernel(tiling)(query, key, value, PLAIN, scattered(positions))
     assert out.dtype == query.dtype
     assert close(tiling, out, by_formula(query, key, value, torch.tensor(positions)))
 
@@ -82,7 +127,7 @@ def test_a_row_sees_the_keys_up_to_its_own(tiling: Tiling, heads: tuple[int, int
 def test_heads_have_any_multiple_of_16(tiling: Tiling, dims: tuple[int, int]) -> None:
     query, key = random(tiling, 6, 70, dims[0]), random(tiling, 3, KEYS + 5, dims[0], seed=1)
     value, limits = random(tiling, 3, KEYS + 5, dims[1], seed=2), torch.arange(31, KEYS + 5)
-    out = kernel(tiling)(query, key, value, SCALE, Spans([(0, 70, 0)], limits))
+    out = kernel(tiling)(query, key, value, PLAIN, Spans([(0, 70, 0)], limits))
     assert close(tiling, out, by_formula(query, key, value, limits))
 
 
@@ -91,7 +136,7 @@ def test_tensors_may_be_laid_out_as_the_model_has_them(tiling: Tiling) -> None:
     query, key, value = (random(tiling, 30, heads, 32, seed=heads).transpose(0, 1) for heads in (4, 2, 2))
     room = torch.full((2, 100, 32), torch.nan, dtype=value.dtype)
     room[:, :30] = value  # in a buffer with room behind it
-    out = kernel(tiling)(query, key, room[:, :30], SCALE, scattered(list(range(30))))
+    out = kernel(tiling)(query, key, room[:, :30], PLAIN, scattered(list(range(30))))
     assert close(tiling, out, by_formula(query, key, value, torch.arange(30)))
     assert out.transpose(0, 1).is_contiguous()
 
@@ -106,7 +151,7 @@ def test_spans_see_the_lead_in_and_their_own_keys(tiling: Tiling, lead: int) -> 
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
     limits = torch.cat([torch.arange(lead, lead + length) for length in lengths])
     spans = Spans([(start, length, start) for start, length in zip(starts, lengths, strict=True)], limits)
-    out = kernel(tiling)(query, key, value, SCALE, spans, lead_in)
+    out = kernel(tiling)(query, key, value, PLAIN, spans, lead_in)
     for start, length in zip(starts, lengths, strict=True):
         span = slice(start, start + length)
         keys, values = key[:, span], value[:, span]
@@ -114,7 +159,7 @@ def test_spans_see_the_lead_in_and_their_own_keys(tiling: Tiling, lead: int) -> 
             keys, values = torch.cat([lead_in[0], keys], 1), torch.cat([lead_in[1], values], 1)
         assert close(tiling, out[:, span], by_formula(query[:, span], keys, values, limits[span]))
         alone = kernel(tiling)(
-            query[:, span], key[:, span], value[:, span], SCALE, Spans([(0, length, 0)], limits[span].clone()), lead_in
+            query[:, span], key[:, span], value[:, span], PLAIN, Spans([(0, length, 0)], limits[span].clone()), lead_in
         )
         assert torch.equal(alone, out[:, span])  # bit for bit: what a chunk gives does not depend on its batch
 
@@ -124,21 +169,21 @@ def test_a_row_depends_on_nothing_but_what_it_sees(tiling: Tiling, monkeypatch: 
     """Bit for bit: not on the other rows, the number of threads, or later keys, be they NaN."""
     query = random(tiling, 6, 300, 32)
     key, value = random(tiling, 2, 300, 32, seed=1), random(tiling, 2, 300, 32, seed=2)
-    whole = kernel(tiling)(query, key, value, SCALE, scattered(list(range(300))))
+    whole = kernel(tiling)(query, key, value, PLAIN, scattered(list(range(300))))
     some = sorted({7, 8, 100, 101, 102, 299 - 40, *range(180, 220)})
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        out = kernel(tiling)(query[:, some], key, value, SCALE, scattered(some))
+        out = kernel(tiling)(query[:, some], key, value, PLAIN, scattered(some))
         assert torch.equal(out, whole[:, some])
     key[:, 260:], value[:, 260:] = torch.nan, torch.inf
-    assert torch.equal(kernel(tiling)(query[:, some], key, value, SCALE, scattered(some)), whole[:, some])
+    assert torch.equal(kernel(tiling)(query[:, some], key, value, PLAIN, scattered(some)), whole[:, some])
 
 
 @every_tiling
 def test_nan_and_infinity_are_not_hidden(tiling: Tiling) -> None:
     query, key, value = (random(tiling, 2, 20, 16, seed=at) for at in range(3))
     key[:, 10, 3] = torch.nan
-    out = kernel(tiling)(query, key, value, SCALE, scattered(list(range(20))))
+    out = kernel(tiling)(query, key, value, PLAIN, scattered(list(range(20))))
     assert out[:, :10].isfinite().all()
     assert out[:, 10:].isnan().all()
 
@@ -150,8 +195,8 @@ def test_scores_far_apart_and_far_from_zero(tiling: Tiling) -> None:
     last = torch.arange(KEYS * 2)
     query[..., 0] = key[..., 0] = 40.0
     query[..., 1] = 100.0
-    expected = by_formula(query, key, value, last, 0.2)
-    out = kernel(tiling)(query, key, value, 0.2, scattered(last.tolist()))
+    expected = by_formula(query, key, value, last, Scoring(0.2))
+    out = kernel(tiling)(query, key, value, Scoring(0.2), scattered(last.tolist()))
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (1e-4 if tiling.stored == "float32" else 4e-3)
 
@@ -174,16 +219,16 @@ def test_machine_code_sees_no_wrong_sizes(tiling: Tiling) -> None:
         (query.repeat(100, 1, 1), key, key),
     ):
         with pytest.raises(ValueError, match=r"no kernel|see keys"):
-            own(*wrong, SCALE, rows)
+            own(*wrong, PLAIN, rows)
     with pytest.raises(ValueError, match="see keys"):
-        own(query, key, key, SCALE, Spans([(0, 10, 1)], rows.limits))
+        own(query, key, key, PLAIN, Spans([(0, 10, 1)], rows.limits))
     with pytest.raises(ValueError, match="lead-in"):
-        own(query, key, key, SCALE, rows, (key[..., :8], key))
+        own(query, key, key, PLAIN, rows, (key[..., :8], key))
     with pytest.raises(ValueError, match="lead-in"):
-        own(query, key, key, SCALE, rows, (key[:1], key[:1]))
+        own(query, key, key, PLAIN, rows, (key[:1], key[:1]))
     other = query.half() if tiling.stored != "float16" else query.float()
     with pytest.raises(ValueError, match="no kernel"):
-        own(other, other[:2], other[:2], SCALE, rows)
+        own(other, other[:2], other[:2], PLAIN, rows)
 
 
 @pytest.mark.parametrize(

@@ -249,32 +249,39 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
 
     Parameters
     ----------
-    made, exact : `[kv_heads, tokens, head_dim]`, all of one form; only tokens may differ from pair to pair.
+    made, exact : `[kv_heads, tokens, head_dim]`, all of one format; shapes may differ from pair to pair.
 
     Raises
     ------
     ValueError : shapes or forms that do not fit.
     """
-    _check_alike(made, exact)
-    return errors_at(Places.of(made), Places.of(exact)) if made else []
+    return _relative(squares_of(made, exact), np.array([side.numel() for side in made], np.int64))
 
 
 def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> Sums:
     """Sums of the squares of made less exact, and of exact: float64 `[sides, 2]`; takes and raises as `errors_of`."""
     _check_alike(made, exact)
-    return _squares_at(Places.of(made), Places.of(exact)) if made else np.zeros((0, 2))
+    sums, forms = np.zeros((len(made), 2)), [(side.shape[0], side.shape[2]) for side in made]
+    for form in dict.fromkeys(forms):
+        numbers = [number for number, own in enumerate(forms) if own == form]
+        sums[numbers] = _squares_at(*(Places.of([sides[number] for number in numbers]) for sides in (made, exact)))
+    return sums
 
 
 def _check_alike(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-    like = {(side.shape[0], side.shape[2], side.dtype) for side in (*made, *exact)}
-    if len(like) > 1 or [side.shape[1] for side in made] != [side.shape[1] for side in exact]:
+    formats = {side.dtype for side in (*made, *exact)}
+    if len(formats) > 1 or [side.shape for side in made] != [side.shape for side in exact]:
         raise ValueError("sides of different shapes or formats cannot be compared")
 
 
 def errors_at(made: Places, exact: Places) -> list[float]:
     """What `errors_of` gives."""
-    sums = _squares_at(made, exact)
-    wrong, size = np.sqrt(sums / np.maximum(made.counts, 1)[:, None]).T
+    return _relative(_squares_at(made, exact), made.counts)
+
+
+def _relative(sums: Sums, counts: I64) -> list[float]:
+    """Errors of sums of squares, of sides of so many numbers."""
+    wrong, size = np.sqrt(sums / np.maximum(counts, 1)[:, None]).T
     errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
     return errors
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from kvtool.core.corpus.readers import code, html, jsonl, markdown, text
 from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile
 from kvtool.core.corpus.readers.encoding import Reader
-from kvtool.core.corpus.readers.foreign import FOREIGN_ENDINGS
+from kvtool.core.corpus.readers.foreign import FOREIGN_ENDINGS, IMAGE_ENDINGS
 
 __all__ = [
     "READERS",
@@ -21,6 +21,7 @@ __all__ = [
     "EmptyFile",
     "UnreadableFile",
     "is_foreign",
+    "is_image",
     "is_known",
     "read_documents",
 ]
@@ -39,6 +40,11 @@ def is_known(path: PurePath) -> bool:
 def is_foreign(path: PurePath) -> bool:
     """Whether the name says that the file holds no text, and no reader is registered for it."""
     return path.suffix.lower() in FOREIGN_ENDINGS and not is_known(path)
+
+
+def is_image(path: PurePath) -> bool:
+    """Whether the name says that the file is a picture."""
+    return path.suffix.lower() in IMAGE_ENDINGS
 
 
 def read_documents(path: Path, data: bytes) -> list[Document]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-FOREIGN_ENDINGS = frozenset(
+IMAGE_ENDINGS = frozenset(
+    (
+        *(".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".avif", ".heic", ".ico"),
+        *(".psd", ".xcf", ".cr2", ".nef", ".dng", ".jp2", ".jxl"),
+    )
+)
+FOREIGN_ENDINGS = IMAGE_ENDINGS | frozenset(
     (
         *(".pdf", ".ps", ".eps", ".djvu", ".xps", ".rtf", ".epub", ".mobi", ".azw", ".azw3", ".chm"),
         *(".doc", ".docx", ".docm", ".dotx", ".odt", ".ott", ".pages", ".wpd", ".hwp", ".hwpx"),
         *(".xls", ".xlsx", ".xlsm", ".xlsb", ".ods", ".numbers", ".ppt", ".pptx", ".pptm", ".odp", ".vsd"),
         *(".msg", ".pst", ".ost"),
-        *(".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".avif", ".heic", ".ico"),
-        *(".psd", ".xcf", ".cr2", ".nef", ".dng", ".jp2", ".jxl"),
         *(".mp3", ".wav", ".flac", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".wma", ".mid", ".midi", ".aiff"),
         *(".mp4", ".m4v", ".mkv", ".webm", ".avi", ".mov", ".wmv", ".flv", ".mpg", ".mpeg", ".3gp"),
         *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".7z", ".rar", ".cab", ".iso", ".dmg"),

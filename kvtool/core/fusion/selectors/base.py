@@ -32,6 +32,7 @@ class Selector(ABC):
     ----------
     uses_cache : False: the whole prompt is computed, whatever is stored.
     lossless : the logits are those of full prefill, by construction.
+    looked_into : its cache is: what is reused is read through windows, too, that no computed row sees.
     knob : the field that says how much is recomputed, such as `ratio`; "" where there is none.
     reason : why a row is recomputed.
     """
@@ -39,6 +40,7 @@ class Selector(ABC):
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
     lossless: ClassVar[bool] = False
+    looked_into: ClassVar[bool] = False
     knob: ClassVar[str] = ""
     reason: ClassVar[str] = ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvtool.core.model.flash.ir_moves import pairs_function, queries_function, results_function, rows_function
 from kvtool.core.model.flash.ir_products import scores_function, sum_function
-from kvtool.core.model.flash.ir_softmax import mask_function, number, weights_function
+from kvtool.core.model.flash.ir_softmax import cap_function, mask_function, weights_function
 from kvtool.core.model.flash.tiling import KEYS, STORED, Scratch, Tiling
 from kvtool.core.native.ir import Body, Loop
 
@@ -35,6 +35,10 @@ FIELDS = {
     "lead_value_row": "i64",
     "leads": "i64",  # keys of the lead-in, seen by every row before its own
     "limits": "ptr",  # i64 for each row: the last key it sees, lead-in included; ascending within a block
+    "begins": "ptr",  # i64 for each row: the first key it sees, counted and ascending as those
+    "rests": "ptr",  # float32 for each head: the largest score before any key, which weighs as much as one
+    "bend": "i64",  # bits of a float32: -2 · log₂e · scale / cap; 0: scores are not capped
+    "top": "i64",  # bits of a float32: the cap
     "blocks": "ptr",
     "count": "i64",  # of blocks
     "kv_heads": "i64",
@@ -54,6 +58,7 @@ def attention_module(tiling: Tiling) -> str:
     parts = [
         _declarations(tiling),
         scores_function(tiling),
+        cap_function(tiling),
         mask_function(tiling),
         weights_function(tiling),
         sum_function(tiling),
@@ -72,6 +77,8 @@ def _declarations(tiling: Tiling) -> str:
     floats = tiling.floats()
     lines = [
         f"declare {floats} @llvm.fmuladd.v{tiling.width}f32({floats}, {floats}, {floats})",
+        f"declare {floats} @llvm.fabs.v{tiling.width}f32({floats})",
+        f"declare {floats} @llvm.copysign.v{tiling.width}f32({floats}, {floats})",
         "declare i64 @llvm.umin.i64(i64, i64)",
     ]
     if tiling.pairs:
@@ -124,6 +131,7 @@ class _Block:
         self._strips = body(f"udiv i64 {more}, {tiling.strip}")
         behind = body(f"add i64 {self._first}, {self._rows}")
         self._last = body.load("i64", job["limits"], body(f"sub i64 {behind}, 1"))
+        self._begin = body.load("i64", job["begins"], self._first)
         self._sizes()
 
     def _sizes(self) -> None:
@@ -144,9 +152,10 @@ class _Block:
         body = self._body
         self._prepare()
         self._turn_queries()
+        before = body(f"udiv i64 {self._begin}, {KEYS}")  # tiles that no row sees; a row sees a key, so one is left
         tiles = body(f"add i64 {body(f'udiv i64 {self._last}, {KEYS}')}, 1")
-        tile = Loop(body, tiles)
-        first = body(f"mul i64 {tile.index}, {KEYS}")
+        tile = Loop(body, body(f"sub i64 {tiles}, {before}"))
+        first = body(f"mul i64 {body(f'add i64 {tile.index}, {before}')}, {KEYS}")
         filled = body(f"add i64 {self._last}, {_STRIP_ROWS}")
         left = body(f"sub i64 {filled}, {first}")
         count = body(f"call i64 @llvm.umin.i64(i64 {body(f'and i64 {left}, -{_STRIP_ROWS}')}, i64 {KEYS})")
@@ -175,12 +184,14 @@ class _Block:
         head = body(f"add i64 {heads}, {body(f'urem i64 {lane}, {group}')}")
         limit = body(f"trunc i64 {body.load('i64', job['limits'], row)} to i32")
         body.store("i32", limit, limits, each.index)
+        begin = body(f"trunc i64 {body.load('i64', job['begins'], row)} to i32")
+        body.store("i32", begin, self._place(places.begins), each.index)
         query, out = (body.at(stored, job[side], self._offset(side, head, row)) for side in ("query", "out"))
         body.store("ptr", query, queries, each.index)
         kept = body(f"icmp eq i64 {lane}, {each.index}")
         body.store("ptr", body(f"select i1 {kept}, ptr {out}, ptr {self._nobody}"), results, each.index)
-        body.store("float", number(float("-inf")).partition("float ")[2].rstrip(")"), largest, each.index)
-        body.store("float", "0.0", sums, each.index)
+        body.store("float", body.load("float", job["rests"], head), largest, each.index)
+        body.store("float", "1.0", sums, each.index)
         each.close()
 
     def _offset(self, side: str, head: str, row: str) -> str:
@@ -233,15 +244,19 @@ class _Block:
         limits = body.at("i32", self._place(places.limits), lane)
         lowest = body(f"zext i32 {body.load('i32', limits)} to i64")
         highest = body(f"zext i32 {body.load('i32', limits, tiling.strip - 1)} to i64")
+        begins = body.at("i32", self._place(places.begins), lane)
+        earliest = body(f"zext i32 {body.load('i32', begins)} to i64")
         seen, after = body.new_block(), body.new_block()
-        body.do(f"br i1 {body(f'icmp ule i64 {first}, {highest}')}, label %{seen}, label %{after}")
+        begun = body(f"icmp ult i64 {earliest}, {body(f'add i64 {first}, {count}')}")
+        some = body(f"and i1 {body(f'icmp ule i64 {first}, {highest}')}, {begun}")
+        body.do(f"br i1 {some}, label %{seen}, label %{after}")
         body.enter(seen)
-        self._tile(each.index, lane, limits, lowest, first, count)
+        self._tile(each.index, lane, (limits, begins), lowest, first, count)
         body.do(f"br label %{after}")
         body.enter(after)
         each.close()
 
-    def _tile(self, strip: str, lane: str, limits: str, lowest: str, first: str, count: str) -> None:
+    def _tile(self, strip: str, lane: str, spans: tuple[str, str], lowest: str, first: str, count: str) -> None:
         body, tiling, places, job = self._body, self._tiling, self._places, self._job
         scores, now, shrink = map(self._place, (places.scores, places.now_largest, places.shrink))
         largest = body.at("float", self._place(places.largest), lane)
@@ -252,16 +267,23 @@ class _Block:
             f"call void @scores(ptr {queries}, ptr {self._keys}, i64 {self._steps}, i64 {groups}, ptr {scores}, "
             f"ptr {largest}, ptr {now})"
         )
+        self._cap(scores, count, largest, now)
+        limits, begins = spans
         behind = body(f"add i64 {first}, {count}")
-        hidden = body(f"icmp ugt i64 {behind}, {body(f'add i64 {lowest}, 1')}")
+        latest = body(f"zext i32 {body.load('i32', begins, tiling.strip - 1)} to i64")
+        cut = body(f"icmp ugt i64 {latest}, {first}")
+        after = body(f"add i64 {lowest}, 1")
+        hidden = body(f"or i1 {cut}, {body(f'icmp ugt i64 {behind}, {after}')}")
         hide, on = body.new_block(), body.new_block()
         body.do(f"br i1 {hidden}, label %{hide}, label %{on}")
         body.enter(hide)
-        body.do(f"call void @mask(ptr {limits}, i64 {first}, i64 {count}, ptr {scores}, ptr {largest}, ptr {now})")
+        body.do(
+            f"call void @mask(ptr {limits}, ptr {begins}, i64 {first}, i64 {count}, ptr {scores}, ptr {largest}, "
+            f"ptr {now})"
+        )
         body.do(f"br label %{on}")
         body.enter(on)
-        bits = body(f"trunc i64 {job['scale']} to i32")
-        scale = body(f"bitcast i32 {bits} to float")
+        scale = self._number("scale")
         body.do(
             f"call void @weights(ptr {scores}, i64 {count}, ptr {largest}, ptr {now}, ptr {sums}, ptr {shrink}, "
             f"float {scale})"
@@ -273,6 +295,22 @@ class _Block:
         body.do(
             f"call void @sum(ptr {scores}, ptr {self._values}, i64 {steps}, i64 {columns}, ptr {shrink}, ptr {results})"
         )
+
+    def _number(self, name: str) -> str:
+        """A float32 of the job."""
+        bits = self._body(f"trunc i64 {self._job[name]} to i32")
+        return self._body(f"bitcast i32 {bits} to float")
+
+    def _cap(self, scores: str, count: str, largest: str, now: str) -> None:
+        """Bend a tile's scores where there is a cap."""
+        body, bend, on = self._body, self._body.new_block(), self._body.new_block()
+        given = self._job["bend"]
+        body.do(f"br i1 {body(f'icmp ne i64 {given}, 0')}, label %{bend}, label %{on}")
+        body.enter(bend)
+        factor, top = self._number("bend"), self._number("top")
+        body.do(f"call void @cap(ptr {scores}, i64 {count}, ptr {largest}, ptr {now}, float {factor}, float {top})")
+        body.do(f"br label %{on}")
+        body.enter(on)
 
     def _keep_largest(self, now: str, largest: str) -> None:
         body, tiling = self._body, self._tiling

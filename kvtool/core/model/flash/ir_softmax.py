@@ -35,24 +35,59 @@ def larger(body: Body, tiling: Tiling, one: str, other: str) -> str:
     return body(f"select <{width} x i1> {above}, {floats} {one}, {floats} {other}")
 
 
+def _spread(body: Body, tiling: Tiling, single: str) -> str:
+    """A float32 in all lanes."""
+    floats = tiling.floats()
+    lane = body(f"insertelement {floats} poison, float {single}, i32 0")
+    return body(f"shufflevector {floats} {lane}, {floats} poison, <{tiling.width} x i32> zeroinitializer")
+
+
+def cap_function(tiling: Tiling) -> str:
+    """`void cap(scores, keys, before, largest, bend, top)`: scores s become top · tanh(s · scale / top).
+
+    As sign(s) · (1 - e) / (1 + e) with e = 2^(bend · |s|). Sets `largest` to the largest of `before` and these.
+    """
+    body, floats, width = Body(), tiling.floats(), tiling.width
+    some = [at * width for at in range(tiling.registers)]
+    bend, top, one = _spread(body, tiling, "%bend"), _spread(body, tiling, "%top"), number(1.0)
+    each = Loop(body, "%keys", [(floats, body.load(floats, "%before", lane)) for lane in some])
+    row, found = body(f"mul i64 {each.index}, {tiling.strip}"), []
+    for lane, value in zip(some, each.values, strict=True):
+        place = body(f"add i64 {row}, {lane}")
+        score = body.load(floats, "%scores", place)
+        size = body(f"call {floats} @llvm.fabs.v{width}f32({floats} {score})")
+        power = _power(body, tiling, body(f"fmul {floats} {size}, {bend}"), _EXACT)
+        less, more = body(f"fsub {floats} {one}, {power}"), body(f"fadd {floats} {one}, {power}")
+        bent = body(f"fmul {floats} {body(f'fdiv {floats} {less}, {more}')}, {top}")
+        bent = body(f"call {floats} @llvm.copysign.v{width}f32({floats} {bent}, {floats} {score})")
+        body.store(floats, bent, "%scores", place)
+        found.append(larger(body, tiling, bent, value))
+    for lane, value in zip(some, each.close(found), strict=True):
+        body.store(floats, value, "%largest", lane)
+    body.do("ret void")
+    arguments = "ptr %scores, i64 %keys, ptr %before, ptr %largest, float %bend, float %top"
+    return f"define internal void @cap({arguments}) {{\n{body.text()}\n}}\n"
+
+
 def mask_function(tiling: Tiling) -> str:
-    """`void mask(limits, first key, keys, scores, before, largest)`: hides keys behind a lane's own limit.
+    """`void mask(limits, begins, first key, keys, scores, before, largest)`: hides keys that a lane does not see.
 
     Sets `largest` to the largest of `before` and what is still seen.
     """
     body, floats = Body(), tiling.floats()
     ints = f"<{tiling.width} x i32>"
     some = [at * tiling.width for at in range(tiling.registers)]
-    limits = [body.load(ints, "%limits", lane) for lane in some]
+    limits, begins = ([body.load(ints, side, lane) for lane in some] for side in ("%limits", "%begins"))
     first = [body.load(floats, "%before", lane) for lane in some]
     each = Loop(body, "%keys", [(floats, value) for value in first])
     key = body(f"trunc i64 {body(f'add i64 %first, {each.index}')} to i32")
     lane = body(f"insertelement {ints} poison, i32 {key}, i32 0")
     key = body(f"shufflevector {ints} {lane}, {ints} poison, {ints} zeroinitializer")
     row, found = body(f"mul i64 {each.index}, {tiling.strip}"), []
-    for at, limit, value in zip(some, limits, each.values, strict=True):
+    for at, limit, begin, value in zip(some, limits, begins, each.values, strict=True):
         place = body(f"add i64 {row}, {at}")
         seen = body(f"icmp sle {ints} {key}, {limit}")
+        seen = body(f"and <{tiling.width} x i1> {seen}, {body(f'icmp sge {ints} {key}, {begin}')}")
         score = body.load(floats, "%scores", place)
         score = body(f"select <{tiling.width} x i1> {seen}, {floats} {score}, {floats} {number(float('-inf'))}")
         body.store(floats, score, "%scores", place)
@@ -60,7 +95,7 @@ def mask_function(tiling: Tiling) -> str:
     for at, value in zip(some, each.close(found), strict=True):
         body.store(floats, value, "%largest", at)
     body.do("ret void")
-    arguments = "ptr %limits, i64 %first, i64 %keys, ptr %scores, ptr %before, ptr %largest"
+    arguments = "ptr %limits, ptr %begins, i64 %first, i64 %keys, ptr %scores, ptr %before, ptr %largest"
     return f"define internal void @mask({arguments}) {{\n{body.text()}\n}}\n"
 
 
@@ -71,8 +106,7 @@ def weights_function(tiling: Tiling) -> str:
     results up to now are to be multiplied with, since they were shifted by `before`; `sums` are so and counted on.
     """
     body, floats = Body(), tiling.floats()
-    scale = body(f"insertelement {floats} poison, float %scale, i32 0")
-    scale = body(f"shufflevector {floats} {scale}, {floats} poison, <{tiling.width} x i32> zeroinitializer")
+    scale = _spread(body, tiling, "%scale")
     minus = body(f"fneg {floats} {scale}")
     some = [at * tiling.width for at in range(tiling.registers)]
     shifts, sums = [], []

@@ -14,11 +14,13 @@ import torch
 
 from kvtool.core.model.flash.ir import FIELDS, attention_module
 from kvtool.core.model.flash.tiling import ALIGNMENT, Scratch, Tiling
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.native.compiling import compiled
 from kvtool.core.native.team import run_in_team
 
 COLUMNS = 16  # head dimensions are a multiple of it
 MOST_GROUPED = 120  # query heads of one key's: the least number of lanes that a block has
+_NONE = -1e30  # a score so low that it never weighs anything, and still a number
 _SHARES = 4  # pieces of work for each thread that even out what a block costs
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -34,18 +36,24 @@ class Spans:
     spans : first row, number of rows and first own key of each, in the order of the rows; it sees keys from there on.
     limits : int64 `[rows]` on the CPU: the last key that a row sees, counted from its span's first and with the lead-in
         in front; ascending within a span.
+    begins : int64 `[rows]`, the first key that a row sees, counted as those, ascending within a span; None: 0.
     furthest : the last key that any row sees, counted from the first of all and with the lead-in in front.
     """
 
     spans: Sequence[tuple[int, int, int]]
     limits: torch.Tensor
+    begins: torch.Tensor | None = None
     furthest: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Machine code knows no bounds, so they are checked here, once for all layers."""
         done, furthest, limits = 0, -1, self.limits
-        if limits.dtype != torch.int64 or not limits.is_contiguous() or limits.device.type != "cpu":
-            raise ValueError("limits are int64 numbers in a row")
+        begins = torch.zeros_like(limits) if self.begins is None else self.begins
+        if not (_are_whole(limits) and _are_whole(begins) and limits.shape == begins.shape):
+            raise ValueError("limits and begins are int64 numbers in a row")
+        if self.begins is not None and not bool(((begins >= 0) & (begins <= limits)).all()):
+            raise ValueError("a row sees nothing")
+        object.__setattr__(self, "begins", begins)
         for first, count, start in self.spans:
             if first != done or count < 1 or start < 0 or first + count > len(limits):
                 raise ValueError(f"rows {first} to {first + count} are no span behind row {done}")
@@ -54,6 +62,10 @@ class Spans:
         if not done or done != len(limits) or int(limits.min()) < 0:
             raise ValueError("spans do not cover the rows, or a row sees nothing")
         object.__setattr__(self, "furthest", furthest)
+
+
+def _are_whole(numbers: torch.Tensor) -> bool:
+    return numbers.dtype == torch.int64 and numbers.is_contiguous() and numbers.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class Kernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
+        scoring: Scoring,
         rows: Spans,
         lead_in: KV | None = None,
     ) -> torch.Tensor:
@@ -78,6 +90,7 @@ class Kernel:
         ----------
         query : `[heads, rows, head_dim]`.
         key, value : `[kv_heads, keys, head_dim]` and `[kv_heads, keys, value_dim]`.
+        scoring : whose window is that of `rows`.
         lead_in : keys and values, laid out as those, that every row sees before its own.
 
         Returns
@@ -95,6 +108,8 @@ class Kernel:
         size = -(-size // ALIGNMENT) * ALIGNMENT
         scratch = torch.empty(size * threads + ALIGNMENT, dtype=torch.uint8)
         counters = torch.zeros(2, dtype=torch.int64)
+        cap, begins, rests = scoring.softcap, rows.begins, _rests(scoring, query.shape[0])
+        assert begins is not None
         job = {
             **_where("query", query),
             **_where("key", key),
@@ -104,13 +119,17 @@ class Kernel:
             **_where("lead_value", leads[1] if leads else value),
             "leads": leads[0].shape[1] if leads else 0,
             "limits": rows.limits.data_ptr(),
+            "begins": begins.data_ptr(),
+            "rests": rests.data_ptr(),
+            "bend": 0 if cap is None else _bits(-2 * math.log2(math.e) * scoring.scale / cap),
+            "top": _bits(cap or 0.0),
             "blocks": blocks.data_ptr(),
             "count": len(blocks),
             "kv_heads": key.shape[0],
             "group": query.shape[0] // key.shape[0],
             "head_dim": query.shape[2],
             "value_dim": value.shape[2],
-            "scale": struct.unpack("<I", struct.pack("<f", scale * math.log2(math.e)))[0],
+            "scale": _bits((scoring.scale if cap is None else 1.0) * math.log2(math.e)),
             "counters": counters.data_ptr(),
             "scratch": -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT,
             "scratch_bytes": size,
@@ -148,6 +167,22 @@ class Kernel:
             ],
             dtype=torch.int64,
         )
+
+
+def _bits(number: float) -> int:
+    """Those of a float32."""
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits
+
+
+def _rests(scoring: Scoring, heads: int) -> torch.Tensor:
+    """The largest score of each head before any key: its sink, or none; as what comes out of products, float32."""
+    if scoring.sinks is None:
+        return torch.full((heads,), _NONE, dtype=torch.float32)
+    if scoring.sinks.shape != (heads,):
+        raise ValueError(f"{tuple(scoring.sinks.shape)} are no sinks of {heads} heads")
+    rests = scoring.sinks.detach().to("cpu", torch.float32)
+    return (rests / scoring.scale if scoring.softcap is None else rests).contiguous()
 
 
 def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:

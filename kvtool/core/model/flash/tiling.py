@@ -69,6 +69,7 @@ class Scratch:
     """What a thread has to itself: offsets in bytes."""
 
     limits: int
+    begins: int
     queries_at: int
     results_at: int
     largest: int
@@ -81,7 +82,14 @@ class Scratch:
     @classmethod
     def of(cls, tiling: Tiling) -> Scratch:
         """Lay it out."""
-        sizes = [4 * tiling.lanes, 8 * tiling.lanes, 8 * tiling.lanes, 4 * tiling.lanes, 4 * tiling.lanes]
+        sizes = [
+            4 * tiling.lanes,
+            4 * tiling.lanes,
+            8 * tiling.lanes,
+            8 * tiling.lanes,
+            4 * tiling.lanes,
+            4 * tiling.lanes,
+        ]
         sizes += [4 * tiling.strip, 4 * tiling.strip, 4 * KEYS * tiling.strip]
         places = [0]
         for size in sizes:

@@ -14,6 +14,8 @@ import torch
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.lean.heads import Heads
 from kvtool.core.model.lean.reading import Layer, read_layer, read_norm
+from kvtool.core.model.scoring import Scoring
+from kvtool.core.model.stepping.family import check_unshaped
 from kvtool.core.model.stepping.kept import Unfit
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ class LeanPass:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        check_unshaped(decoder)
+        if not decoder.rotary.is_single:
+            raise Unfit("layers rotate by RoPEs of their own")
+        self._windows = [kind.window for kind in decoder.kinds]
         self._layers = [read_layer(decoder, layer) for layer in decoder.layers]
         self._norm = read_norm(decoder.base.norm)
         self._heads = Heads(decoder, [layer.head_norms for layer in self._layers])
@@ -90,7 +96,8 @@ class LeanPass:
     def _attended(
         self, number: int, layer: Layer, queries: torch.Tensor, hidden: torch.Tensor, rows: Placing, cache: PromptCache
     ) -> torch.Tensor:
-        mixed = rows.attend(number, queries, *cache.buffers[number].view(), layer.scale)
+        scoring = Scoring(layer.scale, self._windows[number])
+        mixed = rows.attend(number, queries, *cache.buffers[number].view(), scoring)
         mixed = mixed.transpose(1, 2).reshape(len(hidden), -1)
         return layer.behind(mixed, hidden)
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from kvtool.core.model.cuda_rows import has_triton
 from kvtool.core.model.lean.reading import HeadNorm
-from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotary import Angles, Table
+from kvtool.core.model.stepping.family import plain_shape
 from kvtool.core.model.stepping.kept import Unfit
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class Heads:
 
     def __init__(self, decoder: Decoder, norms: Sequence[HeadNorms | None]) -> None:
         self._norms = norms
-        self._kv_heads, self._head_dim = decoder.kv_heads, decoder.head_dim
-        self._rotates = _rotating(decoder)
+        self._head_dim = plain_shape(decoder).key_dim
+        self._name, self._rotates = decoder.rotary.names[0], _rotating(decoder)
         self._device = decoder.device
 
     @cached_property
@@ -67,7 +68,7 @@ class Heads:
         -------
         The queries, `[1, heads, rows, head_dim]`.
         """
-        rotated = table if self._rotates[layer] else None
+        rotated = table.by_name[self._name] if self._rotates[layer] else None
         if self.by_kernel:
             from kvtool.core.model.lean.triton_heads import place
 
@@ -80,7 +81,7 @@ class Heads:
         return query
 
     def _turned(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, table: Table | None
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, table: Angles | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norms = self._norms[layer]
         if norms is not None:
@@ -91,7 +92,7 @@ class Heads:
         return (query, key) if table is None else (in_halves(query, table), in_halves(key, table))
 
 
-def in_halves(heads: torch.Tensor, table: Table) -> torch.Tensor:
+def in_halves(heads: torch.Tensor, table: Angles) -> torch.Tensor:
     """Rotate `[1, heads, rows, head_dim]` in float32: number i and its partner half a rotation further on."""
     width = table.cos.shape[-1]
     wide = heads[..., :width].float()
@@ -103,8 +104,9 @@ def in_halves(heads: torch.Tensor, table: Table) -> torch.Tensor:
 def _rotating(decoder: Decoder) -> list[bool]:
     """Which layers rotate: tried with the model's own function, whose halves must be those of `in_halves`."""
     table = decoder.rotary.table(torch.tensor([37], device=decoder.device))
-    probe = torch.linspace(-1, 1, decoder.head_dim, device=decoder.device, dtype=torch.float32)[None, None, None]
-    halves, found = in_halves(probe, table), []
+    angles, width = table.by_name[decoder.rotary.names[0]], plain_shape(decoder).key_dim
+    probe = torch.linspace(-1, 1, width, device=decoder.device, dtype=torch.float32)[None, None, None]
+    halves, found = in_halves(probe, angles), []
     for layer in range(len(decoder.layers)):
         given = decoder.rotary.rotate(probe, table, layer)
         if given is not probe and not torch.allclose(given.cpu(), halves.cpu(), atol=1e-6):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.stepping.family import ATTENTION_PARTS, DROPOUT_PARTS, LAYER_PARTS, check_parts
+from kvtool.core.model.stepping.family import ATTENTION_PARTS, DROPOUT_PARTS, LAYER_PARTS, check_parts, plain_shape
 from kvtool.core.model.stepping.kept import Unfit
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _head_norms(decoder: Decoder, attention: Any) -> tuple[tuple[Map, Map] | Non
     plain = [_plain(module) for module in modules]
     if plain[0] is None or plain[1] is None:
         raise Unfit(f"{type(modules[0]).__name__} is no plain norm")
-    if all(weight.numel() == decoder.head_dim for weight, _ in (plain[0], plain[1])):
+    if all(weight.numel() == plain_shape(decoder).key_dim for weight, _ in (plain[0], plain[1])):
         return None, (HeadNorm(*plain[0]), HeadNorm(*plain[1]))
     return (read_norm(modules[0]), read_norm(modules[1])), None
 
@@ -161,7 +161,8 @@ def _head_norms(decoder: Decoder, attention: Any) -> tuple[tuple[Map, Map] | Non
 def _projection(
     decoder: Decoder, attention: Any
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    sizes = [count * decoder.head_dim for count in (decoder.config.num_attention_heads, *[decoder.kv_heads] * 2)]
+    shape = plain_shape(decoder)
+    sizes = [count * shape.key_dim for count in (decoder.config.num_attention_heads, shape.heads, shape.heads)]
     if hasattr(attention, "qkv_proj"):
         whole = _linear(attention.qkv_proj)
 

@@ -12,7 +12,7 @@ import torch
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.lean.reading import HeadNorm
-from kvtool.core.model.rotary import Table
+from kvtool.core.model.rotary import Angles
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -25,7 +25,7 @@ def place(
     keys: torch.Tensor,
     values: torch.Tensor,
     norms: tuple[HeadNorm, HeadNorm] | None,
-    table: Table | None,
+    table: Angles | None,
     at: torch.Tensor,
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
@@ -64,7 +64,7 @@ def _check(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    table: Table | None,
+    table: Angles | None,
     at: torch.Tensor,
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,

@@ -101,7 +101,8 @@ class PackedEmbedding(torch.nn.Embedding):
     Attributes
     ----------
     matrix : the rows.
-    weight : of the right shape and dtype, and without numbers (on the device "meta").
+    weight : of the right shape and dtype, and one number that stands for all; on the CPU, where models that ask for its
+        device (Llama 4) then bring their ids.
     """
 
     def __init__(self, matrix: Matrix, padding_idx: int | None, dtype: torch.dtype) -> None:
@@ -110,7 +111,8 @@ class PackedEmbedding(torch.nn.Embedding):
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
         self.scale_grad_by_freq = self.sparse = False
         self.matrix = matrix
-        self.weight = _shape_of(matrix, dtype)
+        shape = torch.zeros((), dtype=dtype).expand(matrix.rows, matrix.columns)
+        self.weight = torch.nn.Parameter(shape, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up `[..., embedding_dim]` for ids `[...]`."""

@@ -15,9 +15,11 @@ import torch
 
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kernels import isa_here
+from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.packed import LaidOut
 from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.rowwise.native import Code, code_for
+from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.stepping.family import (
     ATTENTION_PARTS,
     DROPOUT_PARTS,
@@ -26,8 +28,10 @@ from kvtool.core.model.stepping.family import (
     Norm,
     activation_of,
     check_parts,
+    check_unshaped,
     head_norms_of,
     norms_of,
+    plain_shape,
     rotaries_of,
 )
 from kvtool.core.model.stepping.kept import Unfit
@@ -50,16 +54,17 @@ class QuickLayer:
 
     Attributes
     ----------
-    norms : before attention and MLP. `head_norms`: of queries and keys, or None.
-    rotates : whether heads are rotated. `scale`: of the scores.
+    norms : before attention and MLP; `after`: behind them, or None. `head_norms`: of queries and keys, or None.
+    rotates : whether heads are rotated. `scoring`: of its attention.
     """
 
     layer: Any
     code: Code
     norms: tuple[Norm, Norm]
+    after: tuple[Norm, Norm] | None
     head_norms: tuple[Norm, Norm] | None
     rotates: bool
-    scale: float
+    scoring: Scoring
     _inside: tuple[torch.nn.Module, ...]  # but its products, which are asked at each call
     _normed: tuple[Any, ...]
     _weighed: tuple[tuple[int, int], ...]
@@ -121,11 +126,18 @@ class QuickLayer:
     ) -> torch.Tensor:
         code, (before, between) = self.code, self.norms
         _, normed = code.norm(hidden, before.weight, before.epsilon)
-        attended = self._attended(normed, tables, cache, rows)
+        attended = self._behind(0, self._attended(normed, tables, cache, rows))
         hidden, normed = code.norm(hidden, between.weight, between.epsilon, more=attended)
         mlp = self.layer.mlp
         gated = code.gate(_product(mlp.gate_proj, normed), _product(mlp.up_proj, normed))
-        return _product(mlp.down_proj, gated).add_(hidden)
+        return self._behind(1, _product(mlp.down_proj, gated)).add_(hidden)
+
+    def _behind(self, place: int, rows: torch.Tensor) -> torch.Tensor:
+        """What attention or the MLP gives, normed where it is."""
+        if self.after is None:
+            return rows
+        norm = self.after[place]
+        return self.code.norm(rows, norm.weight, norm.epsilon)[1]
 
     def _attended(
         self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: Rows
@@ -142,7 +154,7 @@ class QuickLayer:
             self.code.turn(queries, keys, *(side[0].contiguous() for side in tables))
         side_by_side = (side.transpose(0, 1)[None] for side in (keys, values))
         keys, values = cache.update(*side_by_side, attention.layer_idx)
-        out = rows.attend(attention.layer_idx, queries.transpose(0, 1)[None], keys, values, self.scale)
+        out = rows.attend(attention.layer_idx, queries.transpose(0, 1)[None], keys, values, self.scoring)
         return _product(attention.o_proj, out.transpose(1, 2).reshape(1, len(queries), -1))
 
 
@@ -215,16 +227,19 @@ def _quick_layers(decoder: Decoder) -> list[QuickLayer]:
     isa = isa_here()
     if isa is None or decoder.device != "cpu" or decoder.dtype not in _CLOSE:
         raise Unfit(f"{decoder.dtype} on {decoder.device}")
+    plain_shape(decoder)
     activations = {activation_of(layer.mlp) for layer in decoder.layers}
+    check_unshaped(decoder)
     kinds = {(type(layer), type(layer.self_attn), type(layer.mlp)) for layer in decoder.layers}  # only one is tried
     if len(activations) != 1 or len(kinds) != 1:
         raise Unfit("layers of different kinds")
     name = next(name for name, one in ISAS.items() if one is isa)
     code = code_for(name, decoder.dtype, activations.pop())
-    return [_quick(layer, code, width) for layer, width in zip(decoder.layers, rotaries_of(decoder), strict=True)]
+    each = zip(decoder.layers, rotaries_of(decoder), decoder.kinds, strict=True)
+    return [_quick(layer, code, width, kind.window) for layer, width, kind in each]
 
 
-def _quick(layer: Any, code: Code, rotary: int) -> QuickLayer:
+def _quick(layer: Any, code: Code, rotary: int, window: int | None) -> QuickLayer:
     for module, parts in (
         (layer, LAYER_PARTS | DROPOUT_PARTS),
         (layer.self_attn, ATTENTION_PARTS),
@@ -236,17 +251,25 @@ def _quick(layer: Any, code: Code, rotary: int) -> QuickLayer:
     before, after = norms_of(layer)
     head_norms = head_norms_of(layer.self_attn)
     whole = head_norms is not None and head_norms[0].weight.numel() != layer.self_attn.head_dim
-    if None in before or after != (None, None) or whole or getattr(layer, "residual_multiplier", 1.0) != 1.0:
+    norms, behind = (tuple(norm for norm in side if norm is not None) for side in (before, after))
+    if len(norms) != 2 or len(behind) == 1 or whole or getattr(layer, "residual_multiplier", 1.0) != 1.0:
         raise Unfit("its norms or sums stand elsewhere")
-    norms = tuple(norm for norm in before if norm is not None)
-    assert len(norms) == 2
     inside = tuple(
         module for module in layer.modules() if module is not layer and not isinstance(module, torch.nn.Linear)
     )
     normed = tuple(module for module in inside if getattr(module, "weight", None) is not None)
-    scale = float(layer.self_attn.scaling)
+    scoring = Scoring(float(layer.self_attn.scaling), window)
     return QuickLayer(
-        layer, code, (norms[0], norms[1]), head_norms, rotary > 0, scale, inside, normed, _weighed(normed)
+        layer,
+        code,
+        (norms[0], norms[1]),
+        (behind[0], behind[1]) if behind else None,
+        head_norms,
+        rotary > 0,
+        scoring,
+        inside,
+        normed,
+        _weighed(normed),
     )
 
 
@@ -262,7 +285,8 @@ def _is_alike(decoder: Decoder, quick: QuickLayer) -> bool:
     draw = torch.Generator().manual_seed(0)
     size = quick.norms[0].weight.numel()
     hidden = torch.randn((1, _TRIED, size), generator=draw, dtype=torch.float32).to(decoder.dtype)
-    tables = decoder.base.rotary_emb(hidden, position_ids=rows.positions[None])
+    name = decoder.kinds[0].rotation or decoder.rotary.names[0]
+    tables = angles_of(decoder.base.rotary_emb, name, hidden, rows.positions)
     results = []
     for forward in (quick.layer, quick):
         cache = decoder.new_cache(_TRIED)

@@ -49,6 +49,10 @@ def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
     """Make the fastest stepper that a model has on its device."""
     if decoder.hooked:
         return TorchStepper(decoder, cache, "someone listens to the model's layers")
+    if cache.dropped and any(kind.window for kind in decoder.kinds):
+        return TorchStepper(decoder, cache, "windows over rows that do not stand in their places")
+    if decoder.keeps_states:
+        return TorchStepper(decoder, cache, "the model keeps states")
     if decoder.device.startswith("cuda"):
         return CudaGraphStepper(decoder, cache)
     engine = engine_of(decoder)

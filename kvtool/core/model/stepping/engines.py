@@ -24,6 +24,8 @@ _lock = threading.Lock()
 
 def prepare(decoder: Decoder) -> None:
     """Begin to make a model's engine beside whatever comes next: 0.1 s of one core, most of it LLVM's."""
+    if decoder.keeps_states:
+        return
     future, is_new = _future(decoder)
     if is_new:  # no daemon: a process that ends waits for LLVM to be done
         threading.Thread(target=_make, args=(decoder, future), name="kvtool-stepper").start()

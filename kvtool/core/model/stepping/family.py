@@ -19,8 +19,11 @@ from kvtool.core.model.stepping.kept import KeptWeights, Unfit
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.kv_shape import KVShape
+    from kvtool.core.model.rotary import Table
 
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"}
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+LAYER_PARTS |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 DROPOUT_PARTS = {"resid_attn_dropout", "resid_mlp_dropout"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
@@ -101,6 +104,13 @@ class Family:
     logits: float
 
 
+def plain_shape(decoder: Decoder) -> KVShape:
+    """The one shape of all layers' keys and values. Raises Unfit: they have several, or keys are no values' width."""
+    if decoder.plain_shape is None:
+        raise Unfit("layers keep keys and values of different shapes")
+    return decoder.plain_shape
+
+
 def family_of(decoder: Decoder) -> Family:
     """Read a model.
 
@@ -108,10 +118,11 @@ def family_of(decoder: Decoder) -> Family:
     ------
     Unfit : it computes something that is not known here.
     """
-    base, config = decoder.base, decoder.config
+    base, config, shape = decoder.base, decoder.config, plain_shape(decoder)
     if decoder.device != "cpu" or decoder.dtype not in _CLOSE:
         raise Unfit(f"{decoder.dtype} on {decoder.device}")
     check_parts(base, _BASE)
+    check_unshaped(decoder)
     rotaries = rotaries_of(decoder)
     kept = KeptWeights(decoder)
     layers = tuple(_layer(decoder, kept, layer, rotary) for layer, rotary in zip(decoder.layers, rotaries, strict=True))
@@ -124,8 +135,8 @@ def family_of(decoder: Decoder) -> Family:
         head=_linear(kept, decoder.model.get_output_embeddings()),
         hidden=config.hidden_size,
         heads=config.num_attention_heads,
-        kv_heads=decoder.kv_heads,
-        head_dim=decoder.head_dim,
+        kv_heads=shape.heads,
+        head_dim=shape.key_dim,
         activation=activations.pop(),
         embedding=float(getattr(base, "embedding_multiplier", 1.0)),
         logits=1.0 / float(getattr(config, "logits_scaling", 1.0)),
@@ -134,10 +145,11 @@ def family_of(decoder: Decoder) -> Family:
 
 def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Layer:
     check_parts(layer, LAYER_PARTS | DROPOUT_PARTS)
-    attention, mlp, width = layer.self_attn, layer.mlp, decoder.head_dim
+    shape = plain_shape(decoder)
+    attention, mlp, width = layer.self_attn, layer.mlp, shape.key_dim
     check_parts(attention, ATTENTION_PARTS)
     check_parts(mlp, MLP_PARTS)
-    sizes = [count * width for count in (decoder.config.num_attention_heads, decoder.kv_heads, decoder.kv_heads)]
+    sizes = [count * width for count in (decoder.config.num_attention_heads, shape.heads, shape.heads)]
     query, key, value = _parts(kept, attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), sizes)
     inner = decoder.config.intermediate_size
     gate, up = _parts(kept, mlp, "gate_up_proj", ("gate_proj", "up_proj"), [inner, inner])
@@ -159,6 +171,14 @@ def _layer(decoder: Decoder, kept: KeptWeights, layer: Any, rotary: int) -> Laye
     )
 
 
+def check_unshaped(decoder: Decoder) -> None:
+    """Take layers only whose scores are plain ones, over however many keys, and whose keys have one shape."""
+    if any(kind.softcap is not None or kind.sinks for kind in decoder.kinds):
+        raise Unfit("capped scores or sinks")
+    if decoder.plain_shape is None or not decoder.rotary.names:
+        raise Unfit("layers of different kinds")
+
+
 def check_parts(module: Any, names: set[str]) -> None:
     strange = sorted({name for name, _ in module.named_children()} - names)
     if strange:
@@ -166,13 +186,15 @@ def check_parts(module: Any, names: set[str]) -> None:
 
 
 def norms_of(layer: Any) -> tuple[tuple[Norm | None, Norm | None], tuple[Norm | None, Norm | None]]:
-    """The norms before and behind attention and MLP: most families have the first kind, OLMo 2 the second."""
-    behind = getattr(layer, "post_feedforward_layernorm", None)
-    first = getattr(layer, "input_layernorm", None)
-    if first is not None and behind is None:
-        return (norm_of(first), norm_of(layer.post_attention_layernorm)), (None, None)
-    if first is None and behind is not None:
-        return (None, None), (norm_of(layer.post_attention_layernorm), norm_of(behind))
+    """The norms before and behind attention and MLP: most families have the first, OLMo 2 the second, Gemma 3 both."""
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    first, second, before_mlp, behind = (getattr(layer, name, None) for name in names)
+    if second is not None and first is not None and before_mlp is not None and behind is not None:
+        return (norm_of(first), norm_of(before_mlp)), (norm_of(second), norm_of(behind))
+    if second is not None and first is not None and before_mlp is behind is None:
+        return (norm_of(first), norm_of(second)), (None, None)
+    if second is not None and behind is not None and first is before_mlp is None:
+        return (None, None), (norm_of(second), norm_of(behind))
     raise Unfit(f"{type(layer).__name__} has norms in other places")
 
 
@@ -233,14 +255,17 @@ def _linear(kept: KeptWeights, module: Any) -> Linear:
 def rotaries_of(decoder: Decoder) -> list[int]:
     """How many numbers of a head each layer rotates, if it does so in halves as is usual."""
     table = decoder.rotary.table(torch.tensor([37]))
-    width, half = table.cos.shape[-1], table.cos.shape[-1] // 2
-    probe = torch.linspace(-1, 1, decoder.head_dim, dtype=torch.float32)[None, None, None]
+    return [_rotary_of(decoder, table, layer) for layer in range(len(decoder.layers))]
+
+
+def _rotary_of(decoder: Decoder, table: Table, layer: int) -> int:
+    angles = decoder.rotary.angles(table, layer)
+    if angles is None:
+        return 0
+    width, half = angles.cos.shape[-1], angles.cos.shape[-1] // 2
+    probe = torch.linspace(-1, 1, plain_shape(decoder).key_dim, dtype=torch.float32)[None, None, None]
     turned = torch.cat([-probe[..., half:width], probe[..., :half]], -1)
-    halves = torch.cat([probe[..., :width] * table.cos + turned * table.sin, probe[..., width:]], -1)
-    found = []
-    for layer in range(len(decoder.layers)):
-        given = decoder.rotary.rotate(probe, table, layer)
-        if not torch.equal(given, probe) and not torch.allclose(given, halves, atol=1e-6):
-            raise Unfit("heads are not rotated in halves")
-        found.append(0 if torch.equal(given, probe) else width)
-    return found
+    halves = torch.cat([probe[..., :width] * angles.cos + turned * angles.sin, probe[..., width:]], -1)
+    if not torch.allclose(decoder.rotary.rotate(probe, table, layer), halves, atol=1e-6):
+        raise Unfit("heads are not rotated in halves")
+    return width

@@ -12,7 +12,6 @@ from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.stepping.ir_common import (
     arithmetic,
     constant,
-    context,
     exp,
     fields,
     function,
@@ -41,7 +40,7 @@ def attend(isa: Isa, heads: Heads) -> str:
     body = Body()
     have = fields(body, "attend")
     scores = body(f"alloca float, i64 {heads.group * _ROW}, align 64")
-    length = context(body, "length")
+    length = have["seen"]
     blocks = body(f"udiv i64 {body(f'add i64 {length}, {BLOCK - 1}')}, {BLOCK}")
     first, count = share(body, body(f"mul i64 {blocks}, {have['heads']}"))
     loop = Loop(body, count, may_be_empty=True)
@@ -165,8 +164,8 @@ def combine(isa: Isa, heads: Heads) -> str:
     """The operation `combine`: the blocks of this thread's query heads together."""
     body = Body()
     have = fields(body, "combine")
-    length = context(body, "length")
-    blocks = body(f"udiv i64 {body(f'add i64 {length}, {BLOCK - 1}')}, {BLOCK}")
+    more = body(f"add i64 {have['seen']}, {BLOCK - 1}")
+    blocks = body(f"udiv i64 {more}, {BLOCK}")
     first, count = share(body, have["heads"])
     loop = Loop(body, count, may_be_empty=True)
     head = body(f"add i64 {first}, {loop.index}")

@@ -93,8 +93,6 @@ class _Row:
     def __init__(self, body: Body, isa: Isa, heads: Heads, rotary: int) -> None:
         self._body, self._isa, self._heads, self._rotary = body, isa, heads, rotary
         self._normed = body(f"alloca float, i64 {heads.dim}, align 64") if heads.normed else ""
-        if rotary:
-            self._cos, self._sin = context(body, "cos"), context(body, "sin")
 
     def emit(self, source: str, have: dict[str, str], write: Write) -> None:
         """Emit all of it for the head at `source`; `write(lanes, value, index)` is handed the result."""
@@ -104,7 +102,7 @@ class _Row:
         half, rest = self._rotary // 2, self._heads.dim - self._rotary
         lanes = lanes_for(self._isa.width, half)
         for start in range(0, self._rotary, lanes):
-            write(lanes, self._rotated(lanes, source, start, half), start)
+            write(lanes, self._rotated(lanes, source, start, half, have), start)
         lanes = lanes_for(self._isa.width, rest, self._rotary)
         for start in range(self._rotary, self._heads.dim, lanes):
             write(lanes, self._body.load(vector(lanes, "float"), source, start), start)
@@ -119,11 +117,11 @@ class _Row:
             weight = body.load(kind, have["weight"], start)
             body.store(kind, arithmetic(body, lanes, "fmul", scaled, weight), self._normed, start)
 
-    def _rotated(self, lanes: int, source: str, start: int, half: int) -> str:
+    def _rotated(self, lanes: int, source: str, start: int, half: int, have: dict[str, str]) -> str:
         """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
         body, kind = self._body, vector(lanes, "float")
         other = body.load(kind, source, start + half if start < half else start - half)
         if start < half:
             other = body(f"fneg {kind} {other}")
-        turned = arithmetic(body, lanes, "fmul", other, body.load(kind, self._sin, start))
-        return fma(body, lanes, body.load(kind, source, start), body.load(kind, self._cos, start), turned)
+        turned = arithmetic(body, lanes, "fmul", other, body.load(kind, have["sin"], start))
+        return fma(body, lanes, body.load(kind, source, start), body.load(kind, have["cos"], start), turned)

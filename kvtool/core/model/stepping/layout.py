@@ -152,11 +152,11 @@ class _Layout:
         epsilon = norms[0].epsilon if norms is not None else 0.0
         query = {
             **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], "epsilon": epsilon},
-            **{"y": buffers.queries.address, "heads": family.heads, "scale": layer.scale},
+            **{"y": buffers.queries.address, "heads": family.heads, "scale": layer.scale, **_ANGLES},
         }
         key = {
             **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], "epsilon": epsilon},
-            **{"values": values.address, "heads": family.kv_heads, **_CACHE},
+            **{"values": values.address, "heads": family.kv_heads, **_CACHE, **_ANGLES},
         }
         self._append("queries", query, f"queries_{layer.rotary}")
         self._append("keys", key, f"keys_{layer.rotary}")
@@ -210,5 +210,6 @@ class _Layout:
         self.tape[-1] = replace(self.tape[-1], barrier=True)
 
 
-_PARTS: Mapping[str, int] = {"parts": 0, "blocks": 0}
+_PARTS: Mapping[str, int] = {"parts": 0, "blocks": 0, "seen": 0}
+_ANGLES: Mapping[str, int] = {"cos": 0, "sin": 0}
 _CACHE: Mapping[str, int] = {"key_cache": 0, "value_cache": 0, "capacity": 0}

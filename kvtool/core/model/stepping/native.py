@@ -58,6 +58,7 @@ class Engine:
         self.verdict: str | None = None  # None: not compared yet; empty: as the model's own
         self._family = family_of(decoder)
         _check_sizes(self._family)
+        self._windows = [kind.window for kind in decoder.kinds]
         self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
         self._buffers = Buffers(self._family, self._most_threads)
         codes = _compiled(isa, code_of(self._family, _CACHES[decoder.dtype]))
@@ -69,14 +70,14 @@ class Engine:
         self._uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
         self._context = np.zeros(len(CONTEXT), np.int64)
         self._parts = torch.empty(0, dtype=torch.float32)
-        self._tables: dict[int, torch.Tensor] = {}
+        self._tables: dict[int, dict[str, torch.Tensor]] = {}
 
     def step(self, decoder: Decoder, token: int, cache: PromptCache) -> torch.Tensor:
         """Append one token; its logits, float32 `[vocabulary]`."""
         embedded = decoder.base.embed_tokens(torch.tensor([token]))[0]
         length = cache.buffers[0].length + 1
         cache.set_length(length)
-        self._bind(cache)
+        self._bind(cache, length)
         self._place(decoder, length - 1 + cache.dropped)
         hidden, logits = self._buffers.tensors[:2]
         hidden.copy_(embedded).mul_(self._family.embedding)
@@ -99,8 +100,8 @@ class Engine:
         linears = [self._family.head, *(linear for layer in self._family.layers for linear in layer.linears)]
         return list({id(linear.matrix): linear.matrix for linear in linears}.values())
 
-    def _bind(self, cache: PromptCache) -> None:
-        """Write where keys and values lie, and where attention has room for its sums."""
+    def _bind(self, cache: PromptCache, length: int) -> None:
+        """Write where keys and values lie and which of them are seen, and where attention has room for its sums."""
         capacity = cache.buffers[0].keys.shape[2]
         blocks = -(-capacity // BLOCK)
         size = self._family.heads * blocks * (HEADROOM + self._family.head_dim)
@@ -108,11 +109,14 @@ class Engine:
             self._parts = torch.empty(size, dtype=torch.float32)
         keys = [buffer.keys.data_ptr() for buffer in cache.buffers]
         values = [buffer.values.data_ptr() for buffer in cache.buffers]
-        for kind in ("keys", "attend"):
-            self._write(kind, "key_cache", keys)
-            self._write(kind, "value_cache", values)
+        seen = [min(length, window or length) for window in self._windows]
+        row = self._family.head_dim * cache.buffers[0].keys.itemsize  # a window begins so many rows further on
+        for kind, before in (("keys", [0] * len(seen)), ("attend", [(length - count) * row for count in seen])):
+            self._write(kind, "key_cache", [place + more for place, more in zip(keys, before, strict=True)])
+            self._write(kind, "value_cache", [place + more for place, more in zip(values, before, strict=True)])
             self._write(kind, "capacity", capacity)
         for kind in ("attend", "combine"):
+            self._write(kind, "seen", seen)
             self._write(kind, "parts", self._parts.data_ptr())
             self._write(kind, "blocks", blocks)
 
@@ -123,11 +127,15 @@ class Engine:
         """Write where cos and sin of a position are."""
         start = position // _POSITIONS * _POSITIONS
         if start not in self._tables:
-            table = decoder.rotary.table(torch.arange(start, start + _POSITIONS))
-            self._tables = {start: torch.stack([table.cos[0], table.sin[0]]).contiguous()}
-        cos, sin = self._tables[start][:, position - start]
-        self._set("cos", cos.data_ptr())
-        self._set("sin", sin.data_ptr())
+            table = decoder.rotary.table(torch.arange(start, start + _POSITIONS)).by_name
+            stacked = {name: torch.stack([one.cos[0], one.sin[0]]).contiguous() for name, one in table.items()}
+            self._tables = {start: stacked}
+        angles = self._tables[start]
+        for place, side in enumerate(("cos", "sin")):
+            at = {name: both[place, position - start].data_ptr() for name, both in angles.items()}
+            each = [0 if kind.rotation is None else at[kind.rotation] for kind in decoder.kinds]
+            for operation in ("queries", "keys"):
+                self._write(operation, side, each)
 
     def _set(self, field: str, value: int) -> None:
         self._context[list(CONTEXT).index(field)] = value

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.cuda_rows import cuda_kernel
+from kvtool.core.model.cuda_rows import attend_on_cuda, cuda_kernel
+from kvtool.core.model.scoring import Scoring, Seen
+from kvtool.core.model.weights import attention_weights
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -97,15 +99,29 @@ class _DeviceRow:
         return self
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         """Attend with the row: `[1, heads, 1, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        kernel = cuda_kernel("triton") if query.device.type == "cuda" else None
-        if kernel is not None:
-            return kernel(query, key, value, scale, self.positions)
+        begins = None if scoring.window is None else (self.positions - scoring.window + 1).clamp_min_(0)
+        on_cuda = attend_on_cuda(query, key, value, scoring, self.positions, begins, "triton")
+        if on_cuda is not None:
+            return on_cuda
+        if not scoring.is_plain or key.shape[3] != value.shape[3]:
+            return self._weighed(query, key, value, scoring, begins)
         _, heads, _, head_dim = query.shape
         rows = query.reshape(1, key.shape[1], -1, head_dim)  # the heads of a group: each key is read once
         mask = self._mask.expand(1, 1, rows.shape[2], -1)
-        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scoring.scale)
         return out.reshape(1, heads, 1, value.shape[3])
+
+    def _weighed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        begins: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weights = attention_weights(query[0], key[0], Seen([self.capacity - 1], self.positions, None, begins), scoring)
+        mixed = torch.bmm(weights.to(value.dtype).view(key.shape[1], -1, self.capacity), value[0])
+        return mixed.view(1, query.shape[1], 1, -1)

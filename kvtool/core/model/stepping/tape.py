@@ -39,25 +39,25 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
     # y = scaled, rotated, normed x for each head
     "queries": {
         **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "y": "ptr", "heads": "i64"},
-        **{"scale": "float"},
+        **{"scale": "float", "cos": "ptr", "sin": "ptr"},
     },
     # the same of the keys, and the values, into the last row of the cache
     "keys": {
         **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "values": "ptr", "heads": "i64"},
-        **{"key_cache": "ptr", "value_cache": "ptr", "capacity": "i64"},
+        **{"key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "cos": "ptr", "sin": "ptr"},
     },
     # the sums of each block of keys, and of each head
     "attend": {
         **{"x": "ptr", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "heads": "i64"},
-        **{"parts": "ptr", "blocks": "i64"},
+        **{"parts": "ptr", "blocks": "i64", "seen": "i64"},
     },
     # y = those of all blocks together
-    "combine": {"parts": "ptr", "blocks": "i64", "y": "ptr", "heads": "i64"},
+    "combine": {"parts": "ptr", "blocks": "i64", "seen": "i64", "y": "ptr", "heads": "i64"},
 }
 # What the tape is played with.
 CONTEXT: Mapping[str, str] = {
     **{"operations": "ptr", "count": "i64", "barrier": "ptr", "number": "ptr", "threads": "ptr"},
-    **{"length": "i64", "cos": "ptr", "sin": "ptr"},
+    **{"length": "i64"},
 }
 
 

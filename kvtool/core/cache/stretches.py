@@ -1,0 +1,214 @@
+"""Stretches of answered prompts: what a model that keeps states computed of them, for the next same beginning.
+
+A stretch is one segment of a prompt as it was behind all that stood before it: its keys and values where layers have
+some, and the states behind its last token. It is named by a digest of all token ids from the prompt's beginning to its
+end, and stands in a table of its own: a description under its id, and one part for each layer and side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtool.core.cache import keys, tables
+from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.opened import Opened
+from kvtool.core.cache.record import Bytes, Kind, seal, unseal
+from kvtool.core.cache.rows import Doomed, Row
+from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.errors import DamagedError
+
+Side = Literal["rows", "state"]
+Place = tuple[Side, int]  # a part's side and layer
+_SIDES: tuple[Side, ...] = ("rows", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class StretchInfo:
+    """Describes a stretch whose parts are all stored.
+
+    Attributes
+    ----------
+    start : its first token's position. `tokens`: how many it has.
+    rows : layers of which keys and values are stored. `states`: layers whose state behind it is; none: nothing can
+        begin behind it, but a later stretch stands on it.
+    chunks : of documents, from the prompt's beginning to its end: what it was made of.
+    own : the prompt begins with the store's own instruction.
+    size : bytes of the numbers in its parts.
+    """
+
+    start: int
+    tokens: int
+    rows: tuple[int, ...]
+    states: tuple[int, ...]
+    chunks: tuple[bytes, ...]
+    own: bool
+    size: int
+
+    @property
+    def places(self) -> list[Place]:
+        """Of all its parts."""
+        return [*(("rows", layer) for layer in self.rows), *(("state", layer) for layer in self.states)]
+
+    def to_bytes(self) -> bytes:
+        """JSON, its names sorted."""
+        row = {name: getattr(self, name) for name in self.__slots__} | {"chunks": [one.hex() for one in self.chunks]}
+        return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> StretchInfo:
+        """Inverse of :meth:`to_bytes`; raises DamagedError."""
+        try:
+            row = json.loads(bytes(data))
+            rows, states = (tuple(int(layer) for layer in row[name]) for name in ("rows", "states"))
+            chunks = tuple(bytes.fromhex(one) for one in row["chunks"])
+            start, tokens, size = (int(row[name]) for name in ("start", "tokens", "size"))
+            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(f"a stored stretch cannot be read: {type(error).__name__}") from error
+
+
+def part_name(place: Place) -> str:
+    """What a part is called in a pack."""
+    return f"{place[0]}-{place[1]}"
+
+
+def named_part(place: Place) -> str:
+    """What a part is called in a message, with a verb behind it."""
+    return f"{'rows' if place[0] == 'rows' else 'states'} of layer {place[1]}"
+
+
+def part_key(stretch: bytes, place: Place) -> bytes:
+    """Key of one part."""
+    side, layer = place
+    return keys.check_chunk_id(stretch) + bytes([_SIDES.index(side)]) + layer.to_bytes(2, "big")
+
+
+def read_row(key: bytes, data: memoryview) -> object:
+    """Check a row of the table, whichever it is; raises DamagedError."""
+    return opened_info(key, data) if len(key) == ID_BYTES else unseal(key, Kind.PART, data)
+
+
+def opened_info(stretch: bytes, data: Bytes) -> StretchInfo:
+    """The description in an envelope; raises DamagedError."""
+    return StretchInfo.from_bytes(unseal(stretch, Kind.STRETCH, data))
+
+
+def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
+    """The payload of a part in an envelope; raises DamagedError."""
+    return unseal(part_key(stretch, place), Kind.PART, data)
+
+
+class Stretches(Opened):
+    """The part of :class:`kvtool.core.cache.store.Store` that reads stretches."""
+
+    def stretches(self) -> dict[bytes, StretchInfo]:
+        """All that are whole, by id; damaged descriptions are left out."""
+        with self.snapshot() as snapshot:
+            return dict(_described(snapshot))
+
+    def stretch(self, stretch: bytes) -> StretchInfo | None:
+        """One, or None. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a stretch")
+        return None if payload is None else StretchInfo.from_bytes(payload)
+
+    def read_part(self, stretch: bytes, place: Place) -> memoryview:
+        """One part of a stretch: private, writable, its payload behind a header of 64 bytes on a 64-byte boundary.
+
+        Raises
+        ------
+        DamagedError : it is damaged, or missing.
+        """
+        return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
+
+    def sealed_part(self, stretch: bytes, place: Place) -> bytes:
+        """A part in its envelope, checked. Raises DamagedError."""
+        data = self._row(part_key(stretch, place), named_part(place))
+        opened_part(stretch, place, data)
+        return bytes(data)
+
+    def sealed_stretch(self, stretch: bytes) -> bytes:
+        """A description in its envelope, checked. Raises DamagedError."""
+        data = self._row(stretch, "descriptions of a stretch")
+        opened_info(stretch, data)
+        return bytes(data)
+
+    def _row(self, key: bytes, what: str) -> memoryview:
+        with self.snapshot() as snapshot:
+            data = snapshot.get(tables.STRETCHES, key, aligned)
+        if data is None:
+            raise DamagedError(f"the {what} are missing")
+        return data
+
+
+def _described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
+    for key in _names(snapshot):
+        with suppress(DamagedError):
+            data = snapshot.get(tables.STRETCHES, key)
+            if data is not None:
+                yield key, opened_info(key, data)
+
+
+def _names(snapshot: Snapshot) -> list[bytes]:
+    return [key for key in snapshot.keys(tables.STRETCHES) if len(key) == ID_BYTES]
+
+
+# ---- rows, as a writer puts them and lets them go ----------------------------------------------------------------
+
+
+def part_row(stretch: bytes, place: Place, payload: bytes) -> Row:
+    """A part in its envelope."""
+    key = part_key(stretch, place)
+    return tables.STRETCHES, key, seal(key, Kind.PART, payload)
+
+
+def info_row(stretch: bytes, info: StretchInfo) -> Row:
+    """A description: put last, it makes the stretch whole."""
+    return tables.STRETCHES, stretch, seal(stretch, Kind.STRETCH, info.to_bytes())
+
+
+def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
+    """The order in which stretches go: those that were not used for longest first; of a prompt the last first, since it
+    stands on those before it.
+
+    Parameters
+    ----------
+    used : seconds of the last use, by id; none: never.
+    """
+    return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
+
+
+def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:
+    """Name the stretches that go to give so many bytes back; see `in_turn`."""
+    going = []
+    for stretch in in_turn(stretches, used):
+        if size <= 0:
+            break
+        size -= stretches[stretch].size
+        going.append(stretch)
+    return going
+
+
+def stretch_keys(snapshot: Snapshot, stretch: bytes) -> list[Doomed]:
+    """All rows of a stretch, and when it was used."""
+    used = [(tables.USED, stretch)] if snapshot.has(tables.USED, stretch) else []
+    return [*used, *((tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES, stretch))]
+
+
+def left_over(snapshot: Snapshot) -> list[Doomed]:
+    """Parts without a description: of a writer that was killed, or whose description was damaged."""
+    names = {*_names(snapshot)}
+    return [(tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES) if key[:ID_BYTES] not in names]
+
+
+def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
+    """Parts that descriptions tell of and that are not there."""
+    for stretch, info in _described(snapshot):
+        for place in info.places:
+            if not snapshot.has(tables.STRETCHES, part_key(stretch, place)):
+                yield stretch, place

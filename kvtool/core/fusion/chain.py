@@ -1,0 +1,303 @@
+"""Exact reuse for a model that keeps states: a prompt's beginning as it was answered before; what follows is computed.
+
+A state is made of every token before it, so nothing but the very same beginning can be reused. What is kept of an
+answered prompt is a chain of stretches, one a segment: keys and values of the layers that have some, as they stand in
+the prompt (they never move), and at some ends the states. Reuse goes as far as stretches are there without a gap, back
+to the last end with a state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.reach import Reach
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.shift import Shifted
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.states import StateCache, StateLayer, States
+from kvtool.core.records.parts import decode_part
+
+ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
+KEYS, VALUES = "keys", "values"
+_DAMAGED = "damaged"
+_NOT_KEPT = "not kept"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is stored of a prompt's segments, question excluded.
+
+    Attributes
+    ----------
+    ids : names of the stretches, one a segment. `infos`: what is stored of each; None: nothing.
+    """
+
+    ids: tuple[bytes, ...]
+    infos: tuple[StretchInfo | None, ...]
+
+    @property
+    def usable(self) -> int:
+        """How many segments from the first on can be reused."""
+        usable = 0
+        for number, info in enumerate(self.infos, 1):
+            if info is None:
+                break
+            usable = number if info.states else usable
+        return usable
+
+    def has(self, number: int, with_states: bool) -> bool:
+        """Whether a segment's stretch is stored as it could be stored now, or with more."""
+        info = self.infos[number]
+        return info is not None and (bool(info.states) or not with_states)
+
+    def without(self, number: int) -> Found:
+        """The same, had a segment's stretch not been stored."""
+        return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class NewStretch:
+    """A segment that was computed, as it can be stored: tensors by place; those of rows are views of the cache."""
+
+    id: bytes
+    number: int
+    info: StretchInfo
+    parts: dict[Place, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chained:
+    """An answered prompt.
+
+    Attributes
+    ----------
+    fused : as every mode gives it; reused segments are `exact` in its plan.
+    new : the stretches that are worth keeping. `used`: ids of those that were reused.
+    """
+
+    fused: Fused
+    new: tuple[NewStretch, ...]
+    used: tuple[bytes, ...]
+
+
+def kept_ends(segments: int) -> frozenset[int]:
+    """At the ends of which of a prompt's segments (from 0) the state is kept.
+
+    At the first, which is the prompt's own beginning; at the last; and 1, 2, 4, 8, … before that. A state may be larger
+    than the keys and values of a segment many times, so not each is kept; where a prompt differs from an answered one
+    from some segment on, at most twice the segments from there to the end are computed.
+    """
+    last = segments - 1
+    back = [0, *(2**power for power in range(segments.bit_length()))]
+    return frozenset({0, *(last - steps for steps in back)} & {*range(segments)})
+
+
+def fuse_chain(
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    found: Found,
+    read: ReadPart,
+    reserve: int = 0,
+    timeline: Timeline | None = None,
+) -> Chained:
+    """Compute what follows the longest stored beginning of a prompt.
+
+    A part that turns out damaged gives its stretch up: the beginning is shorter then.
+
+    Parameters
+    ----------
+    plan : all its segments to be computed. Its chunks' ids are what a stretch is told to be made of.
+    found : what is stored of it. The stretches behind what is reused are new.
+    """
+    while True:
+        cache = decoder.new_cache(plan.length + reserve)
+        assert isinstance(cache, StateCache)
+        loading = _Loading(decoder, cache, read)
+        started = time.perf_counter()
+        damaged = loading.take(plan, found)
+        if damaged is None:
+            break
+        found = found.without(damaged)
+        plan = _with_reason(plan, damaged, _DAMAGED)
+    read_ms = add_span(timeline, "read states", started) * 1e3
+    started = time.perf_counter()
+    plan = _as_reused(plan, found.usable)
+    logits, new = _compute(decoder, plan, cache, found)
+    cache.mark()
+    took = add_span(timeline, "compute", started) * 1e3
+    fused = _fused(decoder, plan, selector, cache, logits, loading.bytes_read, (read_ms, took))
+    return Chained(fused, tuple(new), found.ids[: found.usable])
+
+
+class _Loading:
+    """Takes stored stretches into a cache."""
+
+    def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
+        self._decoder, self._cache, self._read = decoder, cache, read
+        self.bytes_read = 0
+
+    def take(self, plan: Plan, found: Found) -> int | None:
+        """Take all that is usable; returns the number of a segment of which something is damaged."""
+        usable = found.usable
+        for number in range(usable):
+            info, segment = found.infos[number], plan.segments[number]
+            assert info is not None
+            try:
+                self._take_one(found.ids[number], info, segment, with_states=number == usable - 1)
+            except DamagedError:
+                return number
+        return None
+
+    def _take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
+        self._cache.set_length(segment.stop)
+        expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
+        states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
+        if {*info.rows} != expected or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
+            raise DamagedError("a stretch of another model")
+        for layer in info.rows:
+            tensors = self._part(stretch, ("rows", layer))
+            buffer = self._cache.buffers[layer]
+            for name in (KEYS, VALUES):
+                there = getattr(buffer, name)[:, :, segment.start : segment.stop]
+                there.copy_(_fitting(tensors.get(name), there))
+        for layer in info.states if with_states else ():
+            tensors = self._part(stretch, ("state", layer))
+            self._cache.buffers[layer].take(_named(tensors, self._decoder.device))
+
+    def _part(self, stretch: bytes, place: Place) -> dict[str, torch.Tensor]:
+        payload = self._read(stretch, place)
+        self.bytes_read += payload.nbytes
+        return decode_part(payload)
+
+
+def _fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise DamagedError("the rows of another model")
+    return tensor
+
+
+def _named(tensors: dict[str, torch.Tensor], device: str) -> States:
+    states: States = {}
+    for name, tensor in tensors.items():
+        what, _, number = name.partition(" ")
+        states[what, int(number)] = tensor.to(device)
+    return states
+
+
+def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> tuple[torch.Tensor, list[NewStretch]]:
+    """Compute all segments that are not reused; the state is looked at where it is kept.
+
+    Returns
+    -------
+    The last token's logits, float32 `[vocabulary]`, and the stretches that were computed.
+    """
+    context = plan.segments[:-1]
+    ends = kept_ends(len(context)) if found.ids else frozenset()
+    states: dict[int, dict[int, States]] = {}
+    ids: list[int] = []
+    start = context[found.usable - 1].stop if found.usable else 0
+    logits = torch.empty(0, dtype=torch.float32)
+    for number, segment in enumerate(plan.segments[found.usable :], found.usable):
+        ids.extend(segment.ids)
+        if ids and (number in ends or segment is plan.segments[-1]):
+            logits = _run(decoder, ids, start, cache)
+            start, ids = start + len(ids), []
+        if number in ends:
+            states[number] = _copied(cache)
+    wanted = [number for number in range(found.usable, len(found.ids)) if not found.has(number, number in states)]
+    return logits, [_new(plan, found, number, cache, states.get(number, {})) for number in wanted]
+
+
+def _run(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache) -> torch.Tensor:
+    stop = start + len(ids)
+    cache.set_length(stop)
+    return decoder.compute(ids, Rows.of(torch.arange(start, stop), decoder.device), cache)[-1]
+
+
+def _copied(cache: StateCache) -> dict[int, States]:
+    return {
+        number: {name: tensor.to("cpu", copy=True) for name, tensor in layer.states().items()}
+        for number, layer in enumerate(cache.buffers)
+        if isinstance(layer, StateLayer)
+    }
+
+
+def _new(plan: Plan, found: Found, number: int, cache: StateCache, states: dict[int, States]) -> NewStretch:
+    segment = plan.segments[number]
+    parts = dict(_rows(cache, segment))
+    for layer, held in states.items():
+        parts["state", layer] = {f"{what} {at}": one for (what, at), one in held.items()}
+    chunks = [one.source.chunk_id for one in plan.segments[1 : number + 1] if one.source.chunk_id]
+    size = sum(one.nbytes for tensors in parts.values() for one in tensors.values())
+    info = StretchInfo(
+        start=segment.start,
+        tokens=len(segment.ids),
+        rows=tuple(sorted(layer for side, layer in parts if side == "rows")),
+        states=tuple(sorted(states)),
+        chunks=tuple(dict.fromkeys(chunks)),
+        own=bool(plan.segments[0].source.chunk_id or not plan.segments[0].ids),
+        size=size,
+    )
+    return NewStretch(found.ids[number], number, info, {place: parts[place] for place in info.places})
+
+
+def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str, torch.Tensor]]]:
+    for number, layer in enumerate(cache.buffers):
+        if isinstance(layer, BufferLayer):
+            sides = {name: getattr(layer, name)[:, :, segment.start : segment.stop] for name in (KEYS, VALUES)}
+            yield ("rows", number), sides
+
+
+# ---- as other modes tell of themselves ---------------------------------------------------------------------------
+
+
+def _with_reason(plan: Plan, number: int, reason: str) -> Plan:
+    segments = [replace(one, reason=reason) if at == number else one for at, one in enumerate(plan.segments)]
+    return Plan(tuple(segments))
+
+
+def _as_reused(plan: Plan, usable: int) -> Plan:
+    """The plan with its first segments reused, and all others but the question computed."""
+    context = [
+        replace(one, status="exact", reason="") if at < usable else replace(one, status="miss", reason=one.reason)
+        for at, one in enumerate(plan.segments[:-1])
+    ]
+    return Plan((*context, plan.segments[-1]))
+
+
+def _fused(
+    decoder: Decoder,
+    plan: Plan,
+    selector: Selector,
+    cache: StateCache,
+    logits: torch.Tensor,
+    bytes_read: int,
+    took: tuple[float, float],
+) -> Fused:
+    reused = int(plan.mask("exact").sum())
+    none = torch.zeros(plan.length, dtype=torch.bool)
+    fresh = plan.length - reused
+    return Fused(
+        logits=logits,
+        cache=cache,
+        plan=plan,
+        tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers)),
+        timing=FuseTiming(took[0], 0.0, 0.0, 0.0, 0.0, 0.0, took[1], 0.0),
+        bytes_read=bytes_read,
+        reach=Reach.whole(plan, len(decoder.layers)),
+        recomputed=none,
+        reasons=selector.reasons(plan, none),
+        shifted=Shifted(none, ()),
+    )

@@ -1,0 +1,120 @@
+"""Which records a pass can need at each layer: through a window no row sees what stands further back."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.model.flash.tiling import KEYS
+from kvtool.core.model.kinds import LayerKind
+from kvtool.core.model.prompt_cache import PromptCache
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The segments that are read, layer by layer.
+
+    Attributes
+    ----------
+    read : of each layer.
+    spared : of each layer, those that a model without windows would have read.
+    blank : of each layer, spans of rows that nothing is put into and attention may still pass over.
+    """
+
+    read: tuple[tuple[Segment, ...], ...]
+    spared: tuple[tuple[Segment, ...], ...]
+    blank: tuple[tuple[slice, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, selector: Selector, kinds: Sequence[LayerKind], device: str) -> Reach:
+        """What a selector's pass over a plan needs, whichever rows it comes to choose on the way."""
+        layers = len(kinds)
+        # What is there whole although its records are not is computed at every layer.
+        needed = tuple(one for one in selector.reads(plan, layers) if one.kept == one.source.kept)
+        windows = () if selector.looked_into else {kind.window for kind in kinds}
+        seen = {window: _Seen.through(window, plan, selector, layers) for window in windows if window is not None}
+        read: list[tuple[Segment, ...]] = []
+        spared: list[tuple[Segment, ...]] = []
+        blank: list[tuple[slice, ...]] = []
+        for kind in kinds:
+            through = None if kind.window is None else seen.get(kind.window)
+            if through is None:
+                read.append(needed)
+                spared.append(())
+                blank.append(())
+                continue
+            shown = {one.start for one in needed if through.shows(one)}
+            read.append(tuple(one for one in needed if one.start in shown))
+            spared.append(tuple(one for one in needed if one.start not in shown))
+            blank.append(tuple(through.passed(one, device) for one in spared[-1]))
+        return cls(tuple(read), tuple(spared), tuple(blank))
+
+    @classmethod
+    def whole(cls, plan: Plan, layers: int) -> Reach:
+        """All that is cached, at every layer."""
+        return cls((tuple(plan.cached),) * layers, ((),) * layers, ((),) * layers)
+
+    def __add__(self, later: Reach) -> Reach:
+        """Both, of two rounds over one prompt."""
+        sides = (self.read, later.read), (self.spared, later.spared), (self.blank, later.blank)
+        read, spared, blank = (tuple(a + b for a, b in zip(*side, strict=True)) for side in sides)
+        return Reach(read, spared, blank)
+
+    def to_json(self) -> dict[str, int]:
+        """How many records were read, and how many no computed row could see."""
+        return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.spared))}
+
+    def clear(self, cache: PromptCache) -> None:
+        """Make numbers of what nothing is put into: weighed with nothing, what memory held might still not be one."""
+        for buffer, spans in zip(cache.buffers, self.blank, strict=True):
+            for span in spans:
+                buffer.keys[:, :, span].zero_()
+                buffer.values[:, :, span].zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the rows that a pass may compute see through a window.
+
+    Attributes
+    ----------
+    places : int64 `[length + 1]`, how many places before each are seen.
+    first : the first one that is.
+    """
+
+    places: torch.Tensor
+    first: int
+
+    @classmethod
+    def through(cls, window: int, plan: Plan, selector: Selector, layers: int) -> _Seen:
+        rows = _computed(plan, selector, layers).nonzero()[:, 0].tolist()
+        positions = plan.positions.tolist()
+        seen = torch.zeros(plan.length, dtype=torch.bool)
+        behind = 0
+        for row in rows:
+            begin = bisect_left(positions, positions[row] - window + 1)
+            seen[max(begin, behind) : row + 1] = True
+            behind = row + 1
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
+        return cls(counts, int(seen.nonzero()[0]) if bool(seen.any()) else plan.length)
+
+    def shows(self, segment: Segment) -> bool:
+        """Whether any of a segment's rows is seen."""
+        return bool(self.places[segment.stop] > self.places[segment.start])
+
+    def passed(self, segment: Segment, device: str) -> slice:
+        """Which of its rows attention goes over: on a CPU it begins with the tile of the first key that is seen."""
+        begin = self.first // KEYS * KEYS if device == "cpu" else 0
+        return slice(max(segment.start, begin), max(segment.stop, begin))
+
+
+def _computed(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
+    """Bool `[length]`: rows that a pass may compute."""
+    if selector.asked(plan, layers) or selector.narrowing(plan, layers):
+        return plan.mask("hit", "miss", "fresh")
+    return selector.rows(plan) & plan.mask("hit", "exact") | plan.mask("miss", "fresh")

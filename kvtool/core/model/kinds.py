@@ -1,0 +1,304 @@
+"""What the attention of each layer is: asked of the built layers themselves, and held against the configuration.
+
+A layer says how its keys are positioned, how far back a row sees, and how scores are shaped. Families are not known by
+name: one row goes through the attention of a layer of each kind until it asks for attention, with all that it asks for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.modules import HINT, cache_name
+from kvtool.core.model.scoring import Scoring
+from kvtool.core.model.support import context_limit
+
+_NEAR = (3, 40)  # positions of one and the same row: are its keys told apart?
+_ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """The attention of one layer.
+
+    Attributes
+    ----------
+    rotation : under which name the model's rotary module knows this layer's RoPE, "" where it has one for all; None:
+        keys are not rotated.
+    window : how many positions a row sees, its own the last; None: all before it.
+    softcap : see `Scoring`.
+    sinks : whether each head has a score without a key.
+    tempered : whether queries grow with their position (Ministral 3, Llama 4).
+    shape : of the keys and values that it attends to.
+    source : number of the layer whose they are, where it keeps none of its own; None: it keeps them.
+    """
+
+    rotation: str | None
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    tempered: bool
+    shape: KVShape
+    source: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows see all keys before them, and weights are the softmax of scaled products."""
+        return self.window is None and self.softcap is None and not self.sinks and not self.tempered
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One and the same row of a layer at some positions: its keys, float32 `[kv_heads, positions, key_dim]`."""
+
+    positions: tuple[int, ...]
+    keys: torch.Tensor
+
+
+def kinds_of(
+    base: Any, attentions: Mapping[int, Any], config: Any, dtype: torch.dtype, device: str
+) -> tuple[tuple[LayerKind, ...], dict[int, Sample]]:
+    """Ask the layers of a model, one of each kind; by the number of each that was asked, what it said.
+
+    Parameters
+    ----------
+    base : the decoder without its LM head, whose attention is kvtool's.
+    attentions : its attention modules by layer, in order; layers that only keep a state have none.
+
+    Raises
+    ------
+    ModelError : a layer's attention is none that is known here, or not what the configuration says.
+    """
+    if not attentions:
+        raise ModelError("no layer of the model attends as others do", HINT)
+    names = rotations_of(rotary_of(base), config, 1 + max(attentions))
+    positions = (*_NEAR, max(context_limit(config) - 1, *_NEAR))
+    found: dict[Any, LayerKind] = {}
+    samples: dict[int, Sample] = {}
+    kinds: list[LayerKind] = []
+    shared = _Shared({}, {})
+    for layer, (number, attention) in enumerate(attentions.items()):
+        name = names[number]
+        alike = _signature(attention, name)
+        if alike not in found:
+            answer = _asked(base, attention, name, positions, dtype, device, shared)
+            shared.note(layer)
+            found[alike] = _kind(answer, name)
+            samples[layer] = Sample(positions, answer.kept[0][0].float())
+        _check(found[alike], config, number)
+        kinds.append(found[alike])
+    own = [kind.source is None for kind in kinds]
+    if own != sorted(own, reverse=True):
+        raise ModelError("layers that keep keys and values stand behind some that keep none", HINT)
+    return tuple(kinds), samples
+
+
+def rotary_of(base: Any) -> Any:
+    """The module that knows a decoder's RoPE, whatever it is called; None: it has none."""
+    modules = [child for child in base.children() if any("inv_freq" in name for name, _ in child.named_buffers())]
+    return getattr(base, "rotary_emb", None) or next((one for one in modules if not one._modules), None)
+
+
+def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
+    """Under which name a rotary module knows each layer's RoPE; "" where it has one for all; None: a layer has none."""
+    if rotary is None:
+        return [None] * layers
+    if not by_type(rotary):
+        return [""] * layers
+    rope = config.rope_parameters
+    return [kind if rope.get(kind) is not None else None for kind in config.layer_types]
+
+
+def by_type(rotary: Any) -> bool:
+    """Whether a rotary module has a RoPE for each type of layer."""
+    return "layer_type" in inspect.signature(type(rotary).forward).parameters
+
+
+def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Compute what the model's own layers are given to rotate by."""
+    return rotary(like, positions[None], name) if name else rotary(like, position_ids=positions[None])
+
+
+def angles_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a RoPE's cos and sin `[1, positions, rotary_dim]` in the dtype of `like`, as the model does.
+
+    Complex numbers (DeepSeek V2) belong to pairs of neighbours each, and stand twice.
+    """
+    tables = tables_of(rotary, name, like, positions)
+    if isinstance(tables, torch.Tensor):
+        return tables.real.repeat_interleave(2, -1), tables.imag.repeat_interleave(2, -1)
+    cos, sin = tables
+    return cos, sin
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What layers leave for others to attend to, as modules call it; and which layer has left it."""
+
+    states: dict[str, tuple[torch.Tensor, ...]]
+    layers: dict[str, int]
+
+    def note(self, layer: int) -> None:
+        """Take what has been added since for this layer's."""
+        for name in self.states:
+            self.layers.setdefault(name, layer)
+
+    def source_of(self, key: torch.Tensor) -> int | None:
+        """The layer whose keys these are."""
+        return next((self.layers[name] for name, (keys, _) in self.states.items() if keys is key), None)
+
+    def taken_by(self, attention: Any) -> dict[str, Any]:
+        """How a module is given it, if it takes it."""
+        takes = "shared_kv_states" in inspect.signature(type(attention).forward).parameters
+        return {"shared_kv_states": self.states} if takes else {}
+
+
+class _Answered(Exception):
+    """Ends a row's way through an attention module where attention begins."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.scoring = query, key, value, scoring
+        self.kept = key, value
+        self.source: int | None = None
+
+
+class _Asking:
+    """Rows that only want to know what they would attend to."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        raise _Answered(query, key, value, scoring)
+
+
+class _Nothing(Cache):
+    """A cache that holds nothing and hands back what it is given.
+
+    Attributes
+    ----------
+    given : keys and values, `[1, kv_heads, rows, head_dim]` each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given = key_states, value_states
+        return key_states, value_states
+
+
+@torch.inference_mode()
+def _asked(
+    base: Any, attention: Any, name: str | None, at: tuple[int, ...], dtype: torch.dtype, device: str, shared: _Shared
+) -> _Answered:
+    width = int(base.config.hidden_size)
+    draw = torch.linspace(-1, 1, width, dtype=torch.float32).sin().to(dtype).to(device)
+    hidden = draw.expand(1, len(at), width).contiguous()
+    positions, cache = torch.tensor(at, device=device), _Nothing()
+    tables = None if name is None else tables_of(rotary_of(base), name, hidden, positions)
+    try:
+        attention(
+            hidden_states=hidden,
+            position_embeddings=tables,
+            attention_mask=None,
+            position_ids=positions[None],
+            rows=_Asking(),
+            **{cache_name(attention): cache},
+            **shared.taken_by(attention),
+        )
+    except _Answered as answer:
+        answer.source = None if cache.given is not None else shared.source_of(answer.key)
+        if answer.source is None:
+            answer.kept = _kept(answer, cache, attention)
+        return answer.with_traceback(None)  # which holds the callers' frames, and through them the session
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
+        raise ModelError(f"{type(attention).__name__} takes no rows as other attention does: {error}", HINT) from error
+    raise ModelError(f"{type(attention).__name__} does not ask for attention as others do", HINT)
+
+
+def _kept(answer: _Answered, cache: _Nothing, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values that a layer keeps; refused where it attends over others (DiffLlama, JetMoE)."""
+    if cache.given is None:
+        raise ModelError(f"{type(attention).__name__} attends without a cache", HINT)
+    key, value = cache.given
+    is_joint = answer.key.shape[3] != key.shape[3]
+    if not is_joint and not (torch.equal(key, answer.key) and torch.equal(value, answer.value)):
+        raise ModelError(f"{type(attention).__name__} attends over other keys and values than it keeps", HINT)
+    return cache.given
+
+
+def _kind(answer: _Answered, name: str | None) -> LayerKind:
+    (key, value), scoring = (side[0].float() for side in answer.kept), answer.scoring
+    is_rotated = not torch.equal(key[:, 0], key[:, 1])
+    return LayerKind(
+        rotation=name if is_rotated else None,
+        window=scoring.window,
+        softcap=scoring.softcap,
+        sinks=scoring.sinks is not None,
+        tempered=_is_tempered(answer.query),
+        shape=KVShape(key.shape[0], key.shape[2], value.shape[2], joint=answer.key.shape[3] != key.shape[2]),
+        source=answer.source,
+    )
+
+
+def _is_tempered(query: torch.Tensor) -> bool:
+    """Whether one row's queries are longer at some positions than at others."""
+    lengths = query[0].float().norm(dim=-1)
+    return bool(((lengths / lengths[:, :1] - 1).abs() > _ALIKE[query.dtype]).any())
+
+
+def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
+    """What tells attention modules of a model apart: their class, RoPE, plain settings and parts."""
+    plain = {
+        key: value
+        for key, value in vars(attention).items()
+        if key != "layer_idx" and isinstance(value, (int, float, str, bool, type(None)))
+    }
+    parts = [child for child, _ in attention.named_children()] + [child for child, _ in attention.named_parameters()]
+    return (type(attention), name, tuple(sorted(plain.items(), key=lambda item: item[0])), tuple(parts))
+
+
+def _check(kind: LayerKind, config: Any, layer: int) -> None:
+    """Hold a layer's window against the configuration, which masks are made from in `transformers`."""
+    if kind.window is not None and kind.window < 1:
+        raise ModelError(f"layer {layer} has a window of {kind.window} tokens, so that its rows see nothing", HINT)
+    if kind.softcap == 0:
+        raise ModelError(f"layer {layer} caps its scores at 0, so that they are no numbers", HINT)
+    if _slides(config, layer) and not getattr(config, "sliding_window", None):
+        raise ModelError(f"layer {layer} attends through a window, of which its configuration has no size", HINT)
+    stated = stated_window(config, layer)
+    if kind.window != stated:
+        raise ModelError(
+            f"layer {layer} attends over {_told(kind.window)}, its configuration says {_told(stated)}",
+            "this family is not known to kvtool; use another model",
+        )
+
+
+def _told(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window}"
+
+
+def stated_window(config: Any, layer: int) -> int | None:
+    """The sliding window of a layer by the configuration, or None."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not window or (types and not _slides(config, layer)):
+        return None
+    return int(window) if types or getattr(config, "use_sliding_window", True) is not False else None
+
+
+def _slides(config: Any, layer: int) -> bool:
+    """Whether a configuration that tells layers by type says that this one has a window."""
+    types = getattr(config, "layer_types", None) or ()
+    return layer < len(types) and types[layer] == "sliding_attention"

@@ -1,0 +1,145 @@
+"""What layers of a recurrent hybrid keep of a prompt: a state that all its tokens have made, beside keys and values.
+
+A state (a window of a convolution, a matrix of a recurrence) has no row for a token: it is valid behind exactly the
+tokens that made it, cannot be moved, and cannot be taken back to an earlier token unless it was kept there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+
+CONV, RECURRENT = "conv", "recurrent"  # what a state consists of; either may be missing
+States = dict[tuple[str, int], torch.Tensor]  # by what it is and its number in the layer
+
+
+class StateLayer(LinearAttentionLayer):
+    """A layer's state in a prompt cache; the model's own forward updates it.
+
+    Attributes
+    ----------
+    length : how many tokens the state is behind. It may be set back to where `mark` was called last, nowhere else.
+    """
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        super().__init__(number_of_states)
+        self._length = 0
+        self._marked: tuple[int, States] | None = None
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        if length < self._length:
+            self._go_back(length)
+        self._length = length
+
+    def reserve(self, length: int) -> None:
+        """Nothing to do: a state has no rows."""
+
+    def states(self) -> States:
+        """The state as it is now: the tensors themselves, which the next pass changes."""
+        found: States = {}
+        for number in range(self.number_of_states):
+            for name, held in ((CONV, self.conv_states), (RECURRENT, self.recurrent_states)):
+                if held[number] is not None:
+                    found[name, number] = held[number]
+        return found
+
+    @torch.inference_mode()
+    def take(self, states: States) -> None:
+        """Stand behind other tokens: their state, copied."""
+        for (name, number), tensor in states.items():
+            if name == CONV:
+                self.has_previous_state[number] = False  # else it would be appended to what is there
+                self.update_conv_state(tensor, number)
+            else:
+                self.update_recurrent_state(tensor, number)
+
+    @torch.inference_mode()
+    def mark(self) -> None:
+        """Keep the state as it is now, so that the length can be set back to here."""
+        self._marked = self._length, {name: tensor.clone() for name, tensor in self.states().items()}
+
+    def _go_back(self, length: int) -> None:
+        if self._marked is None or self._marked[0] != length:
+            raise ModelError(f"a state behind {self._length} tokens cannot go back to {length}", "a bug in kvtool")
+        self.take(self._marked[1])
+
+
+class StateAndRowsLayer(StateLayer, BufferLayer):
+    """A layer that keeps both: attention and a recurrence beside each other (Falcon-H1)."""
+
+    def __init__(self, number_of_states: int, *rows: Any) -> None:
+        StateLayer.__init__(self, number_of_states)
+        BufferLayer.__init__(self, *rows)
+
+    lazy_initialization = StateLayer.lazy_initialization
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` rows of keys and values."""
+        BufferLayer.reserve(self, length)
+
+
+class NothingLayer(DummyLayer):
+    """A layer that keeps nothing of a prompt: an MLP that counts as a layer (Nemotron-H)."""
+
+    length = 0
+
+    def reserve(self, length: int) -> None:
+        """Nothing to do."""
+
+
+class StateCache(PromptCache):
+    """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
+
+    Rows are computed in their order from the first on: what stands before the one that comes next is in the states.
+
+    Parameters
+    ----------
+    config : the model's; `transformers` tells by it what each layer keeps.
+    rows : what `BufferLayer` is made with for a layer, by its number.
+    """
+
+    def __init__(self, config: Any, rows: Callable[[int], tuple[Any, ...]]) -> None:
+        kinds = DynamicCache(config=config).layers
+        self.buffers: list[Any] = [_layer(kind, rows, number) for number, kind in enumerate(kinds)]
+        Cache.__init__(self, layers=list(self.buffers))
+        self._without_hooks()
+
+    def mark(self) -> None:
+        """Keep the states as they are now: `set_length` can then come back to here."""
+        for layer in self.state_layers:
+            layer.mark()
+
+    @property
+    def state_layers(self) -> Sequence[StateLayer]:
+        """The layers that keep a state."""
+        return [layer for layer in self.buffers if isinstance(layer, StateLayer)]
+
+    @property
+    def length(self) -> int:
+        """How many tokens it holds."""
+        return max(int(layer.length) for layer in self.buffers)
+
+
+def _layer(kind: Any, rows: Callable[[int], tuple[Any, ...]], number: int) -> Any:
+    if isinstance(kind, LinearAttentionAndFullAttentionLayer):
+        return StateAndRowsLayer(kind.number_of_states, *rows(number))
+    if isinstance(kind, LinearAttentionLayer):
+        return StateLayer(kind.number_of_states)
+    return NothingLayer() if isinstance(kind, DummyLayer) else BufferLayer(*rows(number))

@@ -1,0 +1,48 @@
+"""Of layers that keep nothing only the rows that are asked for are computed.
+
+Such layers attend to what others keep (Gemma 4's last ones), so no row behind them looks at what their other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Some = slice | torch.Tensor
+
+
+@contextmanager
+def last_rows_only(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
+    """Let these layers, which follow each other to a model's end, compute the last `keep` rows."""
+    handles = [layer.register_forward_pre_hook(_cut(slice(-keep, None), keep), with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cut(some: slice, keep: int) -> Any:
+    def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        changed = {
+            "position_embeddings": tables_of_rows(kwargs["position_embeddings"], some),
+            "rows": kwargs["rows"].last(keep),
+        }
+        if kwargs.get("position_ids") is not None:
+            changed["position_ids"] = kwargs["position_ids"][:, some]
+        return of_rows(args, some), kwargs | changed
+
+    return cut
+
+
+def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
+    """What a layer is given by row: hidden states, and an input of its own (Gemma 4), for some of the rows."""
+    return tuple(one[:, some] if isinstance(one, torch.Tensor) else one for one in args)
+
+
+def tables_of_rows(tables: Any, some: Some) -> Any:
+    """What layers are given to rotate by, for some of the rows: cos and sin, or complex numbers."""
+    return tables[:, some] if isinstance(tables, torch.Tensor) else tuple(side[:, some] for side in tables)

@@ -1,0 +1,100 @@
+"""A question to a model that keeps states: the prompt's beginning found among stored stretches, and what was computed
+of it stored for the next question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.identity import chunk_id, ids_digest
+from kvtool.core.cache.stretches import Place, StretchInfo, least_used
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.fusion.chain import Chained, Found, NewStretch, fuse_chain
+from kvtool.core.records.parts import encode_part
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.plan import Plan
+    from kvtool.core.fusion.selectors.base import Selector
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.session.session import Session
+
+
+def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> Chained:
+    """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
+    found = find(session, plan) if selector.uses_cache else Found((), ())
+    return fuse_chain(
+        session.decoder, plan, selector, found, session.store.read_part, options.max_tokens, session.timeline
+    )
+
+
+def find(session: Session, plan: Plan) -> Found:
+    """Name the stretches of a prompt's segments, and look which are stored."""
+    ids = tuple(_names(session, plan))
+    return Found(ids, tuple(_info(session, stretch) for stretch in ids))
+
+
+def _names(session: Session, plan: Plan) -> Iterator[bytes]:
+    """A stretch's id: of the model, of what it computes in, of all ids before it and of its own."""
+    identity, kind = session.identity, str(session.decoder.dtype).removeprefix("torch.")
+    before: list[int] = []
+    for segment in plan.segments[:-1]:
+        yield chunk_id(
+            namespace=identity.namespace,
+            model_fingerprint=f"{identity.fingerprint} states in {kind}",
+            lead_in=ids_digest(before),
+            token_ids=segment.ids,
+        )
+        before.extend(segment.ids)
+
+
+def _info(session: Session, stretch: bytes) -> StretchInfo | None:
+    with suppress(DamagedError):
+        return session.store.stretch(stretch)
+    return None
+
+
+def keep(session: Session, chained: Chained, limit: int, again: bool = False) -> int:
+    """Note what was used, and store the stretches that were computed; returns how many.
+
+    A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning.
+
+    Parameters
+    ----------
+    limit : bytes that all stretches of the store may take; what was not used for longest goes for the new ones.
+    again : the question was answered just now in another mode, and counts once in what the store has served.
+    """
+    store, plan = session.store, chained.fused.plan
+    reused = [segment.source.chunk_id for segment in plan.cached_chunks]
+    store.note_access(reused, len(plan.chunks) - len(reused), again)
+    store.note_use([segment.source.chunk_id for segment in plan.chunks if not segment.cached])
+    new = [*chained.new]
+    if new and limit and not store.read_only:
+        try:
+            _store(session, chained, limit)
+        except KvtoolError as error:
+            session.warn(f"what was computed of the prompt could not be stored: {error.message}", error.hint)
+            new = []
+    store.note_use([*chained.used, *(one.id for one in new)])
+    return len(new)
+
+
+def _store(session: Session, chained: Chained, limit: int) -> None:
+    stretches, store = session.store.stretches(), session.store
+    own = {*chained.used, *(one.id for one in chained.new)}
+    infos = [*(one.info for one in chained.new), *(stretches[one] for one in chained.used if one in stretches)]
+    needed = sum(info.size for info in infos)
+    if needed > limit:
+        raise KvtoolError(f"it takes {needed / 1e6:,.1f} MB", f"--keep-states {needed // 10**6 + 1}MB keeps it")
+    others = {stretch: info for stretch, info in stretches.items() if stretch not in own}
+    with store.writer(session.lock_wait) as writer:
+        going = least_used(others, store.last_used(), sum(info.size for info in others.values()) + needed - limit)
+        if going:
+            writer.drop_stretches(going)
+        for one in chained.new:
+            writer.put_stretch(one.id, one.info, _parts(one))
+
+
+def _parts(stretch: NewStretch) -> Iterator[tuple[Place, bytes]]:
+    for place, tensors in stretch.parts.items():
+        yield place, encode_part(tensors)

@@ -1,0 +1,189 @@
+"""Write the page of model families from what the tests cover: each family's kinds of layers, as the built model says.
+
+    python samples/families.py            writes kvtool/docs/models.md anew
+    python samples/families.py --check    says whether it is as it would be written
+
+A family is a tiny model with random weights of the real configuration class (`tests/families.py`, `tests/wrappers.py`),
+over which the laws run. It is built and asked what its layers are; nothing of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from kvtool.core.model.decoder import Decoder  # noqa: E402
+from kvtool.core.model.kinds import LayerKind  # noqa: E402
+from kvtool.core.model.load import quiet  # noqa: E402
+from kvtool.core.model.text import text_part  # noqa: E402
+from kvtool.core.session.laws import check_laws  # noqa: E402
+from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
+from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
+from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
+
+PAGE = ROOT / "kvtool" / "docs" / "models.md"
+PROMPT = 4096
+ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
+_HEAD = (
+    "# Model families\n\n"
+    "Which models kvtool takes is decided by what their configuration and their layers say, not by their names: a "
+    "family that is not here is tried, and refused with a reason where it cannot be served. Over each of these the "
+    "tests run the [laws](design.md#laws), with a tiny random model of the configuration class that is named; "
+    "`samples/families.py` writes this page from them.\n\n"
+    "- **KV** is what one token takes in a store, in bytes of bfloat16, of that tiny model: 512 with plain keys and "
+    "values of two heads of 16 in four layers.\n"
+    "- **Read** is what `reuse` reads of a prompt, relative to the same model if every layer saw all tokens: windowed "
+    "layers are read as far back as a row can see. A window is taken as an eighth of the prompt here. "
+    "`union` may come to choose any row, "
+    "so it reads all; the sizes of real models and what they read of 4,096 tokens are in [what kinds of layers store "
+    "and read](../../samples/results/layers.md).\n"
+    "- **Tested** in full, with every mode in float32 and bfloat16, are those that differ in a kind of layer; the "
+    "others with the modes that differ in what they do.\n"
+)
+_ROW = "| {name} | `{config}` | {layers} | {kv} | {read} | {modes} | {tested} |"
+_TABLE = """| family | configuration | layers | KV | read | modes | tested |
+| --- | --- | --- | --- | --- | --- | --- |"""
+_LEFT = """## What is refused, and what it would need
+
+| what | would need |
+| --- | --- |"""
+_REFUSED = (
+    (
+        "keys chosen by their content (DeepSeek V3.2, GLM-5, MiniMax M3)",
+        "records that also hold what tokens are chosen by, and the choice made again for moved chunks",
+    ),
+    (
+        "a norm with a weight for each number of a key, behind its rotation (HunYuan)",
+        "records of keys as they are before that norm, and the norm at loading",
+    ),
+    (
+        "attention over other keys and values than are kept (DiffLlama, JetMoE)",
+        "the same change made to keys and values when they are loaded",
+    ),
+    (
+        "attention by code of its own (Falcon, GPT-J, CodeGen, GPT-NeoX Japanese)",
+        "rows and masks of ours given to that code",
+    ),
+    (
+        "bidirectional attention (PaliGemma), layers that attend to images (Mllama)",
+        "a mask that is not causal; images",
+    ),
+    (
+        "`prefix` where a model's forward does not go on from a state with several tokens (Jamba): the gate finds it",
+        "a forward that does; `full` is answered",
+    ),
+    (
+        "states in a cache of a family's own (MiniMax), attention shared between layers (Zamba 2), a state in every "
+        "layer (Mamba, RWKV), states beside windows or chosen keys",
+        "a layer of the prompt cache for each of these",
+    ),
+    ("positions that are no rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where the page is another one")
+    written = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(written, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != written:
+        raise SystemExit(f"{PAGE} is not what the tests cover: run samples/families.py")
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    with quiet():
+        return "\n".join([_HEAD, _TABLE, *rows(), "", _LEFT, *(f"| {what} | {need} |" for what, need in _REFUSED), ""])
+
+
+def rows() -> Iterator[str]:
+    """One row a family, those with kinds of layers of their own first."""
+    yield from map(row, FAMILIES)
+    for name, config in WRAPPERS.items():
+        yield _row(name, config(), decoder_of(text_model(name)), ALL, "its text model")
+    for name, config in HYBRIDS.items():
+        decoder = decoder_of(tiny_model(name))
+        yield _row(name, config(), decoder, exactly(decoder), "yes")
+    for name, config in HYBRID_WRAPPERS.items():
+        decoder = decoder_of(text_model(name))
+        yield _row(name, config(), decoder, exactly(decoder), "its text model")
+
+
+def exactly(decoder: Decoder) -> str:
+    """The modes of a model that keeps states: both, where the gate finds that it goes on from a state."""
+    return EXACT if check_laws(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
+
+
+def row(name: str) -> str:
+    """The row of a family of text models that all modes are for."""
+    return _row(name, FAMILIES[name](), decoder_of(tiny_model(name)), ALL, "in full" if name in KINDS else "yes")
+
+
+def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> str:
+    kv, read = 2 * sum(shape.numbers for shape in decoder.shapes), _percent(*read_of(decoder))
+    kind, layers = type(config).__name__, layers_of(decoder)
+    return _ROW.format(name=name, config=kind, layers=layers, kv=kv, read=read, modes=modes, tested=tested)
+
+
+def layers_of(decoder: Decoder) -> str:
+    """What the layers are, in words."""
+    words = [_seen(decoder), *_scores(decoder.kinds), *_positions(decoder), *_shapes(decoder)]
+    return ", ".join(word for word in words if word)
+
+
+def _seen(decoder: Decoder) -> str:
+    windowed = sum(kind.window is not None for kind in decoder.kinds)
+    if decoder.keeps_states:
+        return "recurrent and full attention" if decoder.kinds else "recurrent"
+    return "full" if not windowed else "windows" if windowed == len(decoder.kinds) else "windows and full"
+
+
+def _scores(kinds: tuple[LayerKind, ...]) -> Iterator[str]:
+    if any(kind.softcap is not None for kind in kinds):
+        yield "softcap"
+    if any(kind.sinks for kind in kinds):
+        yield "sinks"
+
+
+def _positions(decoder: Decoder) -> Iterator[str]:
+    names = {kind.rotation for kind in decoder.kinds}
+    if None in names:
+        yield "no positions" if names == {None} else "no positions in some"
+    if len(names - {None}) > 1:
+        yield "RoPE by kind of layer"
+    if hasattr(getattr(decoder.base, "rotary_emb", None), "mrope_section"):
+        yield "M-RoPE"
+
+
+def _shapes(decoder: Decoder) -> Iterator[str]:
+    if any(kind.shape.joint for kind in decoder.kinds):
+        yield "latents"
+    if any(kind.source is not None for kind in decoder.kinds):
+        yield "layers that share KV"
+    text = text_part(decoder.config)
+    if any(getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "num_local_experts")):
+        yield "experts"
+
+
+def read_of(decoder: Decoder) -> tuple[int, int]:
+    """Rows that `reuse` reads over all layers, and those of layers that see all tokens; nothing of states."""
+    own = [kind for kind in decoder.kinds if kind.source is None]
+    rows = sum(PROMPT if kind.window is None else PROMPT // 8 for kind in own)
+    return rows, PROMPT * len(own)
+
+
+def _percent(some: int, whole: int) -> str:
+    return "–" if not whole else f"{some / whole:.0%}".replace("%", " %")
+
+
+if __name__ == "__main__":
+    main()

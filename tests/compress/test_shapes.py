@@ -1,0 +1,154 @@
+"""A store of a model whose keys and values differ in shape, through everything that keeps, encodes and sends them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.cache.store import Store
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, LayerKV, shape_of_layer
+from kvtool.core.codec.cachegen import encode_layers
+from kvtool.core.codec.fit import default_groups, fit_profile
+from kvtool.core.codec.layout import channels_of, wide_sides
+from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.profile import Profile
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.reading import read_chunk
+from kvtool.core.session.levels import ProfileShelf
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, write_corpus
+from tests.compress.making import chunks_in, coded_in, damages, rows, run
+from tests.families import save_tiny
+
+LEVELS = ("lossless", *NESTED)
+
+
+# Latents; and heads that differ from layer to layer, where the last layers keep nothing.
+FAMILIES = {"youtu": [(1, 16, 48)] * 4, "gemma4-shared": [(2, 16, 16), (2, 32, 32)]}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with every level and a profile; leave it as it is."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        model = save_tiny(request.param, folder / "model")
+        corpus = write_corpus(folder / "in", 1, 4)
+        kvtool("ingest", corpus, "--store", folder / "store", "--model", model, *CHUNKS, *PREFIX).fine()
+        run(folder / "store", *LEVELS, fit=True, fit_prompts=2)
+        run(folder / "store", "2", keep=0.5)
+    return folder / "store"
+
+
+def test_a_record_has_the_shape_of_its_layer(stored: Path) -> None:
+    shapes = next(shapes for name, shapes in FAMILIES.items() if name in str(stored))
+    with Store.open(stored) as store:
+        for chunk in map(bytes.fromhex, chunks_in(stored)):
+            info = store.chunk_info(chunk)
+            assert info is not None
+            assert info.layers == len(shapes)
+            for layer, (heads, key_dim, value_dim) in enumerate(shapes):
+                found = store.read_kv(chunk, "raw", layer)
+                assert found is not None
+                header, payload = found
+                assert (header.kv_heads, header.head_dim_k, header.head_dim_v) == (heads, key_dim, value_dim)
+                assert len(payload) == 4 * heads * (key_dim + value_dim) * len(info.token_ids)
+
+
+def read(path: Path, chunk: str, level: str) -> ChunkKV:
+    with Store.open(path) as store:
+        info = store.chunk_info(bytes.fromhex(chunk))
+        assert info is not None
+        return read_chunk(store, bytes.fromhex(chunk), level, info.layers, ProfileShelf(store))
+
+
+def test_every_level_loses_what_it_states(stored: Path) -> None:
+    assert damages(stored) == []
+    chunk = chunks_in(stored)[0]
+    exact = read(stored, chunk, "raw")
+    for level in NESTED:
+        made, coded = read(stored, chunk, level), coded_in(stored, level)
+        for layer, sides in enumerate(zip(exact.layers, made.layers, strict=True)):
+            for one, other, stated in zip(*sides, coded[chunk, layer].errors, strict=True):
+                assert one.shape == other.shape
+                assert 0 < float((other.double() - one.double()).norm() / one.double().norm()) <= stated < 0.5
+    same = zip(exact.layers, read(stored, chunk, "lossless").layers, strict=True)
+    assert all(torch.equal(a, b) for one, other in same for a, b in zip(one, other, strict=True))
+
+
+def test_a_question_over_a_level(stored: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(stored, tmp_path / "store"))
+    for mode in ("reuse", "union"):
+        answer = kvtool("query", QUESTION, "--store", path, "--fusion", mode, "--level", "2", *SHORT, "--json").fine()
+        assert answer.json["tokens"]["reused"] > 0
+
+
+def test_it_is_given_and_taken(stored: Path, tmp_path: Path) -> None:
+    pack, path = tmp_path / "one.kvpack", tmp_path / "taken"
+    kvtool("store", "export", pack, "--store", stored).fine()
+    kvtool("store", "import", pack, "--store", path, "--model", stored.parent / "model").fine()
+    assert chunks_in(path) == chunks_in(stored)
+    assert rows(path, "2") == rows(stored, "2")
+    assert rows(path, "raw") == rows(stored, "raw")
+
+
+# ---- shapes that differ from layer to layer ----------------------------------------------------------------------
+
+SHAPES = ((4, 30, 16, 16), (2, 30, 32, 32), (1, 30, 8, 40))
+
+
+def layers_of(tokens: int, seed: int) -> list[LayerKV]:
+    """Keys and values of three layers that have nothing in common but their tokens."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn((heads, tokens, k), generator=draw), torch.randn((heads, tokens, v), generator=draw))
+        for heads, _, k, v in SHAPES
+    ]
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    kvs = layers_of(400, 0)
+    shapes = [shape_of_layer(kv) for kv in kvs]
+    channels = channels_of(shapes)
+    assert channels == 64
+    matters = torch.eye(channels).expand(2, len(kvs), channels, channels).contiguous()
+    return fit_profile(lambda layer: wide_sides(kvs[layer], channels), matters, default_groups(shapes), {}, 0.1)
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("level", NESTED)
+def test_layers_of_different_shapes(level: str, fitted: bool, profile: Profile) -> None:
+    kvs = layers_of(37, 1)
+    given = profile if fitted else None
+    records = encode_layers(range(3), kvs, [level], given, layers=3)[level]
+    items = [
+        Encoded(bytearray().join(parts), shape_of_layer(kv), "float32") for parts, kv in zip(records, kvs, strict=True)
+    ]
+    back = CODECS[level].decode_layers(items, lambda digest: profile)
+    one_by_one = [CODECS[level].decode([item], layer, lambda digest: profile)[0] for layer, item in enumerate(items)]
+    for item, kv, made, alone in zip(items, kvs, back, one_by_one, strict=True):
+        for exact, side, same, stated in zip(kv, made, alone, CODECS[level].stated_error(item.payload), strict=True):
+            assert side.shape == exact.shape
+            assert float((side.double() - exact).norm() / exact.double().norm()) <= stated + 1e-6
+            assert torch.allclose(side, same, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["raw", "lossless"])
+def test_sides_of_different_width_to_the_bit(level: str) -> None:
+    for layer, kv in enumerate(layers_of(9, 2)):
+        payload = bytearray().join(bytes(part) for part in CODECS[level].encode(*kv, layer))
+        made = CODECS[level].decode([Encoded(payload, shape_of_layer(kv), "float32")], layer)[0]
+        assert all(map(torch.equal, made, kv))
+
+
+def test_zeros_behind_a_narrow_side_take_next_to_nothing(profile: Profile) -> None:
+    narrow = [(keys[:, :, :8], values) for keys, values in layers_of(500, 3)[2:]]
+    wide = [(values, values) for _, values in narrow]
+    sizes = [sum(map(len, encode_layers([2], kvs, ["2"], None, layers=3)["2"][0])) for kvs in (narrow, wide)]
+    assert sizes[0] < 0.7 * sizes[1]  # as numbers 0.6

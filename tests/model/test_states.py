@@ -1,0 +1,99 @@
+"""Models that keep states: which are taken, what their caches hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.states import NothingLayer, StateAndRowsLayer, StateCache, StateLayer
+from kvtool.core.model.stepping import stepper_for
+from kvtool.core.model.support import check_supported, keeps_states
+from tests.families import FAMILIES, HYBRIDS, SHAPE, tiny_model
+from tests.fusion.making import decoder_of, tokens
+
+HELD = {
+    "qwen3-next": [StateLayer, StateLayer, StateLayer, BufferLayer],
+    "lfm2": [StateLayer, BufferLayer, StateLayer, BufferLayer],
+    "nemotron-h": [StateLayer, NothingLayer, BufferLayer, NothingLayer],
+    "falcon-h1": [StateAndRowsLayer] * 4,
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_taken_with_their_states(name: str) -> None:
+    check_supported(HYBRIDS[name]())
+    assert keeps_states(HYBRIDS[name]())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_others_keep_none(name: str) -> None:
+    assert not keeps_states(FAMILIES[name]())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (t.Mamba2Config(), "in every layer"),
+        (t.GraniteMoeHybridConfig(), "in every layer"),  # as nobody trains it: no layer attends
+        (t.Qwen3NextConfig(layer_types=["linear_attention", "sliding_attention"] * 24), "beside sliding_attention"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_refused_with_the_reason(config: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match="recurrent state") as caught:
+        check_supported(config)
+    assert reason in caught.value.message
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_layer_holds_what_it_keeps(name: str) -> None:
+    decoder = decoder_of(tiny_model(name))
+    _, cache = decoder.prefill(tokens(9, 1), reserve=4)
+    assert isinstance(cache, StateCache)
+    assert [type(layer) for layer in cache.buffers] == HELD[name]
+    for layer in cache.buffers:
+        if isinstance(layer, BufferLayer):
+            assert layer.keys.shape[2] == 13
+            assert layer.get_seq_length() == 9
+    assert "keeps states" in stepper_for(decoder, cache).why
+    decoder.extend(tokens(30, 2), cache)  # more than there is room for
+    assert cache.length == 39
+
+
+def test_a_state_that_is_kept_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StateLayer, "states", lambda layer: {})
+    with pytest.raises(ModelError, match="a way of its own"):
+        decoder_of(tiny_model("lfm2"))
+
+
+def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
+    config = t.MiniMaxConfig(**SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    with torch.random.fork_rng(devices=[]):
+        model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with pytest.raises(ModelError, match="a way of its own"):
+        decoder_of(model)
+
+
+def test_a_state_is_taken_as_a_copy() -> None:
+    decoder = decoder_of(tiny_model("granite4"))
+    _, cache = decoder.prefill(tokens(9, 1), reserve=4)
+    other = decoder.new_cache(9)
+    assert isinstance(cache, StateCache)
+    assert isinstance(other, StateCache)
+    for there, layer in zip(other.state_layers, cache.state_layers, strict=True):
+        there.take(layer.states())
+        there.take(layer.states())  # in place of what it holds, not behind it
+    before = [tensor.clone() for layer in other.state_layers for tensor in layer.states().values()]
+    decoder.extend([7, 8], cache)
+    after = [tensor for layer in other.state_layers for tensor in layer.states().values()]
+    assert all(map(torch.equal, before, after))
+    assert not any(torch.equal(*pair) for pair in zip(after, _tensors(cache), strict=True))
+
+
+def _tensors(cache: StateCache) -> list[torch.Tensor]:
+    return [tensor for layer in cache.state_layers for tensor in layer.states().values()]
