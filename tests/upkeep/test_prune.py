@@ -144,6 +144,18 @@ def test_without_compacting_pages_are_free_and_the_file_stays(tmp_path: Path) ->
     assert bytes_in(path) <= before // 2
 
 
+@pytest.mark.parametrize("page", range(8))
+def test_a_goal_a_few_pages_off_is_reached_too(tmp_path: Path, page: int) -> None:
+    path = make_store(tmp_path / "store", files=6, dim=DIM)
+    pruned(path, bytes_in(path) - 8 * DIM)
+    compact(path)
+    with Store.open(path) as store:
+        assert store.stats()["free_bytes"] == 0
+    goal = bytes_in(path) - page * 4096
+    assert pruned(path, goal).reached
+    assert bytes_in(path) <= goal
+
+
 def test_levels_go_from_exact_to_coarse_and_questions_go_on(fitted: Path) -> None:
     path = measured(fitted)
     prefix = prefix_chunk(path)

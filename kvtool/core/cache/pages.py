@@ -14,6 +14,7 @@ from typing import BinaryIO
 from kvtool.core.cache.layout import REBUILD
 from kvtool.core.errors import DamagedError, StoreFormatError
 
+META_PAGES = 2
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE_SIZES = (4096, 8192, 16384, 32768, 65536)
 _HEADER_BYTES = 16

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.pages import META_PAGES
 from kvtool.core.cache.record import Kind, unseal
 from kvtool.core.cache.tree import Found, Tree
 from kvtool.core.cache.tree_check import damaged_pages
@@ -120,9 +121,9 @@ class Snapshot:
         return damaged_pages(self._tree)
 
     def live_bytes(self) -> int:
-        """How many bytes the pages in use have; free pages inside the file are not counted."""
+        """How many bytes the pages in use have, LMDB's two meta pages too; free pages in the file are not counted."""
         count = self._tree.meta.counts[1]
-        return (count.branches + count.leaves + count.beside) * self._tree.meta.page_size
+        return (META_PAGES + count.branches + count.leaves + count.beside) * self._tree.meta.page_size
 
 
 def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,8 @@ def _prune(store: Store, writer: Writer, limit: int | None, wanted: Wanted, opti
             report.compacted += _compacted(writer, report.steps)
         report.after = space.folder_bytes(store.path)
         inventory = take_inventory(store)
+        if options.compact:  # done where it was needed: what is left of free pages does not go by another
+            inventory = replace(inventory, free=0)
         if not plan.steps or report.after - (0 if options.compact else inventory.free) <= (limit or report.after):
             break
     _weigh(report, inventory, store)
