@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
-from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import MAX_LOSS, enough_loss, level_of
 from kvtool.core.common.sizes import counted
@@ -24,8 +24,8 @@ def compress(run: Run) -> None:
 
     options = run.get(CompressOptions)
     tell_budget(run, options.max_size)
-    with Watch(run) as watch:
-        report = run_compress(run.folder, options, watch.events)
+    with JobView(run) as view:
+        report = run_compress(run.folder, options, view.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
-from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.fit.fit_report import FitReport
 from kvtool.core.fit.options import FitOptions
@@ -26,8 +26,8 @@ def lead_in(run: Run) -> None:
     """
     from kvtool.core.fit.job import fit_lead_in
 
-    with Watch(run) as watch:
-        report = fit_lead_in(run.folder, run.get(FitOptions), watch.events)
+    with JobView(run) as view:
+        report = fit_lead_in(run.folder, run.get(FitOptions), view.events)
     run.out.result(report.to_json(), human=lambda: _show(run, report))
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.job_view import JobView
 from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Run, takes
 from kvtool.cli.upkeep import tell_budget
-from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
 from kvtool.core.ingest.ingest_report import IngestReport
@@ -55,8 +55,8 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         if book:
             book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
         run.out.doing("reading files")
-        with Watch(run) as watch:
-            events = book.listening(watch.events) if book else watch.events
+        with JobView(run) as view:
+            events = book.listening(view.events) if book else view.events
             report = run_ingest(place, options, events)
         if book:
             book.event("summary", **report.to_json(), exit_code=_code(report))

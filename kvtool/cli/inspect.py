@@ -10,11 +10,11 @@ import typer
 import typer.main
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.job_view import JobView
 from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues, is_flag
 from kvtool.cli.sessions import open_any_store
-from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
@@ -88,8 +88,8 @@ def report_app(report: Report) -> typer.Typer:
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
     """Make a report, write its page, tell it."""
     page = run.get(PageOptions)  # refused before anything is computed
-    with open_any_store(run) as store, Watch(run) as watch:
-        findings = report.find(Desk(store, run.resolved, watch.events, about))
+    with open_any_store(run) as store, JobView(run) as view:
+        findings = report.find(Desk(store, run.resolved, view.events, about))
         if page.wanted:
             _write(run, page, findings)
     run.out.result(findings.value, human=lambda: _tell(run, findings.told))

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
 from kvtool.cli.transfer import told
 from kvtool.cli.upkeep import tell_budget
-from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
@@ -30,10 +30,8 @@ def export(run: Run, pack: Pack) -> int | None:
 
     options = run.get(ExportOptions)
     levels = options.levels or None
-    with Watch(run) as watch:
-        report = run_export(
-            run.folder, pack, only=options.only, levels=levels, force=options.force, events=watch.events
-        )
+    with JobView(run) as view:
+        report = run_export(run.folder, pack, only=options.only, levels=levels, force=options.force, events=view.events)
     for row in report.damaged:
         run.out.warning(f"left out: {row['what']}: {row['reason']}")
 
@@ -55,7 +53,7 @@ def import_(run: Run, pack: Pack) -> int | None:
 
     options = run.get(ImportOptions)
     tell_budget(run, options.max_size)
-    with Watch(run) as watch:
-        report = take(run.folder, pack, lock_wait=options.lock_wait, max_size=options.max_size, events=watch.events)
+    with JobView(run) as view:
+        report = take(run.folder, pack, lock_wait=options.lock_wait, max_size=options.max_size, events=view.events)
     report.direction = "import"
     return told(run, [report], report.to_json())

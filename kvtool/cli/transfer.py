@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
 from kvtool.cli.upkeep import tell_budget
-from kvtool.cli.watch import Watch
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
@@ -38,7 +38,7 @@ def push(run: Run, url: Url) -> int | None:
     with (
         closing(open_blobs(url, options.remote_timeout)) as blobs,
         Store.open(run.folder) as store,
-        Watch(run) as watch,
+        JobView(run) as view,
     ):
         report = run_push(
             store,
@@ -47,7 +47,7 @@ def push(run: Run, url: Url) -> int | None:
             verify=options.verify,
             dry_run=options.dry_run,
             yes=options.yes,
-            events=watch.events,
+            events=view.events,
         )
     return told(run, [report], report.to_json())
 
@@ -69,7 +69,7 @@ def pull(run: Run, url: Url) -> int | None:
             report = preview(run.folder, blobs, levels=levels, delete=options.delete)
         return told(run, [report], report.to_json())
     tell_budget(run, options.max_size)
-    with closing(open_blobs(url, options.remote_timeout)) as blobs, Watch(run) as watch:
+    with closing(open_blobs(url, options.remote_timeout)) as blobs, JobView(run) as view:
         report = run_pull(
             run.folder,
             blobs,
@@ -79,7 +79,7 @@ def pull(run: Run, url: Url) -> int | None:
             max_size=options.max_size,
             timeout=options.remote_timeout,
             yes=options.yes,
-            events=watch.events,
+            events=view.events,
         )
     return told(run, [report], report.to_json())
 
@@ -94,8 +94,8 @@ def sync(run: Run, url: Url) -> int | None:
     from kvtool.core.remote.urls import open_blobs
 
     timeout = run.get(RemoteOptions).remote_timeout
-    with closing(open_blobs(url, timeout)) as blobs, Watch(run) as watch:
-        reports = run_sync(run.folder, blobs, lock_wait=run.lock_wait, events=watch.events)
+    with closing(open_blobs(url, timeout)) as blobs, JobView(run) as view:
+        reports = run_sync(run.folder, blobs, lock_wait=run.lock_wait, events=view.events)
     return told(run, reports, {report.direction: report.to_json() for report in reports})
 
 

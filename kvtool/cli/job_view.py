@@ -8,7 +8,7 @@ from kvtool.cli.options import Run
 from kvtool.core.common.progress import Events
 
 
-class Watch:
+class JobView:
     """Shows what a job tells: a bar for each step from the moment its length is known, warnings, files by name."""
 
     def __init__(self, run: Run) -> None:
@@ -24,7 +24,7 @@ class Watch:
             skipped=lambda path, reason: self._out.detail(f"skipped {path}: {reason}"),
         )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> JobView:
         return self
 
     def __exit__(self, *error: Any) -> None:
