@@ -16,7 +16,8 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import stepping
-from kvtool.core.model.generate import Generated, Sampling, TextStream, begin, first_token, generate, stop_ids
+from kvtool.core.model.generate import Generated, Sampling, begin, first_token, generate, stop_ids
+from kvtool.core.model.text_stream import TextStream
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer

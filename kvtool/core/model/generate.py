@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,21 +15,24 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import prepare
-
-OnText = Callable[[str], None]
-
-# Tokens that are turned into text again with every new one, and how many of them stay for the next ones to join on to:
-# some tokenizers write a word's first token otherwise at the beginning of a text.
-_WINDOW, _OVERLAP = 48, 8
+from kvtool.core.model.text_stream import OnText, TextStream
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: greedily at temperature 0, else by seeded sampling."""
+    """How an answer's tokens are chosen: greedily at temperature 0, else by seeded sampling.
+
+    Attributes
+    ----------
+    stop : texts that end the answer, and are no part of it.
+    draw : where its random numbers come from: of answers that are written side by side each has its own.
+    """
 
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
+    stop: tuple[str, ...] = ()
+    draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Generated:
     Attributes
     ----------
     ids : its token ids, without the end token.
-    end : the end token; None where the answer was cut off at its longest.
+    end : the end token; None where the answer was cut off at its longest, or ended by a text.
+    stop : the text that ended it; None where none did.
     milliseconds : how long it took after the first token.
     steps : how many tokens were computed in that time. `stepper`: how, with the reason where it is not in machine code.
     """
@@ -51,6 +54,7 @@ class Generated:
     milliseconds: float
     steps: int = 0
     stepper: str = ""
+    stop: str | None = None
 
     @property
     def script(self) -> Ids:
@@ -86,7 +90,7 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
             "--fusion full asks without stored rows; rows that overflowed need a store of --dtype float32",
         )
     if sampling.temperature > 0:
-        torch.manual_seed(sampling.seed)
+        sampling.draw.manual_seed(sampling.seed)
     return next_token(logits, sampling)
 
 
@@ -94,7 +98,8 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose a token from logits `[vocabulary]`."""
     if sampling.temperature <= 0:
         return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / sampling.temperature, -1), 1))
+    chances = torch.softmax(logits / sampling.temperature, -1).cpu()
+    return int(torch.multinomial(chances, 1, generator=sampling.draw))
 
 
 def generate(
@@ -113,20 +118,73 @@ def generate(
     on_text : called with each new piece of answer text.
     more : tokens behind the first that are known, too (`begin`).
     """
-    started = time.perf_counter()
-    text = TextStream(decoder.loaded.tokenizer, stop_ids(decoder), on_text)
-    known = [first, *more]
-    for token in known:
-        text.add(token)
-    stepper, steps = stepper_for(decoder, cache), 0
-    while text.ended_by is None and len(known) + steps < sampling.max_tokens:
-        token = next_token(stepper.step(token), sampling)
-        text.add(token)
-        steps += 1
-    text.end()
-    milliseconds = (time.perf_counter() - started) * 1e3
-    how = f"{stepper.name}: {stepper.why}" if stepper.why else stepper.name
-    return Generated(text.text, tuple(text.ids), text.ended_by, milliseconds, steps, how)
+    writing = Writing(decoder, cache, [first, *more], sampling, on_text)
+    while not writing.done:
+        writing.take(writing.stepper.step(writing.token))
+    return writing.end()
+
+
+class Writing:
+    """An answer on its way: what it has said, and what it goes on from.
+
+    Its logits come from its own stepper (`generate`), or from a step of several (`Together`).
+
+    Parameters
+    ----------
+    cache : holds exactly the prompt's rows, and those of the known tokens but the last.
+    known : the first tokens, at least one.
+    on_text : called with each new piece of answer text.
+
+    Attributes
+    ----------
+    stepper : appends tokens to the cache.
+    token : the last one, which is not in the cache yet.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: PromptCache,
+        known: Sequence[int],
+        sampling: Sampling,
+        on_text: OnText | None = None,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._sampling, self._known, self._steps = sampling, len(known), 0
+        self._error: Exception | None = None
+        self._text = TextStream(decoder.loaded.tokenizer, stop_ids(decoder), on_text, sampling.stop)
+        for self.token in known:
+            self._text.add(self.token)
+        self.stepper = stepper_for(decoder, cache)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, is as long as it may become, or cannot go on."""
+        full = self._known + self._steps >= self._sampling.max_tokens
+        return full or self._text.ended or self._error is not None
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Choose the next token from the logits behind the last, `[vocabulary]`."""
+        self.token = next_token(logits, self._sampling)
+        self._steps += 1
+        self._text.add(self.token)
+
+    def try_to_take(self, logits: torch.Tensor) -> None:
+        """Take logits; what goes wrong is kept for the end, so that answers beside this one go on."""
+        try:
+            self.take(logits)
+        except Exception as error:
+            self._error = error
+
+    def end(self) -> Generated:
+        """The answer as it is now; the last of its text is shown. Raises what it could not go on for."""
+        if self._error is not None:
+            raise self._error
+        text, stepper = self._text, self.stepper
+        text.end()
+        milliseconds = (time.perf_counter() - self._started) * 1e3
+        how = f"{stepper.name}: {stepper.why}" if stepper.why else stepper.name
+        return Generated(text.text, tuple(text.ids), text.ended_by, milliseconds, self._steps, how, text.stopped_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,45 +212,3 @@ def begin(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int)
         if len(ids) >= most or ids[-1] in stops:
             return Beginning(tuple(ids), tuple(log_p))
         logits = stepper.step(ids[-1])
-
-
-class TextStream:
-    """Turns token ids into text as they come; holds back a character whose bytes are not all there yet."""
-
-    def __init__(self, tokenizer: Any, stops: set[int], on_text: OnText | None) -> None:
-        self._tokenizer = tokenizer
-        self._stops = stops
-        self._on_text = on_text
-        self._shown = 0
-        self._settled, self._start, self._known = "", 0, 0  # text that stays; tokens from here on; their text in it
-        self.ids: list[int] = []
-        self.text = ""
-        self.ended_by: int | None = None
-
-    def add(self, token: int) -> None:
-        if token in self._stops:
-            self.ended_by = token
-            return
-        self.ids.append(token)
-        self.text = self._settled + self._window()[self._known :]
-        if not self.text.endswith("�"):
-            self._show()
-            if len(self.ids) - self._start >= _WINDOW:
-                self._settled, self._start = self.text, len(self.ids) - _OVERLAP
-                self._known = len(self._window())
-
-    def _window(self) -> str:
-        """The text of the last tokens: that of all takes longer with every one, 0.4 ms for 600."""
-        last = self.ids[self._start :]
-        text: str = self._tokenizer.decode(last, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    def end(self) -> None:
-        """Show what is left, without the first bytes of a character that never came."""
-        self.text = self.text.rstrip("\ufffd")
-        self._show()
-
-    def _show(self) -> None:
-        if self._on_text is not None and len(self.text) > self._shown:
-            self._on_text(self.text[self._shown :])
-        self._shown = len(self.text)

@@ -6,6 +6,7 @@ other code is the fast one for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -59,3 +60,8 @@ def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
     if isinstance(engine, str):
         return TorchStepper(decoder, cache, engine)
     return NativeStepper(decoder, engine, cache)
+
+
+def step_together(steppers: Sequence[Stepper], tokens: Sequence[int]) -> list[torch.Tensor]:
+    """Append a token to each of several caches of one model; the logits behind each, as `Stepper.step` gives them."""
+    return [stepper.step(token) for stepper, token in zip(steppers, tokens, strict=True)]
