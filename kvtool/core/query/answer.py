@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.timeline import add_span
@@ -66,6 +66,58 @@ def answer_asked(
 ) -> Reply:
     """Answer a request whose prompt is laid out."""
     with session.lock, session.store.view():
+        begun = begin_answer(session, asked, options)
+        started, (first, *more) = time.perf_counter(), begun.known
+        said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
+        add_span(session.timeline, "generate", started, tokens=len(said.ids))
+        begun.keep(again)
+        return begun.reply(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer whose first token is known: its prompt is in memory, and nothing of the store is held.
+
+    Attributes
+    ----------
+    known : the first tokens; the prompt's cache holds all of them but the last.
+    sampling : how those were chosen, and the others are to be.
+    """
+
+    session: Session
+    asked: Asked
+    options: QueryOptions
+    choice: Choice | None
+    selector: Selector
+    streamed: Streamed
+    outcome: Outcome
+    chunks: list[ReplyChunk]
+    fuse_ms: float
+    known: Sequence[int]
+    sampling: Sampling
+
+    def reply(self, said: Generated) -> Reply:
+        """What there is to say of the answer, and of what led to it."""
+        return _reply(self, said, _timing(self, said))
+
+    def keep(self, again: bool = False) -> None:
+        """Note what was used, and store what was missing; `again`: see `answer`."""
+        if not self.selector.uses_cache:
+            return
+        if self.outcome.chained is not None:
+            keep(self.session, self.outcome.chained, self.options.keep_states, again)
+        else:
+            _keep(self.session, self.outcome.fused, self.streamed.holes, again)
+
+
+def begin_answer(session: Session, asked: Asked, options: QueryOptions) -> Begun:
+    """Bring a request whose prompt is laid out to the first token of its answer.
+
+    Raises
+    ------
+    GateError : the gate refuses this model.
+    """
+    with session.lock, session.store.view():
         options.check_of(session.identity)
         options = replace(options, fusion=options.mode(session.identity.keeps_states))
         asked, options, choice = _choose(session, asked, options)
@@ -77,21 +129,11 @@ def answer_asked(
         started = time.perf_counter()
         outcome = _fuse(session, streamed, selector, options)
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
-        first, *more = _first_tokens(outcome, sampling)
+        known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        fused = outcome.fused
-        chunks = reply_chunks(session, asked, fused.plan)
+        chunks = reply_chunks(session, asked, outcome.fused.plan)
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
-        started = time.perf_counter()
-        said = generate(session.decoder, fused.cache, first, sampling, on_text, more)
-        add_span(session.timeline, "generate", started, tokens=len(said.ids))
-        if outcome.chained is not None:
-            if selector.uses_cache:
-                keep(session, outcome.chained, options.keep_states, again)
-        elif selector.uses_cache:
-            _keep(session, fused, streamed.holes, again)
-        timing = _timing(session, asked, choice, streamed, fused, fuse_ms, said)
-        return _reply(session, asked, options, selector, choice, streamed, outcome, said, chunks, timing)
+        return Begun(session, asked, options, choice, selector, streamed, outcome, chunks, fuse_ms, known, sampling)
 
 
 # ---- before the first token ----
@@ -179,61 +221,44 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
         fill_holes(session, holes)
 
 
-def _timing(
-    session: Session,
-    asked: Asked,
-    choice: Choice | None,
-    streamed: Streamed,
-    fused: Fused,
-    fuse_ms: float,
-    said: Generated,
-) -> dict[str, float]:
+def _timing(begun: Begun, said: Generated) -> dict[str, float]:
     """Milliseconds; `ttft` runs from the question's text to the first token's id."""
+    asked, choice, streamed = begun.asked, begun.choice, begun.streamed
     decide_ms = choice.decide_ms if choice is not None else 0.0
     return {
         "retrieve": asked.retrieve_ms,
-        **asdict(fused.timing),
-        "ttft": asked.retrieve_ms + decide_ms + streamed.ms + fuse_ms,
+        **asdict(begun.outcome.fused.timing),
+        "ttft": asked.retrieve_ms + decide_ms + streamed.ms + begun.fuse_ms,
         "generate": said.milliseconds,
-        "model_load": session.decoder.loaded.load_ms,
+        "model_load": begun.session.decoder.loaded.load_ms,
         "stream": streamed.ms,
         **({"decide": choice.decide_ms, "profile": choice.profile_ms} if choice is not None else {}),
     }
 
 
-def _reply(
-    session: Session,
-    asked: Asked,
-    options: QueryOptions,
-    selector: Selector,
-    choice: Choice | None,
-    streamed: Streamed,
-    outcome: Outcome,
-    said: Generated,
-    chunks: list[ReplyChunk],
-    timing: dict[str, float],
-) -> Reply:
-    fused, slo_ms = outcome.fused, options.slo_ms
+def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
+    session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
+    fused, slo_ms = begun.outcome.fused, options.slo_ms
     text = said.text.strip()
     return Reply(
         question=asked.request.question,
         answer=text,
         fusion=options.mode(),
-        chunks=chunks,
+        chunks=begun.chunks,
         revision=asked.revision,
         tokens=_tokens(fused, said),
         timing_ms=timing,
-        bytes_read=fused.bytes_read + streamed.bytes_read,
+        bytes_read=fused.bytes_read + begun.streamed.bytes_read,
         controller={} if choice is None else choice.decision.to_json(),
-        stream=streamed.rows,
+        stream=begun.streamed.rows,
         slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},
         generated=said,
         fused=fused,
-        selector=selector,
+        selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
         explained=explain(fused, session.tokenizer) if options.explain else [],
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
-        rounds=outcome.rounds,
+        rounds=begun.outcome.rounds,
         left=len(asked.hits) - len(fused.plan.chunks),
         resolved={
             "device": session.decoder.device,
