@@ -40,6 +40,7 @@ from kvtool.core.errors import (
 
 COMMANDS = {
     "ingest": "Read, split and prefill documents, and keep their KV.",
+    "watch": "Ingest what changes below files and folders, until it is ended.",
     "compress": "Make the stored KV several times smaller, with a measured loss.",
     "fit": "Learn the lead-in from the store's own chunks.",
     "query": "Ask a question over the ingested documents.",
@@ -56,6 +57,7 @@ RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
 _LEFT = {
     "query": "the store holds what it held; ask again",
+    "watch": "what was committed stays; started again, it takes in what changed meanwhile",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
     "bench": "no store was changed; run the same command again",
     "config": "",

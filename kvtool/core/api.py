@@ -146,11 +146,11 @@ class Cache:
         **options: Unpack[arguments.IngestArguments],
     ) -> IngestReport:
         """Bring the store up to date with a file or folder, or several; `options` are the fields of `IngestOptions`."""
-        from kvtool.core.ingest.job import ingest
+        from kvtool.core.ingest.job import KeptModel, ingest
 
         wanted = self._wanted(IngestOptions, options, paths=paths)
         with self._beside() as folder:
-            return ingest(folder, wanted, self._events(events), self._decoder)
+            return ingest(folder, wanted, self._events(events), KeptModel(self._decoder))
 
     @_alone(QueryOptions)
     def query(

@@ -24,6 +24,7 @@ class Events:
     status : (text): what is done now, for who asked to see more.
     warn : (text, hint): something that the user should know.
     failed, skipped : (path, reason): a file that could not be read, or was passed over.
+    took : (path, what, chunks): a file's documents, of so many chunks, were `added`, `changed` or `removed`.
     """
 
     step: Callable[[str, int, str], None] = _nothing
@@ -32,3 +33,4 @@ class Events:
     warn: Warn = warn_nobody
     failed: Callable[[str, str], None] = _nothing
     skipped: Callable[[str, str], None] = _nothing
+    took: Callable[[str, str, int], None] = _nothing

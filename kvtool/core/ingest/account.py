@@ -67,3 +67,9 @@ class Account:
             self.report.documents.added += len(file.documents)
         else:
             self.report.documents.changed += len(file.documents)
+        self.events.took(file.entry.path, "added" if file.is_new else "changed", len(file.chunks))
+
+    def removed(self, entry: FileEntry) -> None:
+        """Count a file whose documents are forgotten."""
+        self.report.documents.removed += len(entry.documents)
+        self.events.took(entry.path, "removed", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,8 +39,15 @@ _NO_KV = (
 _GATE_CHUNKS = 3  # the first ones computed; the gate takes no more
 
 
+@dataclass(slots=True)
+class KeptModel:
+    """Holds a model that outlives an ingest: what runs one after another loads it once."""
+
+    decoder: Decoder | None = None
+
+
 def ingest(
-    path: Path, options: IngestOptions, events: Events | None = None, decoder: Decoder | None = None
+    path: Path, options: IngestOptions, events: Events | None = None, kept: KeptModel | None = None
 ) -> IngestReport:
     """Bring a store up to date with files.
 
@@ -49,7 +57,7 @@ def ingest(
     Parameters
     ----------
     path : folder of the store; made on need, not on a dry run.
-    decoder : a model that is loaded already; it is used if it is the store's.
+    kept : a model that is loaded already, which is used if it is the store's; what is loaded here is left in it.
 
     Raises
     ------
@@ -64,7 +72,7 @@ def ingest(
         Embedder(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
     events = events or Events()
-    report = _preview(path, options, events) if options.dry_run else _run(path, options, events, decoder)
+    report = _preview(path, options, events) if options.dry_run else _run(path, options, events, kept)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -77,19 +85,20 @@ def _preview(path: Path, options: IngestOptions, events: Events) -> IngestReport
         return _Job(None, options, events).preview()
 
 
-def _run(path: Path, options: IngestOptions, events: Events, decoder: Decoder | None) -> IngestReport:
+def _run(path: Path, options: IngestOptions, events: Events, kept: KeptModel | None) -> IngestReport:
     """Make a store only for something: a mistyped path or model leaves none behind."""
-    first = _Job(None, options, events, decoder) if _is_new(path) else None
+    first = _Job(None, options, events, kept) if is_new(path) else None
     if first is not None:
         first.stream.begin()
     with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        job = _Job(store, options, events, decoder)
+        job = _Job(store, options, events, kept)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
         return job.run(store, writer)
 
 
-def _is_new(path: Path) -> bool:
+def is_new(path: Path) -> bool:
+    """Whether an ingest would have to make a store at this path."""
     try:
         Store.open(path).close()
     except StoreNotFoundError:
@@ -101,9 +110,9 @@ def _is_new(path: Path) -> bool:
 
 class _Job:
     def __init__(
-        self, store: Store | None, options: IngestOptions, events: Events, decoder: Decoder | None = None
+        self, store: Store | None, options: IngestOptions, events: Events, kept: KeptModel | None = None
     ) -> None:
-        self.options, self._loaded = options, decoder
+        self.options, self._model = options, kept or KeptModel()
         self.account = Account(options, events)
         self.choices = Choices(store, options)
         self.stream = Stream(store, options, self.choices, self.account)
@@ -138,7 +147,7 @@ class _Job:
         self._keep_identity(writer)
         for entry in self.stream.gone:
             writer.remove_file(entry.path)
-            report.documents.removed += len(entry.documents)
+            self.account.removed(entry)
         stale = self._changed or self.stream.gone or self._is_other or not store.is_collected()
         if stale:
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
@@ -252,12 +261,13 @@ class _Job:
         """Open the store with its model loaded."""
         from kvtool.core.session.session import Session
 
-        identity, events, decoder = self.choices.identity, self.account.events, self._loaded
+        identity, events, decoder = self.choices.identity, self.account.events, self._model.decoder
         if decoder is not None and decoder.loaded.fingerprint != identity.fingerprint:
             decoder = None
         if decoder is None:
             events.status(f"loading {self.choices.files.ref}")
         session = Session(store, self.options, identity=identity, decoder=decoder)
+        self._model.decoder = session.decoder
         loaded = session.decoder.loaded
         self.account.report.resolved = {
             "model": loaded.files.ref,

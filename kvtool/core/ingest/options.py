@@ -129,3 +129,18 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
             return None
         method = self.split or SplitSettings().method
         return SplitSettings(method, self._longest, self.min_chunk_tokens or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions(IngestOptions):
+    """What `kvtool watch` takes besides."""
+
+    debounce: float = option(
+        0.5,
+        "How long files must rest before they are read.",
+        group=FILES,
+        setting=False,
+        unit="duration",
+        lowest=0.05,
+        highest=3600,
+    )

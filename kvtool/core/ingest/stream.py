@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,12 @@ from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey
+
+
+def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
+    """Find the files that an ingest with these options reads; `remembers` says whether a path may be missing."""
+    leave_out = [options.log] if options.log is not None else []
+    return find_files(options.paths, options.include, options.exclude, remembers, leave_out)
 
 
 class Stream:
@@ -35,9 +41,7 @@ class Stream:
     @cached_property
     def walked(self) -> Walked:
         """What lies below the paths. They are looked at first: a model may have to be downloaded for the rest."""
-        options = self._options
-        leave_out = [options.log] if options.log is not None else []
-        return find_files(options.paths, options.include, options.exclude, self._remembers, leave_out)
+        return walk(self._options, self._remembers)
 
     def _remembers(self, path: Path) -> bool:
         """Whether a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`

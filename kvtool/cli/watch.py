@@ -1,0 +1,91 @@
+"""`kvtool watch`: ingest what changes, until it is ended."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from kvtool.cli.commands import new_app
+from kvtool.cli.job_view import JobView
+from kvtool.cli.options import Run, takes
+from kvtool.cli.upkeep import tell_budget
+from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.options import IngestOptions, WatchOptions
+from kvtool.core.options.option import options_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtool.core.ingest.watcher import Watcher
+
+_NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")  # it syncs, goes on, and tells what it does as it does it
+_TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]
+
+app = new_app()
+
+
+@app.command()
+@takes(
+    WatchOptions.some("debounce", *_TAKEN),
+    StoreOptions,
+    examples=("watch docs notes.md", "watch docs --exclude drafts --debounce 5s"),
+)
+def watch(
+    run: Run,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
+) -> None:
+    """Ingest what changes below files and folders, until Ctrl-C or SIGTERM; deleted files are forgotten."""
+    options = replace(run.get(WatchOptions), paths=tuple(paths))
+    if run.out.mode == "json":
+        raise UsageError("a watch has no end, and so no one JSON object", "--jsonl prints an event a line")
+    tell_budget(run, options.max_size)
+    _watch(run, options)
+
+
+def _watch(run: Run, options: WatchOptions) -> NoReturn:
+    from kvtool.core.ingest.watcher import Watcher
+
+    with closing(Watcher(run.folder, options)) as watcher:
+        report = _round(run, watcher, catching_up=True)
+        _tell_start(run, options, report)
+        while True:
+            watcher.wait()
+            _round(run, watcher)
+
+
+def _round(run: Run, watcher: Watcher, catching_up: bool = False) -> IngestReport | None:
+    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts."""
+    with JobView(run) as view:
+        report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
+    if report is not None:
+        run.out.event("summary", **report.to_json())
+    return report
+
+
+def _teller(run: Run, quiet: bool) -> Callable[[str, str, int], None]:
+    out = run.out
+
+    def took(path: str, what: str, chunks: int) -> None:
+        line = f"{what} {path}" + (f": {counted(chunks, 'chunk')}" if chunks else "")
+        out.event("status", message=line, path=path, change=what, chunks=chunks)
+        if out.verbosity >= (1 if quiet else 0):
+            out.print(line)
+
+    return took
+
+
+def _tell_start(run: Run, options: WatchOptions, report: IngestReport | None) -> None:
+    if report is not None:
+        done = report.documents
+        run.out.status(
+            f"up to date: {done.added} documents added, {done.changed} changed, {done.unchanged} unchanged, "
+            f"{done.removed} removed"
+        )
+    run.out.status(f"watching {', '.join(map(str, options.paths))} (Ctrl-C ends it)")

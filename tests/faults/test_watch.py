@@ -1,0 +1,79 @@
+"""`kvtool watch` as a process of its own: what it says, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.working import CHUNKS, PREFIX, command, damages, environment, kvtool, listing
+
+_LONG = 120  # seconds: other tests run beside this one
+
+
+class Process:
+    """A watch, its lines on stdout and stderr in the order in which they come."""
+
+    def __init__(self, *args: object) -> None:
+        self.child = subprocess.Popen(
+            command("watch", *args), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.said: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        with self.child.stdout as lines:
+            for line in lines:
+                self._lines.put(line.rstrip("\n"))
+
+    def wait_for(self, text: str) -> None:
+        """Read on until a line has this text."""
+        while True:
+            try:
+                self.said.append(self._lines.get(timeout=_LONG))
+            except queue.Empty:
+                pytest.fail(f"{text!r} was not said: {self.said}")
+            if text in self.said[-1]:
+                return
+
+    def end(self, number: signal.Signals) -> int:
+        self.child.send_signal(number)
+        code = self.child.wait(_LONG)
+        self._reader.join(_LONG)
+        return code
+
+
+@pytest.fixture
+def watch(tiny: Path, tmp_path: Path) -> Iterator[Process]:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("The first mill grinds flour.")
+    where = ("--store", tmp_path / "store", "--model", tiny, "--debounce", "0.1")
+    process = Process(tmp_path / "docs", *where, *CHUNKS, *PREFIX)
+    process.wait_for("watching")
+    yield process
+    process.end(signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_what_changes_is_said_and_a_signal_ends_it(watch: Process, tmp_path: Path) -> None:
+    docs, store = tmp_path / "docs", tmp_path / "store"
+    (docs / "한국어.md").write_text("물레방아는 밀을 빻는다.")
+    watch.wait_for(f"added {docs / '한국어.md'}: 1 chunk")
+    (docs / "a.md").unlink()
+    watch.wait_for(f"removed {docs / 'a.md'}")
+    kvtool("ingest", docs, "--store", store, "--sync", "--lock-wait", "2m").fine()  # as cron does it
+    assert watch.end(signal.SIGTERM) == 143
+    assert [Path(document["source"]).name for document in listing(store)] == ["한국어.md"]
+    assert damages(store) == []
+
+
+def test_one_json_object_cannot_be_made_of_it(tmp_path: Path) -> None:
+    kvtool("watch", tmp_path, "--store", tmp_path / "store", "--json").failed(2, "--jsonl")

@@ -1,0 +1,203 @@
+"""A store that follows its files, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest import watcher as watching
+from kvtool.core.ingest.options import WatchOptions
+from kvtool.core.ingest.watcher import Watcher
+from tests.cli.working import kvtool
+
+
+class Told:
+    """What a watcher told."""
+
+    def __init__(self) -> None:
+        self.took: list[tuple[str, str]] = []
+        self.warned: list[str] = []
+        self.failed: list[str] = []
+        self.loaded = 0
+        self.events = Events(
+            took=lambda path, what, chunks: self.took.append((what, Path(path).name)),
+            warn=lambda text, hint: self.warned.append(text),
+            failed=lambda path, why: self.failed.append(Path(path).name),
+            status=self._status,
+        )
+
+    def _status(self, text: str) -> None:
+        self.loaded += text.startswith("loading")
+
+    def taken(self) -> list[tuple[str, str]]:
+        """What was taken since this was asked last, in no order."""
+        taken, self.took = sorted(self.took), []
+        return taken
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "a.md").write_text("The first mill grinds flour.")
+    return folder
+
+
+def options(tiny: Path, *paths: Path, **more: Any) -> WatchOptions:
+    return WatchOptions.of(
+        {"paths": paths, "model": str(tiny), "lead_in": "prefix", "debounce": 0.1, "lock_wait": 0, **more}
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def watcher(tiny: Path, folder: Path, place: Path, told: Told) -> Iterator[Watcher]:
+    """One that has caught up."""
+    with closing(Watcher(place, options(tiny, folder))) as watcher:
+        assert watcher.round(told.events) is not None
+        assert told.taken() == [("added", "a.md")]
+        yield watcher
+
+
+def test_files_that_come_change_and_go_are_followed_with_one_loaded_model(
+    watcher: Watcher, folder: Path, told: Told
+) -> None:
+    (folder / "b.md").write_text("The second mill grinds corn.")
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("added", "b.md")]
+    (folder / "new").write_text("The first mill was torn down.")
+    (folder / "new").replace(folder / "a.md")  # as editors save
+    (folder / "b.md").unlink()
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("changed", "a.md"), ("removed", "b.md")]
+    assert told.loaded == 1
+
+
+def test_what_is_not_selected_takes_no_lock(watcher: Watcher, folder: Path, place: Path, told: Told) -> None:
+    with Store.open(place) as store, store.writer():
+        (folder / ".a.md.swp").write_text("half a sentence")
+        (folder / "a.md~").write_text("what it was")
+        (folder / "picture.png").write_bytes(b"\x89PNG")
+        assert watcher.round(told.events) is None
+    assert told.warned == []
+
+
+def test_between_rounds_others_write(watcher: Watcher, folder: Path, place: Path, told: Told) -> None:
+    (folder / "b.md").write_text("The second mill grinds corn.")
+    kvtool("ingest", folder, "--store", place).fine()
+    report = watcher.round(told.events)
+    assert report is not None
+    assert report.documents.unchanged == 2
+    assert told.taken() == []
+
+
+def test_a_locked_store_is_tried_again(
+    watcher: Watcher, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
+    (folder / "b.md").write_text("The second mill grinds corn.")
+    with Store.open(place) as store, store.writer():
+        assert watcher.round(told.events) is None
+    assert len(told.warned) == 1
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("added", "b.md")]
+
+
+def test_a_file_that_cannot_be_read_is_told_once_for_each_of_its_contents(
+    watcher: Watcher, folder: Path, told: Told
+) -> None:
+    for number in range(2):
+        (folder / "bad.txt").write_bytes(b"\0" * (10 + number))
+        watcher.round(told.events)
+        (folder / f"good{number}.md").write_text(f"Mill number {number} is good.")
+        watcher.round(told.events)
+    assert told.failed == ["bad.txt", "bad.txt"]
+
+
+def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
+    watcher: Watcher, folder: Path, told: Told
+) -> None:
+    moved = folder.rename(folder.with_name("elsewhere"))
+    watcher.wait()
+    assert watcher.round(told.events) is None
+    assert len(told.warned) == 1
+    moved.rename(folder)
+    (folder / "b.md").write_text("The second mill grinds corn.")
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("added", "b.md")]
+    (folder / "c.md").write_text("The third mill stands still.")  # it is listened to again
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("added", "c.md")]
+
+
+def test_a_named_file_is_followed_when_it_is_replaced_and_forgotten_when_it_is_deleted(
+    tiny: Path, tmp_path: Path, folder: Path, place: Path, told: Told
+) -> None:
+    note = tmp_path / "note.txt"
+    note.write_text("A note on mills.")
+    with closing(Watcher(place, options(tiny, note, folder))) as watcher:
+        watcher.round(told.events)
+        told.taken()
+        (tmp_path / "new").write_text("Another note on mills.")
+        (tmp_path / "new").replace(note)
+        watcher.wait()
+        watcher.round(told.events)
+        assert told.taken() == [("changed", "note.txt")]
+        note.unlink()
+        watcher.wait()
+        watcher.round(told.events)
+        assert told.taken() == [("removed", "note.txt")]
+        assert watcher.round(told.events) is None
+        note.write_text("A third note.")
+        watcher.wait()
+        watcher.round(told.events)
+        assert told.taken() == [("added", "note.txt")]
+
+
+def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, told: Told) -> None:
+    with closing(Watcher(place, options(tiny, folder, exclude=("drafts",)))) as watcher:
+        watcher.round(told.events)
+        told.taken()
+        (folder / "drafts").mkdir()
+        (folder / "drafts" / "b.md").write_text("Not yet.")
+        assert watcher.round(told.events) is None
+
+
+def test_an_empty_folder_makes_no_store_before_there_is_something_in_it(
+    tiny: Path, tmp_path: Path, place: Path, told: Told
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with closing(Watcher(place, options(tiny, empty))) as watcher:
+        assert watcher.round(told.events) is None
+        assert not place.exists()
+        (empty / "a.md").write_text("The first mill grinds flour.")
+        watcher.wait()
+        watcher.round(told.events)
+        assert told.taken() == [("added", "a.md")]
+
+
+def test_a_path_that_is_not_there_is_refused(tiny: Path, folder: Path, place: Path) -> None:
+    with pytest.raises(UsageError, match="no such file or folder"):
+        Watcher(place, options(tiny, folder, folder / "typo"))
