@@ -23,6 +23,7 @@ TOPICS = {
     "json": "What --json prints, field by field, and what changed from schema 1 to 2.",
     "python": "The same from Python.",
     "troubleshooting": "Exit codes, common errors, and what to do about them.",
+    "evaluation": "Your own questions: what retrieval finds, and which mode to take.",
     "cron": "Keeping a store up to date from cron or systemd.",
     "upkeep": "Budget, prune, forget, pins, compact.",
     "listing": "Which chunks a store holds: filters and order.",

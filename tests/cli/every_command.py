@@ -28,7 +28,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
     questions = ({"id": "a", "question": QUESTION, "answers": ["baker A"]}, {"question": "zzyzx"})
     batch.write_text("".join(json.dumps(row) + "\n" for row in questions))
     good = folder / "good.jsonl"
-    good.write_text(json.dumps(questions[0]) + "\n")
+    good.write_text(json.dumps(questions[0] | {"sources": ["mill1.md"]}) + "\n")
     chunk, damaged, *_ = chunks_of(store, "mill2.md")
     tier, pack = f"file://{folder / 'tier'}", folder / "all.kvpack"
     drop_records(store, damaged)  # a hole, so that there is a miss
@@ -73,6 +73,8 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
                 *("inspect", "quality", *here, "--batch", good, "--runs", "reuse,epic:4"),
                 *("--no-context", "--halves", "--json"),
             ),
+            "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--halves", "--json"),
+            "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
             "inspect quality --defer": ("inspect", "quality", "--defer", *here, "--batch", good, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),
             "inspect sparsity": ("inspect", "sparsity", "--batch", good, *here, "--json"),

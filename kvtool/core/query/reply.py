@@ -24,13 +24,21 @@ _CHUNKS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question, and which chunks to answer it from: by id, by document, or (neither given) by retrieval."""
+    """One question, and which chunks to answer it from: by id, by document, or (neither given) by retrieval.
+
+    Attributes
+    ----------
+    answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
+    made_by : the model that wrote the question; "": people did.
+    """
 
     question: str
     chunks: tuple[str, ...] = ()
     documents: tuple[str, ...] = ()
     answers: tuple[str, ...] = ()
     id: str | None = None
+    sources: tuple[str, ...] = ()
+    made_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +193,7 @@ def read_batch(path: Path) -> list[Request]:
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{path}, line {number}: {_wrong(error)}",
-                'one object a line: {"question"[, "id"][, "answers"][, "documents"]}',
+                'one object a line: {"question"[, "id"][, "answers"][, "documents"][, "sources"]}',
             ) from error
     if not requests:
         raise UsageError(f"the batch file {str(path)!r} holds no question", "one JSON object a line")
@@ -200,7 +208,7 @@ def _wrong(error: Exception) -> str:
 def _request(row: Any) -> Request:
     if not isinstance(row, dict) or not isinstance(row.get("question"), str):
         raise ValueError("no question")
-    lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents")}
+    lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents", "sources")}
     for name, values in lists.items():
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise ValueError(f"{name!r} is not a list of texts")
@@ -211,4 +219,6 @@ def _request(row: Any) -> Request:
         documents=tuple(lists["documents"]),
         answers=tuple(lists["answers"]),
         id=None if key is None else str(key),
+        sources=tuple(lists["sources"]),
+        made_by=str(row.get("made_by") or ""),
     )

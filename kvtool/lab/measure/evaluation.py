@@ -87,7 +87,7 @@ def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
     """Tell what results depend on besides the runs: where it is equal, they can be compared."""
-    batch = json.dumps([asdict(request) for request in requests], ensure_ascii=False)
+    batch = json.dumps([_asked(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,
         "model": identity.fingerprint,
@@ -99,6 +99,11 @@ def evaluation_facts(
         "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
         "max_tokens": options.max_tokens,
     }
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """A request as results depend on it; what it does not have is left out of what was added to it since."""
+    return {name: value for name, value in asdict(request).items() if value or name not in ("sources", "made_by")}
 
 
 def by_run(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, list[Mapping[str, Row]]]:

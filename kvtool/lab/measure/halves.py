@@ -36,6 +36,19 @@ def cheapest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
 RULES: Mapping[str, Rule] = {"nearest": nearest, "cheapest": cheapest}
 
 
+def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
+    """Choose for all questions: the cheapest run that is near enough; where none is, the nearest of all.
+
+    Returns
+    -------
+    `run` (None: there is none), `near`: whether its KL of the answer is at most `max_kl` with its whole interval.
+    """
+    weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
+    chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)
+    near = chosen is not None and chosen["intervals"]["kl_answer"][1] <= max_kl
+    return {"run": chosen and chosen["run"], "near": near}
+
+
 def halves(rows: Mapping[int, Mapping[str, Row]], max_kl: float) -> dict[str, Any] | None:
     """Choose by each rule on the first half of the questions, in the order of the file, and tell it of both halves.
 

@@ -12,6 +12,7 @@ from kvtool.core.evaluate.measures import MEASURES, Row, means, numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.core.query.layout import lay_out
 from kvtool.lab.measure.evaluation import RowsOf, by_run, name_of
+from kvtool.lab.measure.found import found, retrieval_of
 from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, Estimate
 from kvtool.lab.measure.pairs import by_full, compared
 from kvtool.lab.measure.runs import RunSpec, ordered
@@ -34,6 +35,7 @@ def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryO
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
         trial = Trial(decoder, source, lay_out(session, request, options), options)
         rows = dict(trial.rows([specs[name] for name in names]))
+        rows[REFERENCE] = {**rows[REFERENCE], **found(session.finder.places, trial.asked)}
         holes = max((row["holes"] for row in rows.values()), key=len)
         if holes:
             warn(
@@ -86,6 +88,7 @@ def overview(rows: Mapping[int, Mapping[str, Row]], base: str = "") -> dict[str,
         "interval_confidence": CONFIDENCE,
         "resamples": RESAMPLES,
         "levels": levels_in(rows),
+        "retrieval": retrieval_of(rows),
         "runs": summarise(rows, base),
     }
 

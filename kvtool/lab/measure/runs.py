@@ -66,6 +66,11 @@ def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
     return [run for run in runs if run.mode != REFERENCE]
 
 
+def usual_runs() -> list[RunSpec]:
+    """List every mode that reuses what full prefill would not give, as it is by default."""
+    return [parse_run(mode) for mode, kind in SELECTORS.items() if not kind.lossless]
+
+
 def parse_run(text: str) -> RunSpec:
     """Read one run: `mode` or `mode:amount`; `mode+option=value` changes an option of the mode. The amount is a ratio
     (0 … 1, or in percent) or a number of tokens.

@@ -19,7 +19,7 @@ from kvtool.lab.reports.runs import RUNS, RunOptions, evaluate, read_at
 if TYPE_CHECKING:
     from kvtool.lab.measure.runs import RunSpec
 
-_ASKED = (*RETRIEVAL, "level", "max_loss")
+ASKED = (*RETRIEVAL, "level", "max_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class EvidenceOptions(Options, settings=False, group=RUNS):
     no_context: bool = option(False, "Answer without any chunk, too, and tell what share of the gap a run recovers.")
     halves: bool = option(False, "Choose a run on the first half of the questions, and tell it of the other half.")
     max_kl: float = option(
-        0.05, "KL of the answer, in nats, that --halves takes for near enough.", metavar="NATS", lowest=0
+        0.05, "KL of the answer, in nats, that is near enough to be chosen.", metavar="NATS", lowest=0
     )
 
 
@@ -43,7 +43,7 @@ def quality(desk: Desk) -> Findings:
 
         return calibrate(desk)
     requests = desk.get(BatchOptions).requests("quality")
-    options = desk.query_options(*_ASKED, max_tokens=flags.max_tokens, force=flags.force)
+    options = desk.query_options(*ASKED, max_tokens=flags.max_tokens, force=flags.force)
     from kvtool.lab.charts.quality import quality_sections
     from kvtool.lab.measure.halves import halves
     from kvtool.lab.measure.quality import overview, quality_rows
@@ -55,14 +55,14 @@ def quality(desk: Desk) -> Findings:
     beside = [RunSpec(NO_CONTEXT)] if evidence.no_context else []
     results = evaluate(desk, requests, [*beside, *specs], options, begin)
     value = {"resolved": {"model": desk.identity.model}, "max_tokens": flags.max_tokens, "failed": results.failed}
-    value |= overview(results.rows, _base(flags, specs))
+    value |= overview(results.rows, base_run(flags, specs))
     if evidence.halves:
         value["halves"] = halves(results.rows, evidence.max_kl)
     sections = quality_sections(value, f"{desk.identity.model}, {desk.get(BatchOptions).set_name}")
     return Findings("Fusion quality", value, [*_told(value)], sections, read_at(value), results.exit_code)
 
 
-def _base(flags: RunOptions, specs: Sequence[RunSpec]) -> str:
+def base_run(flags: RunOptions, specs: Sequence[RunSpec]) -> str:
     """Name the run that other runs' KL is held against: the first that was named, else the default of a query."""
     from kvtool.lab.measure.runs import parse_run
 
@@ -92,7 +92,7 @@ REPORT = Report(
     quality,
     takes=(
         *(BatchOptions, ResumeOptions, RunOptions, EvidenceOptions),
-        *(QueryOptions.some(*_ASKED, "defer_first"), ModelOptions),
+        *(QueryOptions.some(*ASKED, "defer_first"), ModelOptions),
     ),
     examples=(
         "inspect quality --batch q.jsonl --runs reuse,union:5% --resume r.jsonl",
