@@ -27,6 +27,7 @@ from kvtool.core.model.text import text_part  # noqa: E402
 from kvtool.core.session.laws import check_laws  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
+from tests.model.gguf_models import IN_GGUF  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
 PAGE = ROOT / "kvtool" / "docs" / "models.md"
@@ -47,10 +48,12 @@ _HEAD = (
     "and read](../../samples/results/layers.md).\n"
     "- **Tested** in full, with every mode in float32 and bfloat16, are those that differ in a kind of layer; the "
     "others with the modes that differ in what they do.\n"
+    "- **GGUF** is the architecture under which files of the family are read, with packed weights and all that "
+    "their metadata say of layers and positions; –: `transformers` does not read them, and kvtool refuses.\n"
 )
-_ROW = "| {name} | `{config}` | {layers} | {kv} | {read} | {modes} | {tested} |"
-_TABLE = """| family | configuration | layers | KV | read | modes | tested |
-| --- | --- | --- | --- | --- | --- | --- |"""
+_ROW = "| {name} | `{config}` | {layers} | {kv} | {read} | {modes} | {tested} | {gguf} |"
+_TABLE = """| family | configuration | layers | KV | read | modes | tested | GGUF |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
 _LEFT = """## What is refused, and what it would need
 
 | what | would need |
@@ -84,6 +87,11 @@ _REFUSED = (
         "states in a cache of a family's own (MiniMax), attention shared between layers (Zamba 2), a state in every "
         "layer (Mamba, RWKV), states beside windows or chosen keys",
         "a layer of the prompt cache for each of these",
+    ),
+    (
+        "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, and of "
+        "StableLM with normed queries and keys",
+        "a reader that knows their names and layouts; the model's original safetensors are taken",
     ),
     ("positions that are no rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),
 )
@@ -131,7 +139,8 @@ def row(name: str) -> str:
 def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> str:
     kv, read = 2 * sum(shape.numbers for shape in decoder.shapes), _percent(*read_of(decoder))
     kind, layers = type(config).__name__, layers_of(decoder)
-    return _ROW.format(name=name, config=kind, layers=layers, kv=kv, read=read, modes=modes, tested=tested)
+    gguf = f"`{IN_GGUF[name].architecture}`" if name in IN_GGUF else "–"
+    return _ROW.format(name=name, config=kind, layers=layers, kv=kv, read=read, modes=modes, tested=tested, gguf=gguf)
 
 
 def layers_of(decoder: Decoder) -> str:

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model import gguf as conversion
+from kvtool.core.model import gguf_config
 from kvtool.core.model.files import PACKED
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.gguf import converted
 from kvtool.core.model.gguf_header import GgufHeader, read_header
+from kvtool.core.model.gguf_rope import llama3_divisors
+from kvtool.core.model.gguf_tokenizer import begin_as_told, split_digits
 from kvtool.core.model.load import load_model, load_tokenizer
 from kvtool.core.model.resolve import resolve
+from kvtool.core.model.support import context_limit
 from kvtool.core.model.tokens import encode
-from tests.families import SHAPE, filled, tiny_model, tiny_tokenizer
-from tests.model.gguf_files import write_gemma3_gguf, write_gguf
+from tests.families import tiny_model, tiny_tokenizer
+from tests.model.gguf_files import write_gguf
+from tests.model.gguf_models import IN_GGUF, InGguf
+from tests.model.gguf_writing import written
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +154,8 @@ def test_folder_of_an_older_release_works_without_room_for_packed_weights(
     [
         ({"architecture": "nonsense"}, "nonsense"),
         ({"architecture": "mamba"}, "mamba"),
+        ({"architecture": "granite"}, "does not read; it reads .*qwen3moe"),
+        ({"tensors": {"blk.0.ffn_gate_exps.weight": np.zeros((4, 64, 64))}}, "no room"),
         ({"split__count": 3}, "3 parts"),
         ({"block_count": 100_000}, "block_count"),
         ({"block_count": 5}, "weights"),
@@ -155,7 +163,7 @@ def test_folder_of_an_older_release_works_without_room_for_packed_weights(
         ({"embedding_length": 1 << 30}, "embedding_length"),
         ({"drop": "blk.2.ffn_up.weight"}, "weights"),
         ({"tensors": {"blk.0.attn_q.bias": np.zeros(64)}}, "bias"),
-        ({"tensors": {"blk.0.ssm_a": np.zeros(64)}}, "recurrent"),
+        ({"tensors": {"blk.0.ssm_a": np.zeros(64)}}, "no room"),
         ({"tensors": {"rope_factors_long.weight": np.ones(8)}}, "longrope"),
         ({"tensors": {"rope_freqs.weight": np.full(8, 1.5)}}, "RoPE"),
         ({"llama__rope__scaling__type": "longrope"}, "longrope"),
@@ -177,7 +185,7 @@ def test_rope_scaling_is_kept(tmp_path: Path) -> None:
 
 
 def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
-    divisors = np.array(conversion._llama3_divisors(10_000.0, 8, 32.0))
+    divisors = np.array(llama3_divisors(10_000.0, 8, 32.0))
     path = write_gguf(tmp_path / "x.gguf", tensors={"rope_freqs.weight": divisors})
     model = load_model(resolve(str(path)), device="cpu").model
     assert model.config.rope_parameters["factor"] == 32.0
@@ -190,7 +198,7 @@ def test_digits_apart(tmp_path: Path) -> None:
     header = read_header(path)
     header.metadata["tokenizer.ggml.pre"] = "smollm"
     tokenizer = load_tokenizer(resolve(str(path)))
-    conversion._split_digits(header, tokenizer)
+    split_digits(header, tokenizer)
     assert "1874" not in "|".join(tokenizer.tokenize("in 1874"))
     assert [token for token in tokenizer.tokenize("in 1874") if token.isdigit()] == list("1874")
 
@@ -321,49 +329,44 @@ def test_texts_begin_as_the_file_says() -> None:
     tokenizer.add_bos_token = False
     assert tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id
     for told, begins in ((False, False), (True, True)):
-        conversion._begin_as_told(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
+        begin_as_told(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
         assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) is begins
 
 
 # ---- families whose file says less than their configuration --------------------------------------------------------
 
 
-def gemma3(factor: float | None, **more: Any) -> Any:
-    """Six layers as Gemma 3 has them, five of them windowed; the full one's positions stretched by `factor`."""
-    stretched = {"rope_type": "linear", "factor": factor} if factor else {"rope_type": "default"}
-    ropes = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {**stretched, "rope_theta": 1e6},
-    }
-    shape = SHAPE | {"num_hidden_layers": 6, "tie_word_embeddings": True}
-    config = Gemma3TextConfig(**shape, head_dim=16, sliding_window=32, rope_parameters=ropes, **more)
-    torch.manual_seed(0)
-    model = filled(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
-    for weight in model.parameters():
-        weight.data = weight.data.bfloat16().float()
-    return model
-
-
-@pytest.mark.parametrize("factor", [None, 8.0])
-def test_gemma3_has_its_windows_and_both_ropes(factor: float | None, tmp_path: Path) -> None:
-    model = gemma3(factor)
-    loaded = load_model(
-        resolve(str(write_gemma3_gguf(tmp_path / "g.gguf", model, factor))), device="cpu", dtype="float32"
-    )
-    config = loaded.model.config
-    assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
-    assert config.sliding_window == 32
-    assert config.rope_parameters["full_attention"].get("factor") == factor
-    ids = torch.arange(5, 300)[None]
-    with torch.inference_mode():
-        assert torch.allclose(loaded.model(ids).logits, model(ids).logits, atol=1e-3)
+def test_gemma3_of_one_billion_has_no_scaling(tmp_path: Path) -> None:
+    metadata = {key: value for key, value in IN_GGUF["gemma3"].metadata.items() if "scaling" not in key}
+    settings = {key: value for key, value in IN_GGUF["gemma3"].settings.items() if "rope" not in key}
+    unstretched = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    same(tmp_path, replace(IN_GGUF["gemma3"], settings=settings | {"rope_parameters": unstretched}, metadata=metadata))
 
 
 def test_the_largest_gemma_scales_as_llama_cpp_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its number of layers; here a small one is told to be it."""
-    model = gemma3(None, query_pre_attn_scalar=16)  # hidden size 64, 4 heads
-    monkeypatch.setitem(conversion._OWN_SCALE, "gemma3", 6)
-    loaded = load_model(resolve(str(write_gemma3_gguf(tmp_path / "g.gguf", model))), device="cpu", dtype="float32")
+    family = IN_GGUF["gemma3"]
+    monkeypatch.setitem(gguf_config._OWN_SCALE, "gemma3", 6)
+    same(tmp_path, replace(family, settings=dict(family.settings) | {"query_pre_attn_scalar": 64}))
+
+
+def test_longrope_reaches_as_far_as_its_short_factors(tmp_path: Path) -> None:
+    assert context_limit(same(tmp_path, IN_GGUF["phi3-longrope"]).config) == 1024
+
+
+def test_what_is_passed_over_is_refused(tmp_path: Path) -> None:
+    """Norms of queries and keys in a StableLM: `transformers`' reader finds no place for them, and says nothing."""
+    family = IN_GGUF["stablelm"]
+    written(tmp_path / "x.gguf", family, more={"blk.0.attn_q_norm.weight": np.ones((4, 64), np.float32)})
+    with pytest.raises(ModelError, match=r"no room, first blk\.0\.attn_q_norm"):
+        converted(tmp_path / "x.gguf")
+
+
+def same(folder: Path, family: InGguf) -> Any:
+    """The model loaded from a family's file, which computes what the model that was written does."""
+    model = written(folder / "x.gguf", family)
+    loaded = load_model(resolve(str(folder / "x.gguf")), device="cpu", dtype="float32").model
     ids = torch.arange(5, 100)[None]
     with torch.inference_mode():
-        assert torch.allclose(loaded.model(ids).logits, model(ids).logits, atol=1e-3)
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
+    return loaded

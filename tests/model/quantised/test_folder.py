@@ -57,6 +57,13 @@ def test_every_kind_is_found_in_another_order_of_rows(kind: str, tmp_path: Path)
     assert torch.equal(numbers(found).bfloat16(), wanted)
 
 
+def test_two_weights_of_the_same_numbers(tmp_path: Path) -> None:
+    blocks = random_blocks("q4_k")
+    wanted = weight("q4_k", blocks)
+    save_file({NAME: wanted, "other.weight": wanted.clone()}, tmp_path / "model.safetensors")
+    assert packed(tmp_path, write(tmp_path / "x.gguf", "q4_k", blocks)).keys() == {NAME, "other.weight"}
+
+
 def test_native_code_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "best_isa", lambda: None)
     blocks = random_blocks("q4_1")

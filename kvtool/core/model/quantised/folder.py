@@ -42,7 +42,7 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
         if (found := _matrix(gguf, info)) is not None:
             for name, matrix in _matched(found, sought):
                 kinds[name] = matrix.kind
-                tensors |= {f"{name}.{part}": getattr(matrix, part) for part in _PARTS}
+                tensors |= {f"{name}.{part}": getattr(matrix, part).clone() for part in _PARTS}  # two may be alike
     part = folder / f"{PACKED}.part"
     save_file(tensors, part, {"kinds": json.dumps(kinds)})
     part.replace(folder / PACKED)

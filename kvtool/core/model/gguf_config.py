@@ -1,0 +1,149 @@
+"""What a GGUF file says of its model → a configuration of `transformers`, whose own reader passes over much of it.
+
+What it passes over takes the value of one published model then, and answers are wrong without a word: the base of
+StarCoder2's positions, the windows of Phi-3, how wide the experts are, which layers of a Gemma 4 have which heads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.gguf_header import GgufHeader
+from kvtool.core.model.gguf_rope import restore_rope
+
+GPT_OSS, _GEMMA4 = "gpt-oss", "gemma4"
+# What a file has a name for that the reader does not know, by the configuration's name for it.
+_TOLD = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attention.layer_norm_epsilon": "norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+# What `transformers` reads wholly from its own name for each value; its reader fails on numbers of this architecture.
+_GPT_OSS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "expert_feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+_OWN_SCALE = {"gemma2": 46, "gemma3": 62}  # layers of the model that scales by hidden size / heads
+
+
+def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
+    """Build a file's configuration.
+
+    Parameters
+    ----------
+    alone : the file, in a folder of its own.
+
+    Raises
+    ------
+    ModelError : `transformers` does not read the architecture, or its positions are scaled in an unknown way.
+    """
+    from transformers import CONFIG_MAPPING
+
+    read = _read(gguf, header, alone)
+    kind = CONFIG_MAPPING[read.pop("model_type")]
+    told = _gemma4(header) if header.architecture == _GEMMA4 else _told(header, kind)
+    config = kind(**{"pad_token_id": None} | read | told)
+    restore_rope(gguf, header, config)
+    _restore_attention_scale(header, config)
+    return config
+
+
+def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
+    """What `transformers` reads, by its names."""
+    from transformers import PreTrainedConfig
+
+    if header.architecture == GPT_OSS:
+        read = {ours: header.value(theirs) for theirs, ours in _GPT_OSS.items() if header.value(theirs) is not None}
+        ids = {f"{name}_token_id": header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        return {"model_type": "gpt_oss", "vocab_size": header.metadata.get("tokenizer.ggml.tokens"), **ids, **read}
+    known = _architectures()
+    if header.architecture not in known:
+        raise ModelError(
+            f"{gguf} holds a model of the architecture {header.architecture!r}, whose GGUF files "
+            f"{_reader()} does not read; it reads {', '.join(sorted(known))}",
+            "use the model's original safetensors, or another model",
+        )
+    return dict(PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])
+
+
+def _architectures() -> set[str]:
+    """The architectures that `transformers` reads, by GGUF's names for them."""
+    from gguf.constants import MODEL_ARCH_NAMES
+    from transformers import CONFIG_MAPPING
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    spelled = {
+        name.replace("-", "").replace("_", "") for name in GGUF_SUPPORTED_ARCHITECTURES if name in CONFIG_MAPPING
+    }
+    legacy = {name for name in MODEL_ARCH_NAMES.values() if name.replace("-", "").replace("_", "") in spelled}
+    return legacy | set(GGUF_CONFIG_ARCHS) | {GPT_OSS, _GEMMA4}
+
+
+def _reader() -> str:
+    import transformers
+
+    return f"transformers {transformers.__version__}"
+
+
+def _told(header: GgufHeader, kind: Any) -> dict[str, Any]:
+    """What the file says of what such a configuration knows. A window of 0 is none (Phi-4)."""
+    known = kind.__dataclass_fields__
+    told = {ours: header.value(theirs) for theirs, ours in _TOLD.items() if ours in known}
+    return {name: value or None for name, value in told.items() if value is not None}
+
+
+def _gemma4(header: GgufHeader) -> dict[str, Any]:
+    """What Gemma 4's layers are: heads and widths of their own by kind of layer, and layers that keep nothing."""
+    windowed = [bool(one) for one in header.value("attention.sliding_window_pattern")]
+    heads, widths = header.value("attention.head_count_kv"), header.value("feed_forward_length")
+    full = windowed.index(False)
+    alike = f"blk.{full}.attn_v.weight" not in header.tensors  # keys that are their values, too
+    return {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "head_dim": header.value("attention.key_length_swa"),
+        "global_head_dim": header.value("attention.key_length"),
+        "num_key_value_heads": heads[windowed.index(True)] if isinstance(heads, list) else heads,
+        "num_global_key_value_heads": heads[full] if isinstance(heads, list) else None,
+        "attention_k_eq_v": alike,
+        "num_kv_shared_layers": header.value("attention.shared_kv_layers") or 0,
+        "intermediate_size": widths[0] if isinstance(widths, list) else widths,
+        "use_double_wide_mlp": isinstance(widths, list) and widths[-1] != widths[0],
+        "hidden_size_per_layer_input": header.value("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": header.metadata.get("tokenizer.ggml.tokens"),
+        "final_logit_softcapping": header.value("final_logit_softcapping"),
+        **_gemma4_experts(header),
+    }
+
+
+def _gemma4_experts(header: GgufHeader) -> dict[str, Any]:
+    if not header.value("expert_count"):
+        return {}
+    return {
+        "enable_moe_block": True,
+        "num_experts": header.value("expert_count"),
+        "top_k_experts": header.value("expert_used_count"),
+        "moe_intermediate_size": header.value("expert_feed_forward_length"),
+    }
+
+
+def _restore_attention_scale(header: GgufHeader, config: Any) -> None:
+    """Restore the scale of scores where the file does not say it: Gemma's models of 27 billion weights have one of
+    their own, which llama.cpp knows them by their layers for."""
+    if header.value("block_count") == _OWN_SCALE.get(header.architecture, 0):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
