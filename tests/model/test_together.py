@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kvtool.core.errors import KvtoolError
 from kvtool.core.model.generate import Generated, Sampling, Writing, first_token, generate
 from kvtool.core.model.text_stream import TextStream
 from kvtool.core.model.together import Together
@@ -90,6 +91,23 @@ def test_a_listener_that_fails_ends_its_own_answer_only() -> None:
     with pytest.raises(BrokenPipeError):
         writings[1].end()
     assert said(writings[0].end()) == said(alone(shared, 0))
+
+
+def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, together = case("mixtral"), Together()
+    writings = [begun(shared, 0), begun(shared, 1)]
+    for writing in writings:
+        together.add(writing)
+    together.step()
+
+    def full(*_: object) -> torch.Tensor:
+        raise KvtoolError("out of memory")
+
+    monkeypatch.setattr(shared.decoder, "extend", full)
+    assert together.step() == writings
+    for writing in writings:
+        with pytest.raises(KvtoolError, match="memory"):
+            writing.end()
 
 
 def test_an_answer_of_one_token_is_done_at_once() -> None:

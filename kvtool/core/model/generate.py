@@ -174,7 +174,11 @@ class Writing:
         try:
             self.take(logits)
         except Exception as error:
-            self._error = error
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Go no further: `end` raises the error."""
+        self._error = error
 
     def end(self) -> Generated:
         """The answer as it is now; the last of its text is shown. Raises what it could not go on for."""

@@ -15,7 +15,10 @@ class Together:
             for writing in together.step():
                 answer = writing.end()
 
-    What an answer says does not depend on those beside it: it is what `generate` gives of it alone, token by token.
+    What an answer says does not depend on those beside it: it is what `generate` gives of it alone, token by token. In
+    machine code all go through the model at once, which reads its weights once for all of them, and every logit is the
+    same to the last bit; elsewhere they go one by one.
+
     Each has its own cache, sampling and listener. One thread steps; where others use the model meanwhile, it holds the
     session's lock for a step, not for an answer.
 
@@ -38,13 +41,18 @@ class Together:
     def step(self) -> list[Writing]:
         """Write a token of every answer that lacks one; returns those that are done, and lets go of them.
 
-        What goes wrong with one answer alone (its listener has left, its logits are no numbers) ends that one: its
-        `end` raises it. What goes wrong with the step is raised here, and no answer has gone on.
+        What goes wrong with one answer alone (its listener has left, its logits are no numbers) ends that one, what
+        goes wrong with the step all that took part: their `end` raises it.
         """
         going = [writing for writing in self.writings if not writing.done]
-        logits = step_together([writing.stepper for writing in going], [writing.token for writing in going])
-        for writing, row in zip(going, logits, strict=True):
-            writing.try_to_take(row)
+        try:
+            logits = step_together([writing.stepper for writing in going], [writing.token for writing in going])
+        except Exception as error:
+            for writing in going:
+                writing.fail(error)
+        else:
+            for writing, row in zip(going, logits, strict=True):
+                writing.try_to_take(row)
         done = [writing for writing in self.writings if writing.done]
         self.writings = [writing for writing in self.writings if not writing.done]
         return done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import product as product_of
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ Product = Callable[..., None]
 SIZES = [(1, 32), (3, 64), (5, 256), (9, 288), (2, 576), (4, 1536)]
 
 
-def native(isa: str, kind: str) -> Product:
-    text = declarations() + product(ISAS[isa], kind)
-    (address,) = compiled(text, ISAS[isa], f"product_{kind}")
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3)(address)
+def native(isa: str, kind: str, height: int = 1) -> Product:
+    text = declarations() + "declare i64 @llvm.umin.i64(i64, i64)\n" + product(ISAS[isa], kind, height)
+    (address,) = compiled(text, ISAS[isa], f"product_{kind}" if height == 1 else f"product_{kind}_{height}")
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * (3 if height == 1 else 6))(address)
 
 
 def run(call: Product, matrix: Matrix, x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> None:
@@ -59,6 +60,23 @@ def test_rows_are_apart(isa: str, kind: str) -> None:
     run(call, matrix, x, parts, 4, 4)
     assert torch.equal(parts[2:5], whole[2:5])
     assert (parts[[0, 1, 5, 6, 7, 8]] == 7.0).all()
+
+
+@pytest.mark.parametrize("isa", runnable())
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:
+    """Bit by bit, however many there are; what lies between them is not touched."""
+    alone = native(isa, kind)
+    for height in (2, 3, 4):
+        together = native(isa, kind, height)
+        for (rows, columns), count in product_of(sizes(kind), (height, height + 1, 2 * height + 1)):
+            matrix, x = random_matrix(kind, rows, columns), torch.randn(count, columns + 5)
+            one, many = torch.full((2, count, rows + 3), 7.0)
+            for number in range(count):
+                run(alone, matrix, x[number], one[number], 0, rows)
+            pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.mins, x, many)]
+            together(*pointers, 0, rows, columns, count, columns + 5, rows + 3)
+            assert torch.equal(one, many), (height, count, rows, columns)
 
 
 def test_codes_stand_where_a_gguf_file_has_them() -> None:

@@ -7,30 +7,108 @@ that sum by the group's scale. x stays float32, so nothing is lost but the order
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from kvtool.core.model.quantised.ir_codes import Factors, codes, fma, lane, of_bfloat16, total
 from kvtool.core.model.quantised.matrix import CHUNK, LAYOUTS, SPAN, Layout
 from kvtool.core.native.ir import Body, Isa, Loop, vector
 
 _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each
+_SUMS = 3  # of a packed row: every other group's, the others', and that of what is added to scale · code
 
 
-def product(isa: Isa, kind: str) -> str:
+def product(isa: Isa, kind: str, height: int = 1) -> str:
     """The function `void product_KIND(ptr data, ptr scales, ptr mins, ptr x, ptr y, i64 first, i64 last, i64 columns)`.
 
     It sets y[r] = Σ w[r, c] · x[c] for rows r from `first` to before `last`, which is not less; x and y float32, y
     counted from row 0; data, scales and mins those of a `Matrix`. Calls for different rows may run side by side. The
     module needs `ir_codes.declarations` once.
+
+    Parameters
+    ----------
+    height : with more than one it is `product_KIND_HEIGHT`, which takes `i64 inputs, i64 x_pitch, i64 y_pitch`, too,
+        and sets a y for each of so many x, at least `height`, from pitch to pitch. So many are multiplied with a row of
+        weights at a time; what comes out is the same, bit by bit, whatever the height and whoever else is there.
     """
     layout = LAYOUTS[kind]
     body = Body()
+    inputs = _Inputs(body, isa, layout, height)
     kernel = _Dense(body, isa, layout) if layout.dense else _Packed(body, isa, layout)
     each = Loop(body, body("sub i64 %last, %first"), may_be_empty=True)
     row = body(f"add i64 %first, {each.index}")
-    body.store("float", kernel.row(row), "%y", row)
+    inputs.each_tile(lambda tile: kernel.row(row, tile), row)
     each.close()
     body.do("ret void")
-    arguments = "ptr %data, ptr %scales, ptr %mins, ptr %x, ptr %y, i64 %first, i64 %last, i64 %columns"
-    return f"define void @product_{kind}({arguments}) {{\n{body.text()}\n}}\n"
+    name, arguments = f"product_{kind}", _ARGUMENTS
+    if height > 1:
+        name, arguments = f"{name}_{height}", f"{arguments}, i64 %inputs, i64 %x_pitch, i64 %y_pitch"
+    return f"define void @{name}({arguments}) {{\n{body.text()}\n}}\n"
+
+
+_ARGUMENTS = "ptr %data, ptr %scales, ptr %mins, ptr %x, ptr %y, i64 %first, i64 %last, i64 %columns"
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Where an x lies, its y, and Σ x over each group of columns: what a min, or a centre, is multiplied by."""
+
+    x: str
+    y: str
+    sums: str
+
+
+class _Inputs:
+    """What a row of weights is multiplied with, some at a time."""
+
+    def __init__(self, body: Body, isa: Isa, layout: Layout, height: int) -> None:
+        self._body, self._isa, self._layout, self._height = body, isa, layout, height
+        self._count = "%inputs" if height > 1 else "1"
+        self._groups = body(f"udiv i64 %columns, {layout.group}")
+        self._sums = self._group_sums() if layout.mins or layout.centre else ""
+
+    def each_tile(self, work: Callable[[Sequence[_Input]], Sequence[str]], row: str) -> None:
+        """Emit `work`, which gives the product of a row of weights with each of a tile, for all of them."""
+        if self._height == 1:
+            self._tile(work, row, "0")
+            return
+        body = self._body
+        more = body(f"add i64 %inputs, {self._height - 1}")
+        tiles = Loop(body, body(f"udiv i64 {more}, {self._height}"))
+        # The last tile begins where it ends with the last input: what it computes again comes out the same.
+        first = body(f"mul i64 {tiles.index}, {self._height}")
+        last = body(f"sub i64 %inputs, {self._height}")
+        self._tile(work, row, body(f"call i64 @llvm.umin.i64(i64 {first}, i64 {last})"))
+        tiles.close()
+
+    def _tile(self, work: Callable[[Sequence[_Input]], Sequence[str]], row: str, first: str) -> None:
+        tile = [self._input(first, place) for place in range(self._height)]
+        for one, value in zip(tile, work(tile), strict=True):
+            self._body.store("float", value, one.y, row)
+
+    def _input(self, first: str, place: int) -> _Input:
+        if self._height == 1:
+            return _Input("%x", "%y", self._sums)
+        body = self._body
+        number = body(f"add i64 {first}, {place}")
+        x, y = (body.at("float", f"%{side}", body(f"mul i64 {number}, %{side}_pitch")) for side in "xy")
+        sums = body.at("float", self._sums, body(f"mul i64 {number}, {self._groups}")) if self._sums else ""
+        return _Input(x, y, sums)
+
+    def _group_sums(self) -> str:
+        body, width, group = self._body, self._isa.width, self._layout.group
+        sums = body(f"alloca float, i64 {body(f'mul i64 {self._groups}, {self._count}')}, align 64")
+        inputs = Loop(body, self._count)
+        pitch = "0" if self._height == 1 else "%x_pitch"
+        own = body.at("float", "%x", body(f"mul i64 {inputs.index}, {pitch}"))
+        out = body.at("float", sums, body(f"mul i64 {inputs.index}, {self._groups}"))
+        each = Loop(body, self._groups)
+        x = body.at("float", own, body(f"mul i64 {each.index}, {group}"))
+        parts = [body.load(vector(width, "float"), x, start) for start in range(0, group, width)]
+        body.store("float", total(body, width, parts), out, each.index)
+        each.close()
+        inputs.close()
+        return sums
 
 
 class _Dense:
@@ -44,37 +122,41 @@ class _Dense:
         self._steps = body(f"udiv i64 %columns, {self._step}")
         self._rest = body(f"urem i64 %columns, {self._step}")
 
-    def row(self, row: str) -> str:
-        """The product of one row."""
+    def row(self, row: str, tile: Sequence[_Input]) -> list[str]:
+        """The products of one row of weights."""
         body = self._body
         data = body.at(self._element, "%data", body(f"mul i64 {row}, %columns"))
-        each = Loop(body, self._steps, [(self._floats, "zeroinitializer")] * _UNROLLED, may_be_empty=True)
+        sums = [(self._floats, "zeroinitializer")] * _UNROLLED * len(tile)
+        each = Loop(body, self._steps, sums, may_be_empty=True)
         first = body(f"mul i64 {each.index}, {self._step}")
-        sums = each.close([self._add(data, first, part, value) for part, value in enumerate(each.values)])
-        return self._tail(data, total(body, self._width, sums))
-
-    def _add(self, data: str, first: str, part: int, value: str) -> str:
-        body, column = self._body, self._body(f"add i64 {first}, {part * self._width}")
-        x = body.load(self._floats, "%x", column)
-        return fma(body, self._width, self._numbers(data, column, self._width), x, value)
+        grown = list(each.values)
+        for part in range(_UNROLLED):
+            column = body(f"add i64 {first}, {part * self._width}")
+            weights = self._numbers(data, column, self._width)
+            for place, one in enumerate(tile):
+                x, at = body.load(self._floats, one.x, column), place * _UNROLLED + part
+                grown[at] = fma(body, self._width, weights, x, grown[at])
+        found = each.close(grown)
+        starts = range(0, len(found), _UNROLLED)
+        return self._tail(data, tile, [total(body, self._width, found[at : at + _UNROLLED]) for at in starts])
 
     def _numbers(self, data: str, column: str, width: int) -> str:
         if self._element == "float":
             return self._body.load(vector(width, "float"), data, column)
         return of_bfloat16(self._body, width, self._body.load(vector(width, "i16"), data, column))
 
-    def _tail(self, data: str, value: str) -> str:
+    def _tail(self, data: str, tile: Sequence[_Input], values: list[str]) -> list[str]:
         """The columns behind the last whole step, one by one."""
         body = self._body
         first = body(f"mul i64 {self._steps}, {self._step}")
-        each = Loop(body, self._rest, [("float", value)], may_be_empty=True)
+        each = Loop(body, self._rest, [("float", value) for value in values], may_be_empty=True)
         column = body(f"add i64 {first}, {each.index}")
         weight = body(f"extractelement <1 x float> {self._numbers(data, column, 1)}, i32 0")
-        x = body.load("float", "%x", column)
-        (value,) = each.close(
-            [body(f"call float @llvm.fmuladd.f32(float {weight}, float {x}, float {each.values[0]})")]
-        )
-        return value
+        grown = []
+        for one, value in zip(tile, each.values, strict=True):
+            x = body.load("float", one.x, column)
+            grown.append(body(f"call float @llvm.fmuladd.f32(float {weight}, float {x}, float {value})"))
+        return each.close(grown)
 
 
 class _Packed:
@@ -88,33 +170,26 @@ class _Packed:
         self._chunks = body(f"udiv i64 {spans}, {CHUNK}")
         self._rest = body(f"urem i64 {spans}, {CHUNK}")
         self._row_bytes = body(f"mul i64 {spans}, {4 * layout.bits}")
-        self._sums = self._group_sums() if self._factors.shifted else ""
 
-    def _group_sums(self) -> str:
-        """Σ x over each group of columns: what a min, or a centre, is multiplied by."""
-        body, width, group = self._body, self._isa.width, self._layout.group
-        groups = body(f"udiv i64 %columns, {group}")
-        sums = body(f"alloca float, i64 {groups}, align 64")
-        each = Loop(body, groups)
-        x = body.at("float", "%x", body(f"mul i64 {each.index}, {group}"))
-        parts = [body.load(self._floats, x, start) for start in range(0, group, width)]
-        body.store("float", total(body, width, parts), sums, each.index)
-        each.close()
-        return sums
-
-    def row(self, row: str) -> str:
-        """The product of one row."""
+    def row(self, row: str, tile: Sequence[_Input]) -> list[str]:
+        """The products of one row of weights."""
         body = self._body
         data = body.at("i8", "%data", body(f"mul i64 {row}, {self._row_bytes}"))
         factors = self._factors.of_row(row)
-        sums = [(self._floats, "zeroinitializer")] * 2
         count = CHUNK * SPAN // self._layout.group
-        chunks = Loop(body, self._chunks, [*sums, (vector(count, "float"), "zeroinitializer")], may_be_empty=True)
+        each = [*[(self._floats, "zeroinitializer")] * 2, (vector(count, "float"), "zeroinitializer")]
+        chunks = Loop(body, self._chunks, each * len(tile), may_be_empty=True)
         span = body(f"mul i64 {chunks.index}, {CHUNK}")
-        *values, shift = chunks.close(self._spans(data, factors, span, CHUNK, chunks.values))
-        last = ""
+        sums = chunks.close(self._spans(data, factors, (span, CHUNK), tile, chunks.values))
+        lasts = [""] * len(tile)
         if not self._layout.blocks:
-            *values, last = self._tail(data, factors, values)
+            sums, lasts = self._tail(data, factors, tile, sums)
+        return [self._whole(sums[_SUMS * place : _SUMS * (place + 1)], count, last) for place, last in enumerate(lasts)]
+
+    def _whole(self, sums: Sequence[str], count: int, last: str) -> str:
+        """A product, of its sums."""
+        body = self._body
+        *values, shift = sums
         value = total(body, self._isa.width, values)
         if self._factors.shifted:
             value = body(f"fadd float {value}, {total(body, count, [shift])}")
@@ -122,41 +197,56 @@ class _Packed:
                 value = body(f"fadd float {value}, {body(f'extractelement <1 x float> {last}, i32 0')}")
         return value
 
-    def _tail(self, data: str, factors: tuple[str, str], values: list[str]) -> list[str]:
-        """The spans behind the last whole chunk, one by one."""
+    def _tail(
+        self, data: str, factors: tuple[str, str], tile: Sequence[_Input], sums: list[str]
+    ) -> tuple[list[str], list[str]]:
+        """The spans behind the last whole chunk, one by one: all sums, and those of their shifts alone."""
         body = self._body
         behind = body(f"mul i64 {self._chunks}, {CHUNK}")
-        carried = [*((self._floats, value) for value in values), ("<1 x float>", "zeroinitializer")]
-        rest = Loop(body, self._rest, carried, may_be_empty=True)
+        kinds = [self._floats, self._floats, "<1 x float>"] * len(tile)
+        before = ["zeroinitializer" if at % _SUMS == _SUMS - 1 else value for at, value in enumerate(sums)]
+        rest = Loop(body, self._rest, list(zip(kinds, before, strict=True)), may_be_empty=True)
         span = body(f"add i64 {behind}, {rest.index}")
-        return rest.close(self._spans(data, factors, span, 1, rest.values))
+        found = rest.close(self._spans(data, factors, (span, 1), tile, rest.values))
+        lasts = found[_SUMS - 1 :: _SUMS]
+        found[_SUMS - 1 :: _SUMS] = sums[_SUMS - 1 :: _SUMS]
+        return found, lasts
 
-    def _spans(self, data: str, factors: tuple[str, str], span: str, spans: int, values: list[str]) -> list[str]:
-        """Some spans of a row: the sums grown by them."""
-        body, width = self._body, self._isa.width
-        even, odd, shift = values
+    def _spans(
+        self, data: str, factors: tuple[str, str], part: tuple[str, int], tile: Sequence[_Input], sums: Sequence[str]
+    ) -> list[str]:
+        """Some spans of a row, from one on: the sums grown by them."""
+        body, width, (span, spans) = self._body, self._isa.width, part
+        grown = list(sums)
         scales, shifts, count = self._factors.load(factors, span, spans)
-        groups = [group for index in range(spans) for group in self._groups(data, body(f"add i64 {span}, {index}"))]
-        for index, value in enumerate(groups):
-            even, odd = odd, fma(body, width, value, lane(body, scales, count, index, width), even)
+        each = SPAN // self._layout.group
+        for index in range(spans):
+            own = body(f"add i64 {span}, {index}")
+            parts = codes(body, self._isa, self._layout, data, own)
+            for at, one in enumerate(tile):
+                even, odd = grown[_SUMS * at : _SUMS * at + 2]
+                for group, value in enumerate(self._groups(parts, one, own)):
+                    scale = lane(body, scales, count, index * each + group, width)
+                    even, odd = odd, fma(body, width, value, scale, even)
+                grown[_SUMS * at : _SUMS * at + 2] = even, odd
         if shifts:
-            first = body(f"mul i64 {span}, {SPAN // self._layout.group}")
-            sums = body.load(vector(count, "float"), self._sums, first)
-            shift = fma(body, count, shifts, sums, shift)
-        return [even, odd, shift]
+            first = body(f"mul i64 {span}, {each}")
+            for at, one in enumerate(tile, 1):
+                sums_of = body.load(vector(count, "float"), one.sums, first)
+                grown[_SUMS * at - 1] = fma(body, count, shifts, sums_of, grown[_SUMS * at - 1])
+        return grown
 
-    def _groups(self, data: str, span: str) -> list[str]:
+    def _groups(self, parts: Sequence[str], one: _Input, span: str) -> list[str]:
         """Σ code · x over each group of a span, in as many lanes as there are."""
         body, width = self._body, self._isa.width
-        x = body.at("float", "%x", body(f"mul i64 {span}, {SPAN}"))
-        parts = codes(body, self._isa, self._layout, data, span)
+        x = body.at("float", one.x, body(f"mul i64 {span}, {SPAN}"))
         loaded = [body.load(self._floats, x, part * width) for part in range(len(parts))]
         each = self._layout.group // width
         return [
             self._sum(parts[first : first + each], loaded[first : first + each]) for first in range(0, len(parts), each)
         ]
 
-    def _sum(self, left: list[str], right: list[str]) -> str:
+    def _sum(self, left: Sequence[str], right: Sequence[str]) -> str:
         value = self._body(f"fmul {self._floats} {left[0]}, {right[0]}")
         for one, other in zip(left[1:], right[1:], strict=True):
             value = fma(self._body, self._isa.width, one, other, value)

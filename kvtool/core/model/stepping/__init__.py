@@ -63,5 +63,14 @@ def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
 
 
 def step_together(steppers: Sequence[Stepper], tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Append a token to each of several caches of one model; the logits behind each, as `Stepper.step` gives them."""
-    return [stepper.step(token) for stepper, token in zip(steppers, tokens, strict=True)]
+    """Append a token to each of several caches of one model; the logits behind each, as `Stepper.step` gives them.
+
+    Those in machine code go through the model together, which reads its weights once for all of them; the others one by
+    one. What comes out of a cache does not depend on the others, not in one bit.
+    """
+    found: dict[int, torch.Tensor] = {}
+    native = {at: one for at, one in enumerate(steppers) if isinstance(one, NativeStepper) and one.trusted}
+    if len(native) > 1:
+        logits = NativeStepper.step_together([*native.values()], [tokens[at] for at in native])
+        found = dict(zip(native, logits, strict=True))
+    return [found[at] if at in found else one.step(tokens[at]) for at, one in enumerate(steppers)]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvtool.core.model.quantised.ir_codes import fma
 from kvtool.core.model.stepping.ir_common import (
     arithmetic,
-    context,
     fields,
     function,
     lanes_for,
@@ -62,16 +61,16 @@ def queries(isa: Isa, heads: Heads, rotary: int) -> str:
 
 
 def keys(isa: Isa, heads: Heads, rotary: int) -> str:
-    """The operation `keys_ROTARY`: this thread's heads of keys and values, into the row of the last token."""
+    """The operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
     body = Body()
     have = fields(body, "keys")
     row = _Row(body, isa, heads, rotary)
-    last, capacity = body(f"sub i64 {context(body, 'length')}, 1"), have["capacity"]
     first, count = share(body, have["heads"])
     loop = Loop(body, count, may_be_empty=True)
     head = body(f"add i64 {first}, {loop.index}")
-    row_of = body(f"add i64 {body(f'mul i64 {head}, {capacity}')}, {last}")
-    place = body(f"mul i64 {row_of}, {heads.dim}")
+    first_row = body(f"mul i64 {head}, {have['capacity']}")
+    own_row = body(f"add i64 {first_row}, {have['row']}")
+    place = body(f"mul i64 {own_row}, {heads.dim}")
     at = body(f"mul i64 {head}, {heads.dim}")
     element = "float" if heads.cache == "float32" else "i16"
     key, value = (body.at(element, have[name], place) for name in ("key_cache", "value_cache"))

@@ -37,7 +37,7 @@ class Code:
 
 
 def module(isa: Isa, code: Code) -> str:
-    """The LLVM IR of all that a model's tape calls."""
+    """The LLVM IR of all that a model's tape for one sequence calls."""
     parts = [ir_codes.declarations(), ir_common.declarations()]
     parts += [product(isa, kind) + ir_rows.multiply(kind) for kind in sorted(code.kinds)]
     parts += [ir_rows.norm(isa), ir_rows.blend(isa), ir_rows.gate(isa, code.activation)]
@@ -45,6 +45,12 @@ def module(isa: Isa, code: Code) -> str:
         parts += [ir_heads.queries(isa, code.heads, rotary), ir_heads.keys(isa, code.heads, rotary)]
     parts += [ir_attention.attend(isa, code.heads), ir_attention.combine(isa, code.heads)]
     return "".join([*parts, _play(), _team(), _alone(), function("nothing", Body(), "")])
+
+
+def products(isa: Isa, kind: str, height: int) -> str:
+    """The LLVM IR of `multiply_KIND_HEIGHT`, which a tape for several sequences calls for its products."""
+    declared = ir_codes.declarations() + ir_common.declarations()
+    return declared + product(isa, kind, height) + ir_rows.multiply(kind, height)
 
 
 def _play() -> str:

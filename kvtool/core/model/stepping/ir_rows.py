@@ -21,16 +21,25 @@ from kvtool.core.native.ir import Body, Isa, Loop, vector
 _GELU = (0.7978845608028654, 0.044715)  # √(2/π)
 
 
-def multiply(kind: str) -> str:
-    """The operation `multiply_KIND`: this thread's rows of a product."""
+def multiply_name(kind: str, height: int) -> str:
+    """The name of an operation that `multiply` makes."""
+    return f"multiply_{kind}" if height == 1 else f"multiply_{kind}_{height}"
+
+
+def multiply(kind: str, height: int = 1) -> str:
+    """The operation `multiply_KIND`: this thread's rows of a product; `multiply_KIND_HEIGHT` of that many inputs."""
     body = Body()
     have = fields(body, "product")
     first, count = rows(body, have["rows"])
     first = body(f"add i64 {have['first']}, {first}")
     last = body(f"add i64 {first}, {count}")
-    pointers = ", ".join(f"ptr {have[name]}" for name in ("data", "scales", "mins", "x", "y"))
-    body.do(f"call void @product_{kind}({pointers}, i64 {first}, i64 {last}, i64 {have['columns']})")
-    return function(f"multiply_{kind}", body)
+    arguments = [f"ptr {have[name]}" for name in ("data", "scales", "mins", "x", "y")]
+    arguments += [f"i64 {number}" for number in (first, last, have["columns"])]
+    if height > 1:
+        arguments += [f"i64 {have[name]}" for name in ("inputs", "x_pitch", "y_pitch")]
+    name = multiply_name(kind, height)
+    body.do(f"call void @{name.replace('multiply', 'product')}({', '.join(arguments)})")
+    return function(name, body)
 
 
 def norm(isa: Isa) -> str:

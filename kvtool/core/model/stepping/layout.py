@@ -10,6 +10,7 @@ import torch
 from kvtool.core.model.stepping.family import Family, Layer, Linear, Norm
 from kvtool.core.model.stepping.ir_heads import Heads
 from kvtool.core.model.stepping.ir_play import Code
+from kvtool.core.model.stepping.ir_rows import multiply_name
 from kvtool.core.model.stepping.tape import Operation
 
 _LINE = 16  # floats of a cache line: what different threads write lies in lines of their own
@@ -17,33 +18,47 @@ _LINE = 16  # floats of a cache line: what different threads write lies in lines
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some float32 numbers at an address; `stride`: bytes to those of the next thread, 0 if all share them."""
+    """Some float32 numbers at an address.
+
+    Attributes
+    ----------
+    stride : bytes to those of the next thread, 0 if all share them.
+    pitch : numbers to those of the next sequence, 0 if all share them.
+    """
 
     address: int
     stride: int = 0
+    pitch: int = 0
 
     def __add__(self, numbers: int) -> Place:
         return replace(self, address=self.address + 4 * numbers)
 
+    def of(self, sequence: int) -> Place:
+        """Those of one of the sequences."""
+        return self + sequence * self.pitch
+
 
 class Buffers:
-    """The memory of one token on its way through a model, for at most `threads` threads.
+    """The memory of tokens, one of each sequence, on their way through a model, for at most `threads` threads.
 
     Attributes
     ----------
+    embedded : float32 `[sequences, hidden]`: where a step begins. `found`: `[sequences, vocabulary]`, where it ends.
     hidden : the residual stream. `normed`: what a norm made of it, each thread's own.
     heads : queries, keys and values as they come out of their products. `head_norms`: normed, each thread's own.
     queries : rotated and scaled. `attended`: what attention gives.
     gate, up : of the MLP. `output`: of attention or MLP.
     """
 
-    def __init__(self, family: Family, threads: int) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._threads = threads
+    def __init__(self, family: Family, threads: int, sequences: int) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._threads, self.sequences = threads, sequences
         queries = family.heads * family.head_dim
         inner = max(layer.gate.rows for layer in family.layers)
         self.hidden = self._shared(family.hidden)
+        self.embedded = self._tensors[-1][:, : family.hidden]
         self.logits = self._shared(family.head.rows)
+        self.found = self._tensors[-1][:, : family.head.rows]
         self.normed = self._own(family.hidden)
         self.heads = self._shared(queries + 2 * family.kv_heads * family.head_dim)
         self.head_norms = self._own(queries + family.kv_heads * family.head_dim)
@@ -54,13 +69,14 @@ class Buffers:
         self.output = self._shared(family.hidden)
 
     def _shared(self, count: int) -> Place:
-        self.tensors.append(torch.zeros(count, dtype=torch.float32))
-        return Place(self.tensors[-1].data_ptr())
+        pitch = -(-count // _LINE) * _LINE
+        self._tensors.append(torch.zeros(self.sequences, pitch, dtype=torch.float32))
+        return Place(self._tensors[-1].data_ptr(), 0, pitch)
 
     def _own(self, count: int) -> Place:
-        rows = -(-count // _LINE) * _LINE
-        self.tensors.append(torch.zeros(self._threads, rows, dtype=torch.float32))
-        return Place(self.tensors[-1].data_ptr(), 4 * rows)
+        pitch = -(-count // _LINE) * _LINE
+        self._tensors.append(torch.zeros(self._threads, self.sequences, pitch, dtype=torch.float32))
+        return Place(self._tensors[-1].data_ptr(), 4 * self.sequences * pitch, pitch)
 
 
 def code_of(family: Family, cache: str) -> Code:
@@ -77,12 +93,16 @@ def _by_head(layer: Layer, head_dim: int) -> bool:
     return layer.head_norms is not None and layer.head_norms[0].weight.numel() == head_dim
 
 
-def lay_out(family: Family, buffers: Buffers) -> list[Operation]:
-    """Lay out the tape from the embedding in `hidden` to `logits`.
+def lay_out(family: Family, buffers: Buffers, height: int) -> list[Operation]:
+    """Lay out the tape from the embeddings in `hidden` to `logits`.
 
-    Keys, values and the memory of attention change with the cache: their addresses are 0 here.
+    Keys, values and the memory of attention change with the caches: their addresses are 0 here.
+
+    Parameters
+    ----------
+    height : how many sequences a row of weights is multiplied with at a time.
     """
-    layout = _Layout(family, buffers)
+    layout = _Layout(family, buffers, height)
     for layer in family.layers:
         layout.attention(layer)
         layout.mlp(layer)
@@ -93,8 +113,8 @@ def lay_out(family: Family, buffers: Buffers) -> list[Operation]:
 class _Layout:
     """A tape that grows at its end."""
 
-    def __init__(self, family: Family, buffers: Buffers) -> None:
-        self._family, self._buffers = family, buffers
+    def __init__(self, family: Family, buffers: Buffers, height: int) -> None:
+        self._family, self._buffers, self._height = family, buffers, height
         self.tape: list[Operation] = []
 
     def attention(self, layer: Layer) -> None:
@@ -105,7 +125,7 @@ class _Layout:
             self._product(linear, entry, out)
             out += linear.rows
         self._wait()
-        self._heads(layer)
+        self._place_heads(layer)
         self._wait()
         self._attend()
         self._product(layer.out, buffers.attended, buffers.output)
@@ -117,7 +137,9 @@ class _Layout:
         entry = self._entry(layer.before[1])
         self._product(layer.gate, entry, buffers.gate)
         self._product(layer.up, entry, buffers.up)
-        self._append("gate", {"x": buffers.up.address, "y": buffers.gate.address, "count": layer.gate.rows})
+        for one in self._sequences:
+            x, y = buffers.up.of(one), buffers.gate.of(one)
+            self._append("gate", {"x": x.address, "y": y.address, "count": layer.gate.rows})
         self._wait()
         self._product(layer.down, buffers.gate, buffers.output)
         self._add(layer, layer.after[1])
@@ -137,60 +159,79 @@ class _Layout:
         self._norm(norm, self._buffers.hidden, self._buffers.normed)
         return self._buffers.normed
 
-    def _heads(self, layer: Layer) -> None:
-        """Queries and keys, normed and rotated; keys and values into the cache."""
+    @property
+    def _sequences(self) -> range:
+        return range(self._buffers.sequences)
+
+    def _place_heads(self, layer: Layer) -> None:
+        """Queries and keys, normed and rotated; keys and values into the caches."""
         family, buffers, norms = self._family, self._buffers, layer.head_norms
         queries, keys = buffers.heads, buffers.heads + layer.query.rows
         values = keys + layer.key.rows
-        by_head = _by_head(layer, family.head_dim)
-        if norms is not None and not by_head:
+        if norms is not None and not _by_head(layer, family.head_dim):
             own = buffers.head_norms
             self._norm(norms[0], queries, own)
             self._norm(norms[1], keys, own + layer.query.rows)
             queries, keys = own, own + layer.query.rows
+        for one in self._sequences:
+            self._heads(layer, queries.of(one), keys.of(one), values.of(one), buffers.queries.of(one))
+
+    def _heads(self, layer: Layer, queries: Place, keys: Place, values: Place, out: Place) -> None:
+        """Those of one sequence."""
+        family, norms = self._family, layer.head_norms
+        by_head = _by_head(layer, family.head_dim)
         weights = [norm.weight.data_ptr() if by_head else 0 for norm in norms or ()] or [0, 0]
         epsilon = norms[0].epsilon if norms is not None else 0.0
         query = {
             **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], "epsilon": epsilon},
-            **{"y": buffers.queries.address, "heads": family.heads, "scale": layer.scale, **_ANGLES},
+            **{"y": out.address, "heads": family.heads, "scale": layer.scale, **_ANGLES},
         }
         key = {
             **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], "epsilon": epsilon},
-            **{"values": values.address, "heads": family.kv_heads, **_CACHE, **_ANGLES},
+            **{"values": values.address, "heads": family.kv_heads, "row": 0, **_CACHE, **_ANGLES},
         }
         self._append("queries", query, f"queries_{layer.rotary}")
         self._append("keys", key, f"keys_{layer.rotary}")
 
     def _attend(self) -> None:
         family, buffers = self._family, self._buffers
-        self._append("attend", {"x": buffers.queries.address, "heads": family.kv_heads, **_PARTS, **_CACHE})
+        for one in self._sequences:
+            x = buffers.queries.of(one)
+            self._append("attend", {"x": x.address, "heads": family.kv_heads, **_PARTS, **_CACHE})
         self._wait()
-        self._append("combine", {"y": buffers.attended.address, "heads": family.heads, **_PARTS})
+        for one in self._sequences:
+            y = buffers.attended.of(one)
+            self._append("combine", {"y": y.address, "heads": family.heads, **_PARTS})
         self._wait()
 
-    def _norm(self, norm: Norm, x: Place, y: Place) -> None:
-        values = {
-            **{"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride},
-            **{"weight": norm.weight.data_ptr(), "count": norm.weight.numel(), "epsilon": norm.epsilon},
-        }
-        self._append("norm", values)
+    def _norm(self, norm: Norm, inputs: Place, outputs: Place) -> None:
+        for one in self._sequences:
+            x, y = inputs.of(one), outputs.of(one)
+            values = {
+                **{"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride},
+                **{"weight": norm.weight.data_ptr(), "count": norm.weight.numel(), "epsilon": norm.epsilon},
+            }
+            self._append("norm", values)
 
     def _product(self, linear: Linear, x: Place, y: Place) -> None:
-        """A product into the numbers from `y` on, and its bias."""
+        """Products into the numbers from `y` on, and their bias."""
         matrix = linear.matrix
         out = y + -linear.first  # the code counts from the matrix's first row
         values = {
             **{name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "mins")},
             **{"x": x.address, "x_stride": x.stride, "y": out.address},
             **{"first": linear.first, "rows": linear.rows, "columns": matrix.columns},
+            **{"inputs": self._buffers.sequences, "x_pitch": x.pitch, "y_pitch": y.pitch},
         }
-        self._append("product", values, f"multiply_{matrix.kind}")
+        self._append("product", values, multiply_name(matrix.kind, self._height))
         if linear.bias is not None:
             self._blend(Place(linear.bias.data_ptr()), y, linear.rows, 1.0, 1.0)
 
-    def _blend(self, x: Place, y: Place, count: int, a: float, b: float) -> None:
-        values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
-        self._append("blend", values)
+    def _blend(self, inputs: Place, outputs: Place, count: int, a: float, b: float) -> None:
+        for one in self._sequences:
+            x, y = inputs.of(one), outputs.of(one)
+            values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
+            self._append("blend", values)
 
     def _add(self, layer: Layer, norm: Norm | None) -> None:
         """The output of attention or an MLP, onto the residual stream."""

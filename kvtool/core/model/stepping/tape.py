@@ -1,8 +1,11 @@
-"""A token's computation as a tape: a list of operations over buffers that one compiled function plays from end to end.
+"""A step's computation as a tape: a list of operations over buffers that one compiled function plays from end to end.
 
 All threads play the same tape side by side. An operation deals its rows out among them by their number; a barrier
 stands behind it where a later one reads what other threads wrote. What every thread computes for itself (a norm, whose
 sum is shorter than a barrier is long) lies in memory of its own, `stride` bytes behind that of the thread before.
+
+A step takes one token, or one of each of several sequences: those go through a product together, which reads its
+weights once for all of them, and through every other operation one by one.
 
 An operation is 16 words of 8 bytes: the address of its code, whether a barrier stands behind it, then its fields.
 """
@@ -22,10 +25,11 @@ HEADROOM = 16  # floats before the sums of one block: its largest score, and the
 
 # What an operation is told, in the order of its words. Strides are bytes from one thread's memory to the next one's.
 FIELDS: Mapping[str, Mapping[str, str]] = {
-    # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on
+    # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on, and each of so many inputs, `pitch` numbers apart
     "product": {
         **dict.fromkeys(("data", "scales", "mins"), "ptr"),
         **{"x": "ptr", "x_stride": "i64", "y": "ptr", "first": "i64", "rows": "i64", "columns": "i64"},
+        **dict.fromkeys(("inputs", "x_pitch", "y_pitch"), "i64"),
     },
     # y = x / √(mean(x²) + ε) · weight, by every thread
     "norm": {
@@ -41,10 +45,10 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "y": "ptr", "heads": "i64"},
         **{"scale": "float", "cos": "ptr", "sin": "ptr"},
     },
-    # the same of the keys, and the values, into the last row of the cache
+    # the same of the keys, and the values, into one row of the cache
     "keys": {
         **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "values": "ptr", "heads": "i64"},
-        **{"key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "cos": "ptr", "sin": "ptr"},
+        **{"key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "row": "i64", "cos": "ptr", "sin": "ptr"},
     },
     # the sums of each block of keys, and of each head
     "attend": {
@@ -57,7 +61,6 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
 # What the tape is played with.
 CONTEXT: Mapping[str, str] = {
     **{"operations": "ptr", "count": "i64", "barrier": "ptr", "number": "ptr", "threads": "ptr"},
-    **{"length": "i64"},
 }
 
 
