@@ -18,7 +18,7 @@ PACKAGE = Path(kvtool.__file__).parent
 ORDER = (
     *("errors", "common", "options", "native", "codec", "model", "corpus", "streaming", "cache", "records", "fusion"),
     *("retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query", "pack"),
-    *("api", "lab", "cli"),
+    *("api", "agent", "lab", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "fit", "query", "pack"}, {"codec", "model", "corpus", "streaming"})

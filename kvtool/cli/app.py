@@ -45,6 +45,7 @@ COMMANDS = {
     "fit": "Learn the lead-in from the store's own chunks.",
     "query": "Ask a question over the ingested documents.",
     "eval": "Measure retrieval and fusion modes on your own questions.",
+    "mcp": "Give agents the store as tools: search, read, answer.",
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
     "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",
@@ -59,6 +60,7 @@ RESUME = "what was committed stays; run the same command again to resume"
 _LEFT = {
     "query": "the store holds what it held; ask again",
     "watch": "what was committed stays; started again, it takes in what changed meanwhile",
+    "mcp": "",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
     "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
     "bench": "no store was changed; run the same command again",

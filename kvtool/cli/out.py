@@ -129,6 +129,11 @@ class Out:
         if self._bars is None:
             spinner.say(scrubbed(text))
 
+    def idle(self) -> None:
+        """Take the spinner away until there is something to do again."""
+        with spinner.aside(until_new_words=True):
+            pass
+
     def spinning(self, words: str) -> AbstractContextManager[None]:
         """Show on a terminal that something goes on while what is inside runs; nothing with --quiet."""
         return nullcontext() if self.verbosity < 0 else spinner.spinning(words, self._stderr)

@@ -56,6 +56,7 @@ def _watch(run: Run, options: WatchOptions) -> NoReturn:
         report = _round(run, watcher, catching_up=True)
         _tell_start(run, options, report)
         while True:
+            run.out.idle()
             watcher.wait()
             _round(run, watcher)
 

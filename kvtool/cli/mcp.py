@@ -1,0 +1,66 @@
+"""`kvtool mcp`: the store as tools of an agent, by the Model Context Protocol."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
+from kvtool.core.agent.options import AgentOptions
+from kvtool.core.cache.options import StoreOptions
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+
+if TYPE_CHECKING:
+    from kvtool.core.agent.tools import Tools
+
+app = new_app()
+
+
+@app.command()
+@takes(
+    AgentOptions,
+    QueryOptions.some("top_k", "retriever", "embedder", "fusion", "ratio", "level", "max_tokens"),
+    ModelOptions,
+    StoreOptions,
+    examples=("mcp --store notes", "mcp --root ~/notes", "mcp --http --port 8722"),
+)
+def mcp(run: Run) -> None:
+    """Give agents the store: search, read, answer, status, ingest; over stdio, or HTTP with a key."""
+    options = run.get(AgentOptions)
+    if not options.http and not run.out.human:
+        raise UsageError("standard output is the protocol's own", "leave --json and --jsonl out")
+    if importlib.util.find_spec("mcp") is None:
+        raise KvtoolError("the Model Context Protocol needs a package that is not there", "pip install 'kvtool[mcp]'")
+    from kvtool.core.agent.tools import Tools
+
+    tools = Tools(
+        run.get(StoreOptions).place, run.get(ModelOptions), run.get(QueryOptions), options.root, run.out.warning
+    )
+    with closing(tools):
+        _serve(run, tools, options)
+
+
+def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
+    from kvtool import __version__
+    from kvtool.core.agent.key import key_file, read_key
+    from kvtool.core.agent.listening import is_here, serve_http, serve_stdio
+
+    run.out.idle()
+    if not options.http:
+        serve_stdio(tools, __version__)
+        return
+    path = key_file(options.key_file)
+    key = read_key(path)
+    if not is_here(options.host):
+        run.out.warning(f"{options.host} may be reached by others, and the key travels as it is", "put TLS before it")
+
+    def told(url: str) -> None:
+        run.out.status(
+            f"listening to {url} (Ctrl-C ends it); clients send `Authorization: Bearer` and the key in {path}"
+        )
+
+    serve_http(tools, __version__, options, key, told)

@@ -1,0 +1,90 @@
+"""What the tools return; their fields are the schema that a client is shown.
+
+It is read off these classes; slots would look like defaults there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A chunk of a document.
+
+    Attributes
+    ----------
+    id : of the chunk, in hex; `read` and `answer` take it.
+    place : `file:line` where the chunk begins.
+    score : how well it matches, the best match of words alone is 1; None where nothing was searched for.
+    """
+
+    id: str
+    place: str
+    source: str
+    text: str
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The chunks that match a question, best first."""
+
+    chunks: list[Excerpt]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A chunk with its neighbours, in the order of their document; `first` and `of` count its chunks from 1."""
+
+    source: str
+    first: int
+    of: int
+    chunks: list[Excerpt]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the store's own model answers, and from which chunks.
+
+    Attributes
+    ----------
+    sources : the chunks of the prompt, the best first.
+    fusion : the mode by which stored keys and values were joined.
+    tokens : of the prompt `prompt = reused + recomputed + fresh`, and `generated`.
+    ttft_ms : milliseconds from the question to the first token.
+    """
+
+    answer: str
+    sources: list[Excerpt]
+    fusion: str
+    tokens: dict[str, int]
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the store holds, and for which model; `gate`: whether its fused answers may be trusted, None: not tried."""
+
+    store: str
+    documents: int
+    chunks: int
+    tokens: int
+    bytes: int
+    levels: list[str]
+    model: str
+    lead_in: str
+    gate: bool | None
+    roots: list[str]
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """Counts what an ingest did with documents; `failed` files are named in `problems`."""
+
+    added: int
+    changed: int
+    unchanged: int
+    failed: int
+    chunks_computed: int
+    problems: list[str]

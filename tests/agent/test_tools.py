@@ -1,0 +1,172 @@
+"""The tools and resources, asked by the library's own client without a process between."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from mcp.client.client import Client
+from mcp.shared.exceptions import MCPError
+
+from kvtool.core.agent.server import StoreServer, uri_of
+from kvtool.core.agent.tools import Tools
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from tests.cli.working import QUESTION, kvtool
+
+Talk = Callable[[Client], Awaitable[None]]
+
+
+def talk(place: Path, say: Talk, *roots: Path) -> None:
+    """Let a client talk to a server of this store."""
+
+    async def main() -> None:
+        async with Client(StoreServer(tools, "test")) as client:
+            await say(client)
+
+    options = QueryOptions(top_k=2, max_tokens=4)
+    with closing(Tools(place, ModelOptions(), options, roots, lambda text, hint: None)) as tools:
+        anyio.run(main)
+
+
+async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    """The structured result of a call that goes well."""
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error, result.content
+    assert isinstance(result.structured_content, dict)
+    return result.structured_content
+
+
+async def refused(client: Client, tool: str, **arguments: Any) -> str:
+    """What a call that goes wrong says."""
+    result = await client.call_tool(tool, arguments)
+    assert result.is_error
+    return str(result.content[0].text)  # type: ignore[union-attr]
+
+
+def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
+    async def say(client: Client) -> None:
+        found = (await call(client, "search", question=QUESTION))["chunks"]
+        assert len(found) == 2
+        assert found[0]["source"].endswith("mill2.md")
+        assert "third mill" in found[0]["text"]
+        assert found[0]["place"].startswith(found[0]["source"] + ":")
+        read = await call(client, "read", chunk=found[0]["id"], before=50, after=50)
+        assert read["first"] == 1
+        assert read["of"] == len(read["chunks"]) > 1
+        whole = "".join(chunk["text"] for chunk in read["chunks"])
+        assert whole == Path(read["source"]).read_text()
+        alone = await call(client, "read", chunk=found[0]["id"], before=0, after=0)
+        assert [chunk["id"] for chunk in alone["chunks"]] == [found[0]["id"]]
+
+    talk(store, say)
+
+
+def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
+    async def say(client: Client) -> None:
+        found = await call(client, "search", question=QUESTION, top_k=5, only=["mill4.md"])
+        assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
+
+    talk(store, say)
+
+
+def test_an_answer_is_that_of_query(store: Path) -> None:
+    asked = kvtool("query", QUESTION, "--store", store, "--top-k", "2", "--max-tokens", "4", "--json").fine().json
+
+    async def say(client: Client) -> None:
+        answer = await call(client, "answer", question=QUESTION)
+        assert answer["answer"] == asked["answer"]
+        assert {source["id"] for source in answer["sources"]} == {chunk["id"] for chunk in asked["chunks"]}
+        assert answer["tokens"]["reused"] > 0
+        assert answer["fusion"] == asked["fusion"]
+        chosen = await call(client, "answer", question=QUESTION, chunks=[answer["sources"][0]["id"]])
+        assert [source["id"] for source in chosen["sources"]] == [answer["sources"][0]["id"]]
+
+    talk(store, say)
+
+
+def test_status_and_documents_as_resources(store: Path, corpus: Path) -> None:
+    async def say(client: Client) -> None:
+        status = await call(client, "status")
+        assert (status["documents"], status["gate"], status["roots"]) == (6, True, [])
+        resources = (await client.list_resources()).resources
+        assert [Path(resource.name).name for resource in resources] == [f"mill{n}.md" for n in range(6)]
+        (content,) = (await client.read_resource(resources[2].uri)).contents
+        assert content.text == (corpus / "mill2.md").read_text()  # type: ignore[union-attr]
+
+    talk(store, say)
+
+
+def test_a_resource_is_a_name_in_the_store_and_never_a_path(store: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.md"
+    secret.write_text("not ingested")
+
+    async def say(client: Client) -> None:
+        for source in (str(secret), "../secret.md", f"{store}/../secret.md"):
+            with pytest.raises(MCPError, match="is not in the store"):
+                await client.read_resource(uri_of(source))
+
+    talk(store, say)
+
+
+def test_without_a_root_nothing_can_be_ingested(store: Path) -> None:
+    async def say(client: Client) -> None:
+        assert [tool.name for tool in (await client.list_tools()).tools] == ["search", "read", "answer", "status"]
+
+    talk(store, say)
+
+
+def test_only_what_lies_below_a_root_is_ingested(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "notes"
+    root.mkdir()
+    (root / "new.md").write_text("The seventh mill was built by baker Q.")
+    outside = tmp_path / "outside.md"
+    outside.write_text("The eighth mill is a secret.")
+    (root / "link.md").symlink_to(outside)
+
+    async def say(client: Client) -> None:
+        for path in (outside, root / "link.md", root / ".." / "outside.md", Path("notes/new.md"), Path("/")):
+            assert "may not be ingested" in await refused(client, "ingest", paths=[str(path)])
+        assert "not a path" in await refused(client, "ingest", paths=["\0"])
+        done = await call(client, "ingest", paths=[str(root)])
+        assert (done["added"], done["failed"]) == (1, 0)
+        found = await call(client, "search", question="Who built the seventh mill?", top_k=1)
+        assert found["chunks"][0]["source"].endswith("new.md")
+
+    talk(store, say, root)
+
+
+def test_the_store_is_followed_and_one_that_is_not_there_is_told(store: Path, tmp_path: Path, fresh: Any) -> None:
+    place = tmp_path / "fresh"
+    (tmp_path / "one.md").write_text("The only mill was built by baker Z.")
+
+    async def say(client: Client) -> None:
+        assert "store" in await refused(client, "search", question="mill")
+        assert (await client.list_resources()).resources == []
+        fresh(tmp_path / "one.md").fine()  # as cron does it
+        found = await call(client, "search", question="only mill")
+        assert found["chunks"][0]["source"].endswith("one.md")
+
+    talk(place, say)
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"),
+    [
+        ("search", {"question": "zzyzx"}, "no chunk matches"),
+        ("search", {"question": QUESTION, "top_k": 0}, "not between 1 and 50"),
+        ("read", {"chunk": "ffffffff"}, "is not in the store"),
+        ("read", {"chunk": "ffffffff", "before": -1}, "not between"),
+        ("answer", {"question": "  "}, "question is empty"),
+        ("search", {}, "question"),
+    ],
+)
+def test_what_goes_wrong_is_told_in_words(store: Path, tool: str, arguments: dict[str, Any], said: str) -> None:
+    async def say(client: Client) -> None:
+        assert said in await refused(client, tool, **arguments)
+
+    talk(store, say)

@@ -1,0 +1,113 @@
+"""`kvtool mcp` as a process of its own, asked by the library's own client over standard input and over HTTP."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import httpx2
+import pytest
+from mcp.client.client import Client
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+
+from tests.cli.working import QUESTION, command, environment, kvtool
+
+_LONG = 120  # seconds: other tests run beside this one
+_PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+
+
+@contextmanager
+def listening(*args: object) -> Iterator[str]:
+    """The URL of a server on a free port, which ends as SIGTERM says."""
+    child = subprocess.Popen(
+        command("mcp", "--http", "--port", "0", *args),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            said = child.stderr.readline()
+            assert said.startswith("listening to http://127.0.0.1:"), said + child.stderr.read()
+            yield said.split()[2]
+        finally:
+            child.send_signal(signal.SIGTERM)
+            code = child.wait(_LONG)
+        assert code == 143
+        assert child.stdout.read() == ""
+        assert child.stderr.read() == "error: terminated\n"
+
+
+@pytest.mark.slow
+def test_over_standard_input_and_output(store: Path, tmp_path: Path) -> None:
+    program, *words = command("mcp", "--store", store, "--max-tokens", "4")
+
+    async def main() -> None:
+        with (tmp_path / "err").open("w") as errors, anyio.fail_after(_LONG):
+            server = StdioServerParameters(command=program, args=words, env=environment())
+            async with Client(stdio_client(server, errlog=errors)) as client:
+                found = await client.call_tool("search", {"question": QUESTION})
+                assert found.structured_content is not None
+                answer = await client.call_tool("answer", {"question": QUESTION})
+                assert answer.structured_content is not None
+                assert answer.structured_content["sources"]
+
+    anyio.run(main)
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+@pytest.mark.slow
+def test_over_http_with_the_key_and_for_no_page_of_another_host(store: Path, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+
+    async def main(url: str) -> None:
+        key = {"Authorization": f"Bearer {path.read_text().strip()}"}
+        with anyio.fail_after(_LONG):
+            async with (
+                httpx2.AsyncClient(headers=key) as http,
+                Client(streamable_http_client(url, http_client=http)) as it,
+            ):
+                found = await it.call_tool("search", {"question": QUESTION})
+                assert found.structured_content is not None
+            async with httpx2.AsyncClient() as http:
+                for headers, code in (
+                    ({}, 401),
+                    ({"Authorization": "Bearer x"}, 401),
+                    ({"Authorization": "Bearer \xe9"}, 401),
+                    ({**key, "Host": "evil.example"}, 421),
+                    ({**key, "Origin": "http://evil.example"}, 403),
+                ):
+                    sent = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+                    assert (await http.post(url, json=_PING, headers=sent)).status_code == code
+
+    with listening("--store", store, "--key-file", path) as url:
+        anyio.run(main, url)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_that_others_may_read_and_a_port_that_is_taken_are_refused(store: Path, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("open")
+    path.chmod(0o644)
+    where = ("mcp", "--store", store, "--http", "--port", "0", "--key-file", path)
+    kvtool(*where).failed(1, "others may read")
+    path.unlink()
+    kvtool(*where, "--host", "300.0.0.1").failed(2, "cannot listen to 300.0.0.1")
+
+
+def test_standard_output_is_the_protocols_own(store: Path) -> None:
+    kvtool("mcp", "--store", store, "--json").failed(2, "protocol's own")
+
+
+def test_without_the_extra_it_is_named(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    kvtool("mcp", "--store", store).failed(1, "kvtool[mcp]")
