@@ -22,7 +22,7 @@ TOPICS = {
     "reference": "Every command and every option.",
     "json": "What --json prints, field by field, and what changed from schema 1 to 2.",
     "python": "The same from Python.",
-    "mcp": "The store as tools of chat programs, editors and agents.",
+    "agents": "The store as tools of chat programs, editors and agents.",
     "troubleshooting": "Exit codes, common errors, and what to do about them.",
     "evaluation": "Your own questions: what retrieval finds, and which mode to take.",
     "cron": "Keeping a store up to date from cron or systemd.",
