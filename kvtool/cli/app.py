@@ -160,6 +160,9 @@ def run() -> NoReturn:
 
     Nothing is left to be done then: stores are closed and files are written where they are used.
     """
+    from kvtool.core.model.understudies import cast
+
+    cast()
     code = main()
     if "torch" not in sys.modules:
         sys.exit(code)

@@ -108,7 +108,8 @@ def query(
         if modes is not None:
             _compare(run, session, requests[0], options, modes)
         else:
-            _answer(run, session, requests[0], options)
+            with paused_collection():  # one answer leaves too little to be worth a look at all that was imported
+                _answer(run, session, requests[0], options)
     return None
 
 

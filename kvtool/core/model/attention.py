@@ -209,6 +209,6 @@ def plain_attention(model: Any) -> str:
 
 def register() -> None:
     """Make the implementation known to `transformers` (idempotent)."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, rows_attention)

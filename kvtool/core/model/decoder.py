@@ -320,7 +320,7 @@ def _special_ids_only(config: Any) -> Any:
     A checkpoint's habits would hold from the second answer token on and not for the first: Qwen2.5's repetition penalty
     of 1.1, for example, works against words copied from the passages.
     """
-    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationConfig
 
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return GenerationConfig(**{name: getattr(config, name, None) for name in names})

@@ -232,7 +232,7 @@ def supported_config(files: ModelFiles) -> Any:
 
 def _whole_config(files: ModelFiles) -> Any:
     """A model's configuration, checked: a wrapper's own, if it is one."""
-    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
 
     from kvtool.core.model.support import check_supported
 

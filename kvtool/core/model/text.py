@@ -93,7 +93,7 @@ def wanted_part(folder: Path, config: Any) -> Part:
     ------
     ModelError : the weights of a wrapper's text model are not found, or nothing is known that could run them.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     text = text_part(config)
     if text is config:
@@ -139,7 +139,7 @@ def _causal_class(text: Any, wrapper: Any) -> Any:
     ------
     ModelError : it has none that could be made.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping.get(type(text), None)
     if kind is not None and getattr(kind, "config_class", None) is type(text):

@@ -60,7 +60,7 @@ def _bfloat16(folder: Path, part: Part) -> dict[str, Matrix]:
 
 def _empty(folder: Path, part: Part, dtype: torch.dtype) -> Any:
     """The model with weights that hold nothing: no page of them is touched before they are let go."""
-    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import GenerationConfig
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

@@ -1,0 +1,85 @@
+"""What a question from a shell imports, and that modules which it does without are there for who asks for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.working import QUESTION, built, corpus, fresh, kvtool, store, tiny
+
+__all__ = ["built", "corpus", "fresh", "store", "tiny"]
+
+SCRIPT = Path(__file__).parents[2] / "samples" / "startup.py"
+MOST_MODULES = 2800  # 2,500 when this was written, sympy for an unpacked model among them; 3,300 with all of them
+UNUSED = {
+    *("scipy", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("torch._dynamo.symbolic_convert", "transformers.trainer", "transformers.pipelines"),
+}
+
+
+def python(*lines: str) -> str:
+    """What a process that imports lightly prints."""
+    code = "\n".join(("from kvtool.core.model.understudies import Understudy, cast", "cast()", *lines))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_question_imports_the_architecture_in_use_and_answers_as_with_all_of_them(store: Path) -> None:
+    asked = ["query", QUESTION, "--store", str(store), "--max-tokens", "4", "--json"]
+    said = python(
+        "import json, os, sys",
+        "os._exit = lambda code: print(code, json.dumps(list(sys.modules)))",
+        "from kvtool.cli.app import run",
+        f"sys.argv[1:] = {asked!r}",
+        "run()",
+    )
+    reply, ended = said.splitlines()
+    code, _, modules = ended.partition(" ")
+    names = set(json.loads(modules))
+    assert code == "0"
+    assert UNUSED & names == set()
+    models = {name.split(".")[2] for name in names if re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", name)}
+    assert models == {"auto", "llama"}
+    assert len(names) < MOST_MODULES
+    here = kvtool(*asked).json
+    assert (json.loads(reply)["answer"], json.loads(reply)["tokens"]) == (here["answer"], here["tokens"])
+
+
+def test_an_understudy_becomes_the_module_when_it_is_asked_for_more() -> None:
+    said = python(
+        "import sys",
+        "import transformers.modeling_utils as imported",
+        "from transformers.models.llama.modeling_llama import LlamaForCausalLM",
+        "before = sys.modules['transformers']",
+        "light = [name for name, module in sys.modules.items() if isinstance(module, Understudy)]",
+        "from transformers import LlamaConfig, Qwen2Config",
+        "import transformers",
+        "from transformers.processing_utils import ProcessorMixin",
+        "import torch, torch._dynamo.utils, scipy.optimize, torch.distributed.tensor",
+        "compiled = torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1)).item()",
+        "same = before.Qwen2Config is Qwen2Config is transformers.models.qwen2.Qwen2Config",
+        "asked = (transformers, transformers.models, torch._dynamo)",
+        "lacks = not any(hasattr(module, 'no_such_name') for module in asked)",
+        "print(sorted(light), same, lacks, ProcessorMixin.__module__, compiled, scipy.optimize.minimize.__name__)",
+    )
+    light = ["torch._dynamo", "transformers", "transformers.models", "transformers.processing_utils"]
+    assert said.strip() == f"{light} True True transformers.processing_utils 2.0 minimize"
+
+
+def test_a_process_that_has_torch_already_is_left_alone() -> None:
+    said = python("import sys; print(len(sys.meta_path))", "import torch; cast(); print(len(sys.meta_path))")
+    first, second = said.split()
+    assert first == second
+
+
+def test_the_sample_says_where_a_question_spends_its_time(store: Path) -> None:
+    words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("  ")[0] for line in (one.strip() for one in done.stdout.splitlines()[1:])]
+    expected = ["clock, s", "processor, s", "before it, ms", "import, ms", "load model, ms", "retrieve, ms"]
+    assert [*expected, "fuse, ms", "generate, ms", "modules"] == [line for line in lines if line != "read, MB"]
