@@ -25,7 +25,7 @@ def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
     return _as_it_is if function is None else function
 
 
-def _version() -> dict[str, Any]:
+def _told_its_version() -> dict[str, Any]:
     from importlib.metadata import version
 
     return {"__version__": version("transformers")}
@@ -34,7 +34,7 @@ def _version() -> dict[str, Any]:
 # What each of them is asked for while others are imported.
 PLAYED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "torch._dynamo": lambda: dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _as_it_is),
-    "transformers": _version,
+    "transformers": _told_its_version,
     "transformers.models": dict,
     "transformers.processing_utils": lambda: {"Unpack": typing.Unpack},
 }
