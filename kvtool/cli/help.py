@@ -18,6 +18,7 @@ app = new_app()
 
 TOPICS = {
     "concepts": "Chunks and lead-in, fusion modes, levels, deferred loading, sharing: start here.",
+    "documents": "Which files are read, what their places are called, and what is left out.",
     "models": "Which model families are tested, what their layers are, and what is refused.",
     "reference": "Every command and every option.",
     "json": "What --json prints, field by field, and what changed from schema 1 to 2.",

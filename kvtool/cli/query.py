@@ -289,11 +289,11 @@ def _show_stream(run: Run, reply: Reply) -> None:
 
 
 def _place(chunk: ReplyChunk) -> str:
-    """`file:line`, below the working folder where it is."""
+    """Where it stands, below the working folder where it is."""
     path = Path(chunk.source)
     with suppress(ValueError, OSError):
         path = path.relative_to(Path.cwd())
-    return str(path) if chunk.line is None else f"{path}:{chunk.line}"
+    return chunk.behind(str(path))
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.corpus import walk
+from kvtool.core.corpus.walk import Skip
 from tests.cli.working import (
     CHUNKS,
     PREFIX,
@@ -119,7 +120,7 @@ def test_what_is_passed_over_is_no_failure(make: Any, kind: str, fresh: Any, tmp
     (tmp_path / "in" / "photo.jpg").write_bytes(b"\xff\xd8\xff")
     done = fresh(tmp_path / "in", "-v").fine(0)
     assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
-    none = {"empty": 0, "link": 0, "unsupported": 0, "special": 0, "gone": 0}
+    none = {each.value: 0 for each in Skip}
     assert done.json["skipped"] == none | {kind: 1, "unsupported": 1}
     for name in ("bad.txt", "photo.jpg"):
         assert f"skipped {tmp_path / 'in' / name}: " in done.err

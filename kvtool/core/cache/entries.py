@@ -11,6 +11,7 @@ from typing import Any
 
 import zstandard
 
+from kvtool.core.common.marks import Mark, Place, place_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 
@@ -31,17 +32,19 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """A document as ingested: where from, its text, its chunks in order."""
+    """A document as ingested: where from, its text, its chunks in order, and where its parts stand in its file."""
 
     source: str
     kind: str
     text: str
     chunks: tuple[ChunkRef, ...]
+    marks: tuple[Mark, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Canonical JSON, packed with zstd where that pays."""
         chunks = [[ref.chunk_id.hex(), ref.start, ref.end, ref.tokens] for ref in self.chunks]
-        return _pack({"source": self.source, "kind": self.kind, "text": self.text, "chunks": chunks})
+        marks = {"marks": [[mark.start, mark.place] for mark in self.marks]} if self.marks else {}
+        return _pack({"source": self.source, "kind": self.kind, "text": self.text, "chunks": chunks} | marks)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DocumentEntry:
@@ -49,7 +52,12 @@ class DocumentEntry:
         with _reading("document"):
             value = _unpack(data)
             chunks = tuple(ChunkRef(bytes.fromhex(i), int(s), int(e), int(n)) for i, s, e, n in value["chunks"])
-            return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks)
+            marks = tuple(Mark(int(start), _place(place)) for start, place in value.get("marks", ()))
+            return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks, marks)
+
+    def place(self, start: int, end: int) -> Place:
+        """Tell where the characters from `start` to `end` stand in its file."""
+        return place_of(self.text, self.marks, start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +163,12 @@ def _reading(what: str) -> Iterator[None]:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("not a string")
+    return value
+
+
+def _place(value: Any) -> int | str:
+    if not isinstance(value, int | str):
+        raise TypeError("neither a line nor a name")
     return value
 
 

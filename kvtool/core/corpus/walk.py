@@ -11,7 +11,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from kvtool.core.corpus.readers import is_foreign, is_image, is_known
+from kvtool.core.corpus.readers import is_archive, is_image
+from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
 
 
@@ -51,6 +52,7 @@ class Skip(StrEnum):
     EMPTY = "empty"  # nothing in it
     LINK = "link"  # broken, a loop, or out of the folder
     UNSUPPORTED = "unsupported"  # no reader for what it is
+    UNINSTALLED = "uninstalled"  # what reads it is not installed
     SPECIAL = "special"  # a FIFO, a socket, a device
     GONE = "gone"  # there when the folder was listed, and not any more
 
@@ -89,10 +91,11 @@ def find_files(
     exclude: Sequence[str] = (),
     remembered: Callable[[Path], bool] = lambda path: False,
     leave_out: Sequence[Path] = (),
+    reading: Reading | None = None,
 ) -> Walked:
     """Find the files below `paths`, sorted, each real file once.
 
-    A file named in `paths` is always taken, unless its ending says that it is no text (`.pdf`). In a folder only names
+    A file named in `paths` is always taken, unless its ending says that it is no text (`.png`). In a folder only names
     with a registered reader are, or those whose ending an `include` pattern spells out (`*.dat`); hidden names are
     passed over, folder links are not followed, and a file link only where it stays inside the folder.
 
@@ -103,6 +106,7 @@ def find_files(
         `exclude` also prunes whole folders.
     remembered : whether a path that does not exist may be missing, because it was there once.
     leave_out : files that are not taken, wherever they are found.
+    reading : knows what is read; None: kvtool's own readers.
 
     Raises
     ------
@@ -111,7 +115,8 @@ def find_files(
     """
     if not paths:
         raise UsageError("no files or folders given", "name at least one file or folder to read")
-    search = _Search(tuple(include), tuple(exclude), remembered, {os.path.realpath(path) for path in leave_out})
+    left_out = {os.path.realpath(path) for path in leave_out}
+    search = _Search(tuple(include), tuple(exclude), remembered, left_out, reading or Reading())
     for path in paths:
         search.take(path)
     return search.result()
@@ -128,6 +133,7 @@ class _Search:
     exclude: tuple[str, ...]
     remembered: Callable[[Path], bool]
     left_out: set[str]  # real paths
+    reading: Reading
     # real path → the way it was reached; a file that is no link wins over a link to it
     found: dict[str, FoundFile] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -179,7 +185,7 @@ class _Search:
         if not stat.S_ISREG(status.st_mode):
             self._skip(path, Skip.SPECIAL, f"{_type_name(status.st_mode)}, not a file")
             return False
-        if is_foreign(path):
+        if self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
             return False
         file = FoundFile(str(path), status.st_size, status.st_mtime_ns)
@@ -236,9 +242,13 @@ class _Search:
     def _name_wanted(self, path: Path, below: str) -> bool:
         if self.include and not _matches(below, self.include):
             return False
-        if is_known(path) or any(PurePosixPath(glob).suffix == path.suffix for glob in self.include):
+        if self.reading.takes(path) or any(PurePosixPath(glob).suffix == path.suffix for glob in self.include):
             return True
-        why = _not_text(path) if is_image(path) else f"no reader for {path.suffix or 'names without an ending'}"
+        why = (
+            _not_text(path)
+            if is_image(path) or is_archive(path)
+            else f"no reader for {path.suffix or 'names without an ending'}"
+        )
         self._skip(path, Skip.UNSUPPORTED, why)
         return False
 
@@ -266,6 +276,8 @@ def _not_text(path: Path) -> str:
     """Why a file is not read whose name calls it something else than text."""
     if is_image(path):
         return "images are not read, with any model: text only"
+    if is_archive(path):
+        return "archives are not read: unpack it, and name the folder"
     return f"{path.suffix} files are not read: convert it to text first"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.common.progress import Events
-from kvtool.core.corpus.walk import Failure, Skipped, places
+from kvtool.core.corpus.readers.document import EXTRA
+from kvtool.core.corpus.walk import Failure, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.options import IngestOptions
@@ -28,7 +29,9 @@ class Account:
     def skip(self, skipped: Skipped) -> None:
         """Count a file that is passed over; one that was asked for by name is worth a warning."""
         self.report.skipped[skipped.kind.value] += 1
-        if skipped.path in self._named:
+        if skipped.kind is Skip.UNINSTALLED and self.report.skipped[skipped.kind.value] == 1:
+            self.warn(f"{skipped.path} and its like are skipped: {skipped.reason.partition(' (')[0]}", EXTRA)
+        elif skipped.path in self._named:
             self.warn(f"skipped {skipped.path}: {skipped.reason}")
         else:
             self.events.skipped(skipped.path, skipped.reason)

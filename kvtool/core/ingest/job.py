@@ -13,6 +13,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Ids
+from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account
@@ -72,26 +73,30 @@ def ingest(
         Embedder(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
     events = events or Events()
-    report = _preview(path, options, events) if options.dry_run else _run(path, options, events, kept)
+    with options.reading as reading:
+        if options.dry_run:
+            report = _preview(path, options, events, reading)
+        else:
+            report = _run(path, options, events, reading, kept)
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _preview(path: Path, options: IngestOptions, events: Events) -> IngestReport:
+def _preview(path: Path, options: IngestOptions, events: Events, reading: Reading) -> IngestReport:
     try:
         with Store.open(path) as store:
-            return _Job(store, options, events).preview()
+            return _Job(store, options, events, reading).preview()
     except StoreNotFoundError:
-        return _Job(None, options, events).preview()
+        return _Job(None, options, events, reading).preview()
 
 
-def _run(path: Path, options: IngestOptions, events: Events, kept: KeptModel | None) -> IngestReport:
+def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
     """Make a store only for something: a mistyped path or model leaves none behind."""
-    first = _Job(None, options, events, kept) if is_new(path) else None
+    first = _Job(None, options, events, reading, kept) if is_new(path) else None
     if first is not None:
         first.stream.begin()
     with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        job = _Job(store, options, events, kept)
+        job = _Job(store, options, events, reading, kept)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
         return job.run(store, writer)
@@ -110,12 +115,17 @@ def is_new(path: Path) -> bool:
 
 class _Job:
     def __init__(
-        self, store: Store | None, options: IngestOptions, events: Events, kept: KeptModel | None = None
+        self,
+        store: Store | None,
+        options: IngestOptions,
+        events: Events,
+        reading: Reading,
+        kept: KeptModel | None = None,
     ) -> None:
         self.options, self._model = options, kept or KeptModel()
         self.account = Account(options, events)
         self.choices = Choices(store, options)
-        self.stream = Stream(store, options, self.choices, self.account)
+        self.stream = Stream(store, options, self.choices, self.account, reading)
         self._changed = False  # whether any file did
         self._kept = False  # whether the store knows what it is made with
         self._gated: list[Ids] = []  # chunks for the gate

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
+from kvtool.core.corpus.commands import commands_of, complaint
+from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions, system_option
@@ -47,6 +49,27 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     include: tuple[str, ...] = option((), "Take only these files.", group=FILES, setting=False, metavar="GLOB")
     exclude: tuple[str, ...] = option((), "Leave these files out.", group=FILES, setting=False, metavar="GLOB")
     sync: bool = option(False, "Forget documents below PATH that are gone.", group=FILES, setting=False)
+    readers: tuple[str, ...] = option(
+        (),
+        "Read files of an ending by a command; `{}` stands for the file, and its text goes to stdout.",
+        group=FILES,
+        flag="--reader",
+        metavar="ENDING=COMMAND",
+        check=complaint,
+        table=True,
+        own=True,
+    )
+    read_timeout: float = option(
+        60.0,
+        "How long reading one file may take.",
+        group=FILES,
+        metavar="SECONDS",
+        unit="duration",
+        lowest=1,
+    )
+    read_memory: int = option(
+        2 * 10**9, "What reading one file may take of memory.", group=FILES, unit="size", lowest=10**8, instead="2GB"
+    )
     dry_run: bool = option(False, "Say what would be done, and do nothing.", group=FILES, setting=False)
     continue_on_error: bool = option(
         True,
@@ -109,13 +132,19 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     max_size: int | None = max_size_option()
 
     def check(self) -> None:
-        """Refuse lengths of chunks that contradict each other."""
+        """Refuse lengths of chunks that contradict each other, and two commands for one format."""
+        commands_of(self.readers)
         lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, self._longest) if n is not None]
         if lengths != sorted(lengths):
             raise UsageError(
                 f"chunk lengths contradict each other: {' > '.join(map(str, lengths))} tokens",
                 "min_chunk_tokens <= chunk_tokens <= max_chunk_tokens",
             )
+
+    @property
+    def reading(self) -> Reading:
+        """The readers of a run."""
+        return Reading(commands_of(self.readers), Bounds(self.read_timeout, self.read_memory))
 
     @property
     def _longest(self) -> int:

@@ -55,7 +55,7 @@ def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[D
         ChunkRef(chunk.chunk_id, span.start, span.end, len(chunk.ids))
         for span, chunk in zip(spans, wanted, strict=True)
     ]
-    return DocumentEntry(document.source, document.kind, document.text, tuple(refs)), wanted
+    return DocumentEntry(document.source, document.kind, document.text, tuple(refs), document.marks), wanted
 
 
 def _wanted(ids: Sequence[Ids], identity: StoreIdentity) -> list[WantedChunk]:

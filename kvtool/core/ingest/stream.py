@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
@@ -22,7 +23,7 @@ from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone,
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
     """Find the files that an ingest with these options reads; `remembers` says whether a path may be missing."""
     leave_out = [options.log] if options.log is not None else []
-    return find_files(options.paths, options.include, options.exclude, remembers, leave_out)
+    return find_files(options.paths, options.include, options.exclude, remembers, leave_out, options.reading)
 
 
 class Stream:
@@ -33,8 +34,10 @@ class Stream:
     store : where files are compared; a store that is made only now may be set before the first file is asked for.
     """
 
-    def __init__(self, store: Store | None, options: IngestOptions, choices: Choices, account: Account) -> None:
-        self.store = store
+    def __init__(
+        self, store: Store | None, options: IngestOptions, choices: Choices, account: Account, reading: Reading
+    ) -> None:
+        self.store, self._reading = store, reading
         self._options, self._choices, self._account = options, choices, account
         self._outcomes = self._surveyed()
 
@@ -98,7 +101,7 @@ class Stream:
         bad: list[Outcome] = [*walked.skipped, *walked.failures]
         nothing = not self.gone
         for file in walked.files:
-            outcome = survey(file, self.store, settings)
+            outcome = survey(file, self.store, settings, self._reading)
             if nothing and isinstance(outcome, Failure | Skipped):
                 bad.append(outcome)
                 continue
@@ -142,5 +145,5 @@ def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
     reasons += [f"{path}: no readable file in this folder" for path in walked.bare]
     return UsageError(
         f"nothing to ingest: {reasons[0]}{more}",
-        "name a folder with text, Markdown, HTML, code or JSON-lines files, or name the files themselves",
+        "name a folder with documents, or name the files themselves; `kvtool help documents` lists what is read",
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, UnreadableFile, is_known, read_documents
+from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingPackage, UnreadableFile
+from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -41,7 +42,7 @@ class UnchangedFile:
 Outcome = ChangedFile | UnchangedFile | Failure | Skipped
 
 
-def survey(file: FoundFile, store: Store | None, settings: str) -> Outcome:
+def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading) -> Outcome:
     """Read and hash a file; compare it with the store. Whatever one file does, it fails alone.
 
     Parameters
@@ -51,11 +52,11 @@ def survey(file: FoundFile, store: Store | None, settings: str) -> Outcome:
     path = file.name
     known = store.file(path) if store is not None else None
     try:
-        return _look(file, known, store, settings)
+        return _look(file, known, store, settings, reading)
     except FileNotFoundError:
         return Skipped(path, Skip.GONE, "gone since the folder was listed")
     except UnreadableFile as error:
-        return _unreadable(file, known, error)
+        return _unreadable(file, known, error, reading)
     except Exception as error:
         return Failure(path, reason_of(error))
 
@@ -71,24 +72,28 @@ def reason_of(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {error}".rstrip(": ")
 
 
-def _look(file: FoundFile, known: FileEntry | None, store: Store | None, settings: str) -> Outcome:
+def _look(
+    file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading
+) -> ChangedFile | UnchangedFile:
     if file.size > _LARGEST:
         raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
     data = file.path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     if store and known and (known.digest, known.settings) == (digest, settings) and _is_whole(known, store):
         return UnchangedFile(known)
-    return ChangedFile(file, digest, read_documents(file.path, data), known)
+    return ChangedFile(file, digest, reading.documents(file.path, data), known)
 
 
-def _unreadable(file: FoundFile, known: FileEntry | None, error: UnreadableFile) -> Failure | Skipped:
+def _unreadable(file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading) -> Failure | Skipped:
     """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
     path = file.name
     if known is not None and known.documents:
         return Failure(path, f"{error.message}; what was read from it before stays in the store")
     if isinstance(error, EmptyFile):
         return Skipped(path, Skip.EMPTY, error.message)
-    if isinstance(error, BinaryFile) and not is_known(file.path):
+    if isinstance(error, MissingPackage):
+        return Skipped(path, Skip.UNINSTALLED, f"{error.message} ({error.hint})")
+    if isinstance(error, BinaryFile) and not reading.takes(file.path):
         return Skipped(path, Skip.UNSUPPORTED, error.message)
     return Failure(path, error.message)
 

@@ -21,6 +21,9 @@ class IngestArguments(TypedDict, total=False):
     include: str | Iterable[str]
     exclude: str | Iterable[str]
     sync: bool
+    readers: str | Iterable[str]
+    read_timeout: float | str
+    read_memory: int | str
     dry_run: bool
     continue_on_error: bool
     log: str | Path | None

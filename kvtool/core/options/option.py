@@ -51,6 +51,8 @@ def option(
     read: Callable[[str], Any] | None = None,
     instead: str = "",
     several: str = "",
+    table: bool = False,
+    own: bool = False,
 ) -> T:
     """Declare one option as the default of a dataclass's field.
 
@@ -71,6 +73,8 @@ def option(
     read : makes the value of what a flag, a variable or a file says; Python gives the value itself.
     instead : what the help says of the default.
     several : the hint where a list of its choices is given, though it takes one.
+    table : whether its values are `key=value`, which a configuration file gives as a table of its name.
+    own : whether the working folder's file cannot give it, which may be anybody's: only the user's own can.
     """
     declared = locals()
     del declared["default"]
@@ -113,6 +117,8 @@ class Option:
     read: Callable[[str], Any] | None
     instead: str
     several: str
+    table: bool
+    own: bool
 
     @property
     def key(self) -> str:

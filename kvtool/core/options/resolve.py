@@ -189,6 +189,11 @@ def _file_layer(names: _Names, layer: Literal["project", "user"], path: Path) ->
     for name, written, option in _named_values(_read_toml(path), names, path):
         if option.key in seen:
             raise UsageError(f"{path}: {option.key} is set twice", "keep one of the two lines")
+        if option.own and layer == "project":
+            raise UsageError(
+                f"{path}: {name} is not taken from a working folder, which may be anybody's: it starts programs",
+                f"give it as {option.flag}, or in your own file, {default_config_file(os.environ)}",
+            )
         seen.add(option.key)
         value = option.accept(written, f"{path}: {name}")
         yield option.key, _expanded(option, value, path.parent), Origin(layer, str(path))
@@ -212,7 +217,9 @@ def _named_values(table: Mapping[str, Any], names: _Names, path: Path) -> Iterat
             for inner, inner_value in value.items():
                 yield f"{name}.{inner}", inner_value, _known(inner, names.tables[name], path)
         else:
-            yield name, value, _known(name, names.every, path)
+            option = _known(name, names.every, path)
+            is_table = option.table and isinstance(value, dict)
+            yield name, [f"{key}={each}" for key, each in value.items()] if is_table else value, option
 
 
 def _known(name: str, known: Mapping[str, Option], path: Path) -> Option:

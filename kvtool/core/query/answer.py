@@ -20,7 +20,7 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Asked, lay_out, line_and_text
+from kvtool.core.query.layout import Asked, lay_out, place_and_text
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds
@@ -185,21 +185,22 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
     """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
-    places = [line_and_text(session.store, hit.passage) for hit in hits]
+    places = [place_and_text(session.store, hit.passage) for hit in hits]
     return [
         ReplyChunk(
             id=hit.passage.chunk_id.hex(),
             source=hit.passage.source,
             start=hit.passage.start,
             end=hit.passage.end,
-            line=line,
+            line=place.line,
+            label=place.label,
             score=None if math.isnan(hit.score) else hit.score,
             tokens=len(segment.source.ids),
             status=segment.status,
             reason=segment.reason if segment.status == "miss" else "",
             text=text,
         )
-        for hit, segment, (line, text) in zip(hits, plan.chunks, places, strict=True)
+        for hit, segment, (place, text) in zip(hits, plan.chunks, places, strict=True)
     ]
 
 

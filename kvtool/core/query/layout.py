@@ -13,6 +13,7 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import enough_loss
+from kvtool.core.common.marks import Place
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
@@ -88,15 +89,14 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     return replace(asked, plan=build_plan(prefix.source, with_rows(session.store, chunks), question.ids))
 
 
-def line_and_text(store: Store, passage: Passage) -> tuple[int | None, str]:
-    """The line of its document, from 1, on which a chunk begins, and its text; nothing where the document is gone or
-    damaged."""
+def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
+    """Where a chunk stands in its file, and its text; nothing where the document is gone or damaged."""
     with suppress(DamagedError):
         document = store.document(passage.source)
         if document is not None:
-            text = document.text[passage.start : passage.end]
-            return document.text.count("\n", 0, passage.start + len(text) - len(text.lstrip())) + 1, text
-    return None, ""
+            place = document.place(passage.start, passage.end)
+            return place, document.text[passage.start : passage.end]
+    return Place(), ""
 
 
 def _plan(session: Session, request: Request, options: QueryOptions, chunks: Sequence[Candidate]) -> Plan:

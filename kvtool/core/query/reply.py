@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.common.marks import Place
 from kvtool.core.fusion.selectors import AUTO
 
 if TYPE_CHECKING:
@@ -43,7 +44,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """A chunk of a prompt and its text. `start`, `end`: characters in `source`; `line`: where it begins, if known."""
+    """A chunk of a prompt and its text.
+
+    Attributes
+    ----------
+    start, end : characters of the document.
+    line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
+    """
 
     id: str
     source: str
@@ -54,17 +61,21 @@ class ReplyChunk:
     tokens: int
     status: str
     reason: str = ""
-    text: str = field(default="", repr=False)  # not in the JSON
+    label: str = ""
+    text: str = field(default="", repr=False)
 
     @property
     def place(self) -> str:
-        """`file:line`; the line is left out where it is not known."""
-        return self.source if self.line is None else f"{self.source}:{self.line}"
+        """`file:line`, `file.pdf p. 12`, or the file alone."""
+        return self.behind(self.source)
+
+    def behind(self, name: str) -> str:
+        """The place behind a name of its file."""
+        return Place(self.line, self.label).behind(name)
 
     def to_json(self) -> dict[str, Any]:
-        row = {
-            name: getattr(self, name) for name in ("id", "source", "start", "end", "line", "score", "tokens", "status")
-        }
+        names = ("id", "source", "start", "end", "line", "label", "score", "tokens", "status", "text")
+        row = {name: getattr(self, name) for name in names}
         return row | ({"reason": self.reason} if self.reason else {})
 
 

@@ -1,7 +1,7 @@
 """Files → documents: a registry from file ending to reader, one module per reader.
 
 A new reader is a module with `ENDINGS` and `read`, which makes documents of a file's bytes (`@of_text()` where they are
-text), and its name in `_MODULES`.
+text), and its name in `_MODULES`; in `_BOUNDED`, if a file can make what reads it slow, large or end.
 """
 
 from __future__ import annotations
@@ -9,32 +9,60 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePath
 
-from kvtool.core.corpus.readers import code, html, jsonl, markdown, text
-from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, UnreadableFile
+from kvtool.core.corpus.readers import (
+    code,
+    epub,
+    html,
+    jsonl,
+    latex,
+    mail,
+    markdown,
+    notebook,
+    opendocument,
+    pdf,
+    sheets,
+    slides,
+    subtitles,
+    text,
+    word,
+)
+from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, MissingPackage, UnreadableFile
 from kvtool.core.corpus.readers.encoding import Reader
-from kvtool.core.corpus.readers.foreign import FOREIGN_ENDINGS, IMAGE_ENDINGS
+from kvtool.core.corpus.readers.foreign import ARCHIVE_ENDINGS, FOREIGN_ENDINGS, IMAGE_ENDINGS
 
 __all__ = [
     "READERS",
     "BinaryFile",
     "Document",
     "EmptyFile",
+    "MissingPackage",
     "UnreadableFile",
+    "ending_of",
+    "is_archive",
+    "is_bounded",
     "is_foreign",
     "is_image",
     "is_known",
     "read_documents",
+    "source_of",
 ]
 
-_MODULES = (text, markdown, html, code, jsonl)
+_BOUNDED = (pdf, word, slides, sheets, opendocument, epub, mail, notebook)
+_MODULES = (text, markdown, html, code, jsonl, latex, subtitles, *_BOUNDED)
 
 READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for ending in module.ENDINGS}
 """Lower-case file ending, or whole lower-case name of a file without one → reader."""
+_BOUNDED_ENDINGS = frozenset(ending for module in _BOUNDED for ending in module.ENDINGS)
 
 
 def is_known(path: PurePath) -> bool:
     """Whether a reader is registered for this name."""
-    return _ending(path) in READERS
+    return ending_of(path) in READERS
+
+
+def is_bounded(path: PurePath) -> bool:
+    """Whether files of this name are read in a process of their own, within bounds (`corpus/reading.py`)."""
+    return ending_of(path) in _BOUNDED_ENDINGS
 
 
 def is_foreign(path: PurePath) -> bool:
@@ -47,8 +75,13 @@ def is_image(path: PurePath) -> bool:
     return path.suffix.lower() in IMAGE_ENDINGS
 
 
+def is_archive(path: PurePath) -> bool:
+    """Whether the name says that the file holds others."""
+    return path.suffix.lower() in ARCHIVE_ENDINGS
+
+
 def read_documents(path: Path, data: bytes) -> list[Document]:
-    """Read the documents of one file.
+    """Read the documents of one file, in this process and without bounds.
 
     Parameters
     ----------
@@ -60,12 +93,14 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     UnreadableFile
         If the file is empty, binary, or holds no text.
     """
-    return READERS.get(_ending(path), text.read)(_source(path), data)
+    return READERS.get(ending_of(path), text.read)(source_of(path), data)
 
 
-def _ending(path: PurePath) -> str:
+def ending_of(path: PurePath) -> str:
+    """What picks a file's reader: its ending in lower case, or the whole name of one without."""
     return path.suffix.lower() or path.name.lower()
 
 
-def _source(path: Path) -> str:
+def source_of(path: Path) -> str:
+    """What a file's document is called."""
     return Path(os.path.abspath(path)).as_posix()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvtool.core.common.marks import Mark
 from kvtool.core.errors import KvtoolError
+
+EXTRA = "pip install 'kvtool[documents]'"
+_UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +24,14 @@ class Document:
     text : the text itself: newlines and control characters as in the file, no BOM, no lone surrogate.
     kind : `text`, `markdown`, `html` or `code`.
     notes : warnings about how the text was read.
+    marks : where its parts stand in the file, where that is not the same line of the text.
     """
 
     source: str
     text: str
     kind: str
     notes: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 class UnreadableFile(KvtoolError):
@@ -35,3 +44,67 @@ class EmptyFile(UnreadableFile):
 
 class BinaryFile(UnreadableFile):
     """It is no text."""
+
+
+class MissingPackage(UnreadableFile):
+    """What reads it is not installed."""
+
+
+@contextmanager
+def package(name: str) -> Iterator[None]:
+    """Import a format's library inside of this.
+
+    Raises
+    ------
+    MissingPackage : it is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackage(f"{name} is not installed", EXTRA) from error
+
+
+def cleaned(text: str) -> str:
+    """A text out of a container: one kind of newline, no control characters, no half of a surrogate pair."""
+    return _UNWANTED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+class Parts:
+    """A document's text as it is put together, with the place in the file of each part.
+
+    Attributes
+    ----------
+    gap : what stands between parts.
+    """
+
+    def __init__(self, gap: str = "\n\n") -> None:
+        self.gap = gap
+        self._texts: list[str] = []
+        self._marks: list[Mark] = []
+        self._length = 0
+
+    def add(self, place: int | str, text: str, gap: str | None = None) -> None:
+        """Add a part, behind another gap than usual where one is given. A part without text is left out."""
+        text = cleaned(text).strip("\n")
+        if not text.strip():
+            return
+        if self._texts:
+            text = (self.gap if gap is None else gap) + text
+        if not self._marks or self._marks[-1].place != place:
+            self._marks.append(Mark(self._length + len(text) - len(text.lstrip("\n")), place))
+        self._texts.append(text)
+        self._length += len(text)
+
+    def document(self, source: str, kind: str, notes: tuple[str, ...] = ()) -> Document:
+        """The document of all parts. Raises EmptyFile where none has any text."""
+        if not self._texts:
+            raise EmptyFile("empty: there is no text in it")
+        return Document(source, "".join(self._texts) + "\n", kind, notes, tuple(self._marks))
+
+
+def joined(source: str, kind: str, parts: Iterable[tuple[int | str, str]], gap: str = "\n\n") -> Document:
+    """Make a document of parts, each with its place in the file. Raises EmptyFile where none has any text."""
+    made = Parts(gap)
+    for place, text in parts:
+        made.add(place, text)
+    return made.document(source, kind)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html.parser import HTMLParser
 
+from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile
 from kvtool.core.corpus.readers.encoding import of_text
 
@@ -65,54 +68,91 @@ def declared_encoding(data: bytes) -> str:
 
 @of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
-    """One document of kind `html`: visible text only.
+    """One document of kind `html`: visible text only, marked with the page's lines.
 
     Raises
     ------
     UnreadableFile
         If nothing in the page is visible.
     """
-    # an unclosed <nav> would hide the whole page: then it is better kept
-    rendered = render(text, _UNSEEN | {"nav"}) or render(text, _UNSEEN)
-    if not rendered:
+    blocks = _visible(text)
+    if not blocks:
         raise EmptyFile("empty: the page has no visible text")
-    return [Document(source, rendered, "html")]
+    rendered, starts = _joined(blocks)
+    marks = tuple(Mark(start, block.line) for start, block in zip(starts, blocks, strict=True))
+    return [Document(source, rendered, "html", marks=marks)]
 
 
-def render(text: str, unseen: frozenset[str]) -> str:
-    """The visible text of a page, without the elements in `unseen`."""
+def visible(text: str) -> str:
+    """The visible text of a page; empty where there is none. Raises UnreadableFile."""
+    return _joined(_visible(text))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A piece of a page. `form` is text, heading, item, row or pre; `line` of the file, where its text begins."""
+
+    form: str
+    text: str
+    line: int
+
+
+def _visible(text: str) -> list[_Block]:
+    # an unclosed <nav> would hide the whole page: then it is better kept
+    return _blocks(text, _UNSEEN | {"nav"}) or _blocks(text, _UNSEEN)
+
+
+def _joined(blocks: Sequence[_Block]) -> tuple[str, list[int]]:
+    """The text of all blocks, lists and tables as adjoining lines, everything else a blank line apart; and where each
+    begins in it."""
+    parts: list[str] = []
+    starts: list[int] = []
+    length, last = 0, ""
+    for block in blocks:
+        close = block.form == last and block.form in ("item", "row")
+        gap = ("\n" if close else "\n\n") if parts else ""
+        starts.append(length + len(gap))
+        parts += [gap, block.text]
+        length += len(gap) + len(block.text)
+        last = block.form
+    return "".join(parts) + "\n" if parts else "", starts
+
+
+def _blocks(text: str, unseen: frozenset[str]) -> list[_Block]:
+    """The visible blocks of a page, without the elements in `unseen`."""
     page = _Page(unseen)
     try:
         page.feed(_defused(text))
         page.close()
     except AssertionError as error:  # html.parser's way to give up on a broken declaration
         raise UnreadableFile(f"broken HTML: {error}") from error
-    return page.rendered()
+    return page.finished()
 
 
 def _defused(text: str) -> str:
     """Escape each `<` that begins no tag: html.parser raises or becomes quadratic on some of them."""
-    text = _LOOSE.sub("&lt;", _SECTION.sub("", text))
+    text = _LOOSE.sub("&lt;", _SECTION.sub(lambda found: "\n" * found[0].count("\n"), text))
     last = text.rfind("-->") + 1  # behind it no comment closes
     return text[:last] + text[last:].replace("<!--", "&lt;!--")
 
 
 class _Page(HTMLParser):
-    """Turns parser events into blocks `(form, text)`; form is text, heading, item, row or pre."""
+    """Turns parser events into blocks."""
 
     def __init__(self, unseen: frozenset[str]) -> None:
         super().__init__(convert_charrefs=True)
-        self.blocks: list[tuple[str, str]] = []
-        self.title = ""
+        self.blocks: list[_Block] = []
+        self.title: _Block | None = None
         self._unseen = unseen
         self._hidden_by = ""  # the element that hides what follows, until it closes
         self._hidden_depth = 0
         self._words: list[str] = []
-        self._has_text = False  # whether one of them is more than white space
+        self._line = 0  # where the first of them that is more than white space stands; 0: there is none
         self._form = "text"
         self._prefix = ""
         self._lists: list[int] = []  # open lists: −1 for bullets, else the last number
         self._cells: list[str] | None = None
+        self._row_line = 0
         self._pre = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -140,21 +180,15 @@ class _Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if not self._hidden_by:
             self._words.append(data)
-            self._has_text = self._has_text or bool(data.strip())
+            if not self._line and data.strip():
+                self._line = self.getpos()[0] + data.count("\n", 0, len(data) - len(data.lstrip()))
 
-    def rendered(self) -> str:
-        """All blocks, lists and tables as adjoining lines, everything else a blank line apart."""
+    def finished(self) -> list[_Block]:
+        """All blocks, the page's title first where it has no heading of the first rank."""
         self._flush()
-        if self.title and not any(text.startswith("# ") for _, text in self.blocks):
-            self.blocks.insert(0, ("heading", f"# {self.title}"))
-        parts: list[str] = []
-        last = ""
-        for form, text in self.blocks:
-            close = form == last and form in ("item", "row")
-            parts.append(("\n" if close else "\n\n") if parts else "")
-            parts.append(text)
-            last = form
-        return "".join(parts) + "\n" if parts else ""
+        if self.title is not None and not any(block.text.startswith("# ") for block in self.blocks):
+            self.blocks.insert(0, self.title)
+        return self.blocks
 
     def _open(self, tag: str) -> None:
         if tag == "br":
@@ -181,7 +215,8 @@ class _Page(HTMLParser):
 
     def _close(self, tag: str) -> None:
         if tag == "title":
-            self.title = self.title or _collapsed("".join(self._words))
+            if self.title is None and (title := _collapsed("".join(self._words))):
+                self.title = _Block("heading", f"# {title}", self._line)
             self._clear()
         elif tag in ("ul", "ol", "menu"):
             self._flush()
@@ -201,7 +236,7 @@ class _Page(HTMLParser):
 
     def _block_break(self) -> None:
         """A paragraph's edge; inside a cell, or before an item's first word, only a space."""
-        if self._cells is not None or (self._prefix and not self._has_text):
+        if self._cells is not None or (self._prefix and not self._line):
             self._words.append(" ")
         else:
             self._flush()
@@ -219,6 +254,7 @@ class _Page(HTMLParser):
         if self._cells is not None:
             cell = _collapsed("".join(self._words)).replace("\n", " ")
             if cell:
+                self._row_line = self._row_line if self._cells else self._line
                 self._cells.append(cell)
             self._clear()
 
@@ -227,11 +263,11 @@ class _Page(HTMLParser):
             self._end_cell()
             cells, self._cells = self._cells, None
             if cells:
-                self.blocks.append(("row", " | ".join(cells)))
+                self.blocks.append(_Block("row", " | ".join(cells), self._row_line))
 
     def _clear(self) -> None:
         self._words.clear()
-        self._has_text = False
+        self._line = 0
 
     def _flush(self) -> None:
         if self._cells is not None:
@@ -239,7 +275,7 @@ class _Page(HTMLParser):
         raw = "".join(self._words)
         text = raw.replace("\v", "\n").strip("\n") if self._pre else _collapsed(raw)
         if text.strip():
-            self.blocks.append((self._form, self._prefix + text))
+            self.blocks.append(_Block(self._form, self._prefix + text, self._line))
         self._clear()
         self._form, self._prefix, self._pre = "text", "", False
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 
+from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import of_text
 
@@ -39,7 +40,13 @@ def read(source: str, text: str) -> list[Document]:
     notes = [*broken, *(f"line {row.line}: {note}" for row in rows for note in row.notes)]
     labels = _labels(rows)
     return [
-        Document(f"{source}#{label}", row.text, "text", _shortened(notes) if row is rows[0] else ())
+        Document(
+            f"{source}#{label}",
+            row.text,
+            "text",
+            _shortened(notes) if row is rows[0] else (),
+            (Mark(0, row.line),),
+        )
         for row, label in zip(rows, labels, strict=True)
     ]
 

@@ -6,8 +6,8 @@ from kvtool.core.corpus.readers.document import Document
 from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (
-    *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".tex", ".bib"),
-    *(".csv", ".tsv", ".srt", ".vtt", ".nfo", ".me", ".1st", ".po", ".pod", ".textile", ".wiki"),
+    *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
+    *(".csv", ".tsv", ".nfo", ".me", ".1st", ".po", ".pod", ".textile", ".wiki"),
     *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
     *("notice", "todo", "install", "contributing"),
 )

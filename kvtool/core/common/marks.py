@@ -1,0 +1,72 @@
+"""Where a part of a text stands in its file: a line, a page, a slide, a cell, as its readers mark it."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Says where the text from `start` on stands, up to the next mark.
+
+    Parameters
+    ----------
+    start : a character of the document's text.
+    place : a line of the file, from 1, or what people call it: `p. 12`, `slide 3`.
+    """
+
+    start: int
+    place: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where characters of a document stand.
+
+    Attributes
+    ----------
+    line : of the file, from 1; None where its lines are not what people see.
+    label : what stands instead: `p. 12`, `p. 12–13`; empty where there is a line, or nothing to say.
+    """
+
+    line: int | None = None
+    label: str = ""
+
+    def behind(self, source: str) -> str:
+        """The source with its place: `notes.md:12`, `paper.pdf p. 12`."""
+        return f"{source} {self.label}" if self.label else source if self.line is None else f"{source}:{self.line}"
+
+
+def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
+    """Tell where the characters from `start` to `end` stand; white space before the first of them is not looked at.
+
+    Parameters
+    ----------
+    text : the whole document.
+    marks : by their starts; without any, the text is the file's own and its lines are counted.
+    """
+    inside = text[start:end]
+    start += len(inside) - len(inside.lstrip())
+    if not marks:
+        return Place(text.count("\n", 0, start) + 1)
+    starts = [mark.start for mark in marks]
+    first = marks[max(0, bisect_right(starts, start) - 1)].place
+    if isinstance(first, int):
+        return Place(first)
+    last = marks[max(0, bisect_right(starts, max(start, start + len(inside.strip()) - 1)) - 1)].place
+    return Place(None, _joined(first, str(last)))
+
+
+def _joined(first: str, last: str) -> str:
+    """`p. 12` and `p. 13` → `p. 12–13`."""
+    if first == last:
+        return first
+    one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
+    if one and other and one[1] == other[1]:
+        return f"{first}–{other[2]}"
+    return f"{first} – {last}"

@@ -1,0 +1,52 @@
+"""EPUB books: the pages of their spine, read as HTML."""
+
+from __future__ import annotations
+
+import posixpath
+import zipfile
+from collections.abc import Iterator
+from urllib.parse import unquote
+
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined
+from kvtool.core.corpus.readers.encoding import decode
+from kvtool.core.corpus.readers.html import declared_encoding, visible
+from kvtool.core.corpus.readers.zipped import checked, member, parsed
+
+ENDINGS = (".epub",)
+
+_CONTAINER = "META-INF/container.xml"
+_PAGES = ("application/xhtml+xml", "text/html")
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """One document, its chapters (the spine's pages) marked.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged, protected, or unpacks to too much.
+    """
+    with checked(data) as archive:
+        if "META-INF/encryption.xml" in archive.namelist() and "META-INF/rights.xml" in archive.namelist():
+            raise UnreadableFile("protected by its seller (DRM)")
+        pages = [(f"ch. {number}", _text(archive, name)) for number, name in enumerate(_spine(archive), 1)]
+    return [joined(source, "html", pages)]
+
+
+def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
+    """The names of the pages in reading order."""
+    root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iter() if _name(e.tag) == "rootfile"), "")
+    book = parsed(archive, root)
+    pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _PAGES}
+    for item in book.iter():
+        if _name(item.tag) == "itemref" and (href := pages.get(item.get("idref"))):
+            yield posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(href.partition("#")[0])))
+
+
+def _text(archive: zipfile.ZipFile, name: str) -> str:
+    page = member(archive, name)
+    return visible(decode(page, declared_encoding(page))[0]) if page.strip() else ""
+
+
+def _name(tag: str) -> str:
+    return tag.rpartition("}")[2]

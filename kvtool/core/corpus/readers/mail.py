@@ -1,0 +1,118 @@
+"""Mail: one message, or all messages of a mailbox file, by the standard library's parser."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+from collections.abc import Callable, Iterator
+from email.message import EmailMessage, Message
+
+from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, UnreadableFile
+from kvtool.core.corpus.readers.encoding import decode
+from kvtool.core.corpus.readers.html import visible
+
+ENDINGS = (".eml", ".mbox")
+
+_SHOWN = ("Subject", "From", "To", "Cc", "Date")
+_BEGINS = b"From "  # the line before each message of a mailbox
+_TEXT_KINDS: dict[str, Callable[[str], str]] = {"text/plain": str, "text/html": visible}
+_AS_IT_IS = ("", "7bit", "8bit", "binary")  # encodings that leave the lines of a text alone
+_DEEPEST = 50  # levels of a message in a message
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """One document for each message, marked with lines of the file.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is no mail.
+    """
+    if not data.strip():
+        raise EmptyFile("empty")
+    if not data.startswith(_BEGINS):
+        return [_document(source, data, 1)]
+    documents = []
+    for number, (line, message) in enumerate(_messages(data), 1):
+        try:
+            documents.append(_document(f"{source}#{number}", message, line))
+        except EmptyFile:
+            continue
+    if not documents:
+        raise EmptyFile("empty: there is no text in it")
+    return documents
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The messages of a mailbox, each with the line on which it begins."""
+    first, lines = 0, data.splitlines(keepends=True)
+    for number, line in enumerate([*lines, _BEGINS]):
+        if line.startswith(_BEGINS) and (number == len(lines) or not number or not lines[number - 1].strip()):
+            if number:
+                yield first + 2, b"".join(lines[first + 1 : number])
+            first = number
+
+
+def _document(source: str, data: bytes, line: int) -> Document:
+    message = email.message_from_bytes(data, policy=email.policy.default)
+    if not any(name in message for name in (*_SHOWN, "Message-ID", "Received")):
+        raise UnreadableFile("no mail: it has none of a message's headers")
+    made = Parts("\n")
+    for header in _SHOWN:
+        if shown := _header(message, header):
+            made.add(line, f"{header}: {shown}")
+    at = 0
+    for part in _text_parts(message, 0):
+        at = _begin(data, part, at)
+        _add_lines(made, part, line + data.count(b"\n", 0, at))
+    if names := [name for part in message.walk() if (name := part.get_filename())]:
+        made.add(line + data.count(b"\n", 0, at), f"Attachments, not read: {', '.join(names)}", gap="\n\n")
+    return made.document(source, "text")
+
+
+def _begin(data: bytes, part: Message, at: int) -> int:
+    """Where the body of a part stands in its message, behind `at`; there, if that cannot be told."""
+    body = part.get_payload()
+    charset = str(part.get_content_charset() or "ascii")
+    try:
+        return max(at, data.find(str(body).encode(charset, "surrogateescape"), at))
+    except (LookupError, UnicodeError):
+        return at
+
+
+def _header(message: EmailMessage, name: str) -> str:
+    """A header in words; one that the parser cannot take apart as it stands."""
+    try:
+        return " ".join(str(message.get(name, "")).split())
+    except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
+        return " ".join(str(dict(message.raw_items()).get(name, "")).split())
+
+
+def _text_parts(message: Message, depth: int) -> Iterator[Message]:
+    """The parts to read: of several forms of one text the plain one."""
+    if depth > _DEEPEST:
+        raise UnreadableFile(f"parts within parts, over {_DEEPEST} levels deep")
+    if not message.is_multipart():
+        if message.get_content_type() in _TEXT_KINDS and message.get_content_disposition() != "attachment":
+            yield message
+        return
+    parts = [part for part in message.get_payload() if isinstance(part, Message)]
+    if message.get_content_type() == "multipart/alternative":
+        plain = [part for part in parts if part.get_content_type() == "text/plain"]
+        parts = (plain or parts)[:1]
+    for part in parts:
+        yield from _text_parts(part, depth + 1)
+
+
+def _add_lines(made: Parts, part: Message, line: int) -> None:
+    """Add a part's text, marked with each line of the file where its encoding has left them alone."""
+    data = part.get_payload(decode=True)
+    if not isinstance(data, bytes) or not data.strip():
+        return
+    kind = part.get_content_type()
+    text = _TEXT_KINDS[kind](decode(data, str(part.get_content_charset() or ""))[0])
+    encoding = str(part.get("Content-Transfer-Encoding", "")).lower()
+    step, gap = int(kind == "text/plain" and encoding in _AS_IT_IS), "\n\n"
+    for number, words in enumerate(text.splitlines()):
+        made.add(line + number * step, words, gap)
+        gap = "\n" if words.strip() else "\n\n"

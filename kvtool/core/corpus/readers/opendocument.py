@@ -1,0 +1,60 @@
+"""OpenDocument texts: headings, paragraphs, list items and table rows of `content.xml`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from xml.etree.ElementTree import Element
+
+from kvtool.core.corpus.readers.document import Document, joined
+from kvtool.core.corpus.readers.zipped import checked, parsed
+
+ENDINGS = (".odt", ".ott")
+
+_TEXT = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}"
+_TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
+_OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
+_UNSEEN = (f"{_TEXT}tracked-changes", f"{_OFFICE}annotation", f"{_TEXT}note-citation")
+_SPACES = {f"{_TEXT}tab": "\t", f"{_TEXT}line-break": "\n"}
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """One document, its paragraphs and the rows of its tables numbered.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged, protected by a password, or unpacks to too much.
+    """
+    with checked(data) as archive:
+        content = parsed(archive, "content.xml")
+    body = content.find(f"{_OFFICE}body")
+    blocks = () if body is None else _blocks(body, "")
+    return [joined(source, "markdown", ((f"¶ {number}", text) for number, text in enumerate(blocks, 1)))]
+
+
+def _blocks(element: Element, bullet: str) -> Iterator[str]:
+    """The blocks below an element, in their order; `bullet` stands before each paragraph."""
+    for child in element:
+        if child.tag == f"{_TEXT}h":
+            rank = child.get(f"{_TEXT}outline-level", "1")
+            yield f"{'#' * min(6, int(rank) if rank.isdecimal() else 1)} {_words(child)}"
+        elif child.tag == f"{_TEXT}p":
+            yield bullet + words if (words := _words(child)) else ""
+        elif child.tag == f"{_TABLE}table-row":
+            cells = (" ".join(_words(cell).split()) for cell in child)
+            yield " | ".join(cell for cell in cells if cell)
+        elif child.tag not in _UNSEEN:
+            yield from _blocks(child, "- " if child.tag == f"{_TEXT}list" else bullet)
+
+
+def _words(element: Element) -> str:
+    """All text in an element; paragraphs inside of it a space apart."""
+    parts = [element.text or ""]
+    for child in element:
+        if child.tag == f"{_TEXT}s":
+            parts.append(" ")
+        elif child.tag not in _UNSEEN:
+            parts.append(_SPACES.get(child.tag) or _words(child))
+            parts.append(" " if child.tag == f"{_TEXT}p" else "")
+        parts.append(child.tail or "")
+    return "".join(parts).strip(" ") if element.tag in (f"{_TEXT}p", f"{_TEXT}h") else "".join(parts)

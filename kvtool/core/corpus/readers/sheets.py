@@ -1,0 +1,48 @@
+"""Workbooks by openpyxl: the values of each sheet, a row a line."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+from xml.etree.ElementTree import ParseError
+
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined, package
+from kvtool.core.corpus.readers.zipped import checked
+
+ENDINGS = (".xlsx", ".xlsm", ".xltx")
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """One document of all sheets, their rows marked; formulas by the values that were saved with them.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is damaged, protected by a password, or unpacks to too much.
+    """
+    checked(data).close()
+    with package("openpyxl"):
+        from openpyxl import load_workbook
+        from openpyxl.utils.exceptions import InvalidFileException
+    try:
+        book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+        rows = [row for sheet in book.worksheets for row in _rows(sheet)]
+        book.close()
+    except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, TypeError, ParseError) as error:
+        raise UnreadableFile(f"damaged: no workbook that can be opened ({type(error).__name__})") from error
+    return [joined(source, "markdown", rows, gap="\n")]
+
+
+def _rows(sheet: Any) -> Iterator[tuple[str, str]]:
+    sheet.reset_dimensions()  # what the file says of itself would be padded to
+    named = False
+    for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
+        cells = [" ".join(str(value).split()) for value in row if value is not None]
+        if not any(cells):
+            continue
+        if not named:
+            yield f"{sheet.title} row {number}", f"# {sheet.title}\n"
+            named = True
+        yield f"{sheet.title} row {number}", " | ".join(cells)

@@ -1,0 +1,40 @@
+"""Subtitles (SubRip and WebVTT): what is said, without numbers, times and markup."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+
+from kvtool.core.corpus.readers.document import Document, joined
+from kvtool.core.corpus.readers.encoding import of_text
+
+ENDINGS = (".srt", ".vtt")
+
+_TIMES = re.compile(r"\s*(?:\d+:)?\d+:\d\d[.,]\d+\s+-->\s")
+_VOICE = re.compile(r"<v(?:\.[\w.]+)?\s+([^>]*)>")
+_MARKUP = re.compile(r"</?[a-z][^<>]*>|<[\d:.]+>|\{\\[^{}]*\}", re.IGNORECASE)
+
+
+@of_text()
+def read(source: str, text: str) -> list[Document]:
+    """One document, a line for each line that is said, marked with those of the file.
+
+    Raises
+    ------
+    EmptyFile
+        If nothing is said in it.
+    """
+    return [joined(source, "text", _said(text), gap="\n")]
+
+
+def _said(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of each cue: those behind its times, up to an empty one."""
+    inside = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if _TIMES.match(line):
+            inside = True
+        elif not line.strip():
+            inside = False
+        elif inside:
+            yield number, html.unescape(_MARKUP.sub("", _VOICE.sub(r"\1: ", line))).strip()

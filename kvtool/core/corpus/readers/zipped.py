@@ -1,0 +1,69 @@
+"""ZIP files that hold a document: opened only where what they unpack to is within bounds."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from xml.etree import ElementTree
+
+from kvtool.core.corpus.readers.document import UnreadableFile
+
+_MOST_BYTES = 1 << 30  # of all members, unpacked
+_MOST_MEMBERS = 100_000
+_MOST_TEXT = 1 << 28  # bytes of one member that is taken whole
+_OLD_OFFICE = b"\xd0\xcf\x11\xe0"
+_LOCKED = 0x1  # flag bit of a member
+
+
+def checked(data: bytes) -> zipfile.ZipFile:
+    """Open a document's container.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is none, is protected by a password, or would unpack to more than 1 GiB.
+    """
+    if data.startswith(_OLD_OFFICE):
+        if "EncryptedPackage".encode("utf-16-le") in data:
+            raise UnreadableFile("protected by a password", "save a copy without one")
+        raise UnreadableFile("an old Office file under a new name", "save it in the format that its name says")
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise UnreadableFile("damaged: not the ZIP container that its name says") from error
+    members = archive.infolist()
+    if any(member.flag_bits & _LOCKED for member in members):
+        raise UnreadableFile("protected by a password", "save a copy without one")
+    size = sum(member.file_size for member in members)
+    if size > _MOST_BYTES or len(members) > _MOST_MEMBERS:
+        raise UnreadableFile(f"unpacks to {len(members):,} parts of {size:,} bytes, which no document needs")
+    return archive
+
+
+def member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """One member, unpacked. Raises UnreadableFile where it is not there, damaged, or larger than it says."""
+    try:
+        with archive.open(name) as file:
+            data = file.read(_MOST_TEXT + 1)
+    except KeyError as error:
+        raise UnreadableFile(f"damaged: {name} is not in it") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise UnreadableFile(f"damaged: {name} cannot be unpacked") from error
+    if len(data) > _MOST_TEXT:
+        raise UnreadableFile(f"{name} unpacks to over {_MOST_TEXT >> 20} MiB")
+    return data
+
+
+def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
+    """One member as XML; expat itself bounds what entities expand to.
+
+    Raises
+    ------
+    UnreadableFile
+        If it is not there, or no sound XML.
+    """
+    try:
+        return ElementTree.fromstring(member(archive, name))
+    except ElementTree.ParseError as error:
+        raise UnreadableFile(f"damaged: {name}: {error}") from error

@@ -1,0 +1,134 @@
+"""Documents of every format: their text, and where each part of it stands in the file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.common.marks import Mark, place_of
+from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
+from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, package
+from kvtool.core.corpus.reading import Bounds, Reading
+from samples import documents
+from samples.office.portable import pdf, scanned
+from samples.office.writers import WRITERS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("documents")
+
+
+@pytest.fixture(scope="module")
+def asked(folder: Path) -> list[documents.Asked]:
+    return documents.write(folder)
+
+
+@pytest.fixture
+def reading() -> Iterator[Reading]:
+    with Reading(bounds=Bounds(seconds=600)) as made:
+        yield made
+
+
+def test_every_answer_is_read_and_its_place_told(asked: list[documents.Asked], folder: Path, reading: Reading) -> None:
+    assert len(asked) >= 40
+    assert len({Path(one.file).suffix for one in asked}) == len(WRITERS) >= 15
+    told = {one.source: _place(folder / one.file, one.answers[0], reading) for one in asked}
+    assert told == {source: str(folder / source) for source in told}
+
+
+def _place(path: Path, answer: str, reading: Reading) -> str:
+    (document,) = [one for one in reading.documents(path, path.read_bytes()) if answer in one.text]
+    start = document.text.index(answer)
+    return place_of(document.text, document.marks, start, start + len(answer)).behind(document.source)
+
+
+def test_a_process_reads_what_this_one_would(asked: list[documents.Asked], folder: Path, reading: Reading) -> None:
+    for path in (folder / asked[number].file for number in (10, 13, 17)):
+        assert reading.documents(path, path.read_bytes()) == read_documents(path, path.read_bytes())
+
+
+def test_places_of_several_pages() -> None:
+    text, marks = "one\n\ntwo\n\nthree\n", (Mark(0, "p. 1"), Mark(5, "p. 2"), Mark(10, "p. 3"))
+    assert place_of(text, marks, 0, 4).label == "p. 1"
+    assert place_of(text, marks, 4, 9).label == "p. 2"
+    assert place_of(text, marks, 3, len(text)).label == "p. 2–3"
+    assert place_of(text, (Mark(0, "Costs row 9"), Mark(5, "Notes row 1")), 0, 9).label == "Costs row 9 – Notes row 1"
+    assert place_of(text, (Mark(0, 7), Mark(5, 12)), 3, 9).line == 12
+    assert place_of(text, (), 4, 9).line == 3
+
+
+def test_pages_without_text_are_told(reading: Reading) -> None:
+    page = ["The mill stands by the river."]
+    (document,) = reading.documents(Path("/a.pdf"), pdf([page, [], page]))
+    assert document.notes == ()  # an empty page is nothing to tell of
+    with pytest.raises(UnreadableFile, match="scanned"):
+        reading.documents(Path("/a.pdf"), scanned(3))
+
+
+def test_a_missing_package_is_named_with_its_install_line() -> None:
+    with pytest.raises(MissingPackage) as raised, package("nothing-like-it"):
+        import nothing_like_it  # noqa: F401
+    assert (raised.value.message, raised.value.hint) == ("nothing-like-it is not installed", EXTRA)
+
+
+def test_readers_import_their_libraries_late() -> None:
+    libraries = "{'docx', 'pptx', 'openpyxl', 'pypdfium2', 'lxml'}"
+    program = f"import sys, kvtool.core.corpus.readers; print(sorted({libraries} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (r"Erd\H{o}s, K\"oln, caf\'{e}, na\"{\i}ve, Stra{\ss}e, \o re", "Erdős, Köln, café, naïve, Straße, øre"),
+        (r"\section{Locks}" + "\n" + r"\subsection*{Oak}", "## Locks\n### Oak"),
+        (r"\[ \frac{a}{b} \] % why", r"\[ \frac{a}{b} \] % why"),
+    ],
+)
+def test_latex_stays_as_it_is_but_for_accents_and_sections(text: str, read: str) -> None:
+    (document,) = READERS[".tex"]("a.tex", text.encode())
+    assert document.text == read
+
+
+# ---- commands ----
+
+
+def _python(program: str) -> str:
+    return f"{sys.executable} -c '{program}' {{}}"
+
+
+def test_a_command_reads_a_format(tmp_path: Path) -> None:
+    path = tmp_path / "a b.djvu"
+    path.write_bytes(b"AT&TFORM")
+    by = Reading({".djvu": _python(r'import sys; print("first\fsecond", sys.argv[1])')})
+    assert by.takes(path)
+    assert not by.refuses(path)
+    assert by.settings(path) != Reading({".djvu": "cat {}"}).settings(path) != by.settings(Path("a.txt")) == ""
+    (document,) = by.documents(path, b"")
+    assert document.text.split() == ["first", "second", *str(path).split()]
+    assert document.marks == (Mark(0, "p. 1"), Mark(7, "p. 2"))
+
+
+@pytest.mark.parametrize(
+    ("program", "seconds", "why"),
+    [
+        ('import sys; sys.exit("no such page")', 300, "ended with code 1: no such page"),
+        ("import time; time.sleep(600)", 1, "takes over 1 s"),
+        ("pass", 300, "empty"),
+        ("print(chr(0) * 9)", 300, "binary"),
+    ],
+)
+def test_what_a_command_does_wrong_fails_its_file_alone(program: str, seconds: int, why: str, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFile, match=why):
+        Reading({".x": _python(program)}, Bounds(seconds)).documents(tmp_path / "a.x", b"")
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableFile, match="cannot be started"):
+        Reading({".x": "/no/such/program {}"}).documents(tmp_path / "a.x", b"")
