@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.agent.results import Excerpt, Found, Status, Stretch
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
-from kvtool.core.query.layout import line_and_text
+from kvtool.core.query.layout import place_and_text
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder, Retrieval
@@ -104,6 +104,6 @@ class Shelf:
 
 
 def _excerpt(store: Store, passage: Passage, hit: Hit | None = None) -> Excerpt:
-    line, text = line_and_text(store, passage)
-    place = passage.source if line is None else f"{passage.source}:{line}"
-    return Excerpt(passage.chunk_id.hex(), place, passage.source, text, None if hit is None else round(hit.score, 4))
+    place, text = place_and_text(store, passage)
+    score = None if hit is None else round(hit.score, 4)
+    return Excerpt(passage.chunk_id.hex(), place.behind(passage.source), passage.source, text, score)
