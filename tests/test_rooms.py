@@ -18,7 +18,7 @@ PACKAGE = Path(kvtool.__file__).parent
 ORDER = (
     *("errors", "common", "options", "native", "codec", "model", "corpus", "streaming", "cache", "records", "fusion"),
     *("retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query", "pack"),
-    *("api", "agent", "lab", "cli"),
+    *("api", "agent", "serve", "lab", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "fit", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
@@ -30,7 +30,7 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module given by its parts, such as ("kvtool", "core", "cache", "store")."""
     if parts[1:2] == ("core",):
         return parts[2] if len(parts) > 2 else "top"
-    return parts[1] if len(parts) > 1 and parts[1] in ("cli", "lab") else "top"
+    return parts[1] if len(parts) > 1 and parts[1] in ("cli", "lab", "serve") else "top"
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ COMMANDS = {
     "query": "Ask a question over the ingested documents.",
     "eval": "Measure retrieval and fusion modes on your own questions.",
     "mcp": "Give agents the store as tools: search, read, answer.",
+    "serve": "Answer over HTTP as the OpenAI API does, and the shell without loading the model.",
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
     "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",
@@ -64,6 +65,7 @@ _LEFT = {
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
     "eval": "the store was not changed; what is measured with --resume FILE, or written by --make, is kept there",
     "bench": "no store was changed; run the same command again",
+    "serve": "the store holds what it held; start it again",
     "config": "",
     "help": "",
 }

@@ -45,13 +45,14 @@ from kvtool.core.options.option import Option, Options, Part, options_of
 from kvtool.core.options.resolve import O, Resolved, resolve
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions
+from kvtool.serve.options import ServeOptions
 
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 # Whose options a variable or a configuration file can give.
 SETTINGS: tuple[type[Options], ...] = (
     *(StoreOptions, LockOptions, ModelOptions),
-    *(IngestOptions, QueryOptions, RemoteOptions),
+    *(IngestOptions, QueryOptions, RemoteOptions, ServeOptions),
 )
 
 # What every command takes, so that a script can add it to all of them; it is shown where it means something.

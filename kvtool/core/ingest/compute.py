@@ -79,7 +79,8 @@ class ChunkStorer:
     def store_prefix(self, prefix: WantedChunk) -> None:
         """Compute and keep the prompt's own beginning, which is exact in every prompt."""
         decoder = self.maker.decoder
-        made = prefill(decoder, LeadIns.nothing(decoder), [prefix])
+        with decoder.turns.turn():
+            made = prefill(decoder, LeadIns.nothing(decoder), [prefix])
         self._write(made, level_of(self.maker.level).of_prefix)
         self._settle(0)
 
@@ -135,7 +136,8 @@ class ChunkStorer:
 
     def _prefill(self, batch: Sequence[WantedChunk]) -> list[PrefilledChunk]:
         started, report = time.perf_counter(), self._account.report
-        made = prefill(self.maker.decoder, self.maker.lead_ins, batch)
+        with self.maker.decoder.turns.turn():  # of a served model, between two steps of the answers
+            made = prefill(self.maker.decoder, self.maker.lead_ins, batch)
         report.prefill_seconds += time.perf_counter() - started
         report.tokens += sum(len(chunk.ids) for chunk in batch)
         report.chunks.computed += len(batch)

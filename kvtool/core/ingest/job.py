@@ -259,7 +259,8 @@ class _Job:
             check_length(decoder, len(identity.lead_in.ids), chunks)
         self._keep_identity(writer)
         profile = session.profiles.current() if level_of(level).nested else None
-        lead_ins = open_lead_ins(store, decoder, identity)
+        with decoder.turns.turn():
+            lead_ins = open_lead_ins(store, decoder, identity)
         storer = ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
         if self._needs_prefix(store):
             storer.store_prefix(identity.wanted_prefix)
@@ -292,7 +293,8 @@ class _Job:
     def _gate(self, session: Session) -> None:
         from kvtool.core.session.laws import gate_store
 
-        verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
+        with session.decoder.turns.turn():
+            verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()
             if not verdict.passed:

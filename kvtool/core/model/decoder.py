@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtool.core.common.machine import is_out_of_memory
+from kvtool.core.common.turns import Turns
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
@@ -47,11 +48,13 @@ class Decoder:
     shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
         what those keep, or all.
     context : the longest prompt, in tokens, that the model takes.
+    turns : for threads that take turns in running it.
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         attention.register()
         self.loaded = loaded
+        self.turns = Turns()
         self.model: Any = loaded.model
         self.model.set_attn_implementation(attention.IMPLEMENTATION)
         self.model.generation_config = _special_ids_only(self.model.generation_config)

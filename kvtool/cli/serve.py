@@ -1,0 +1,139 @@
+"""`kvtool serve`: an engine that stays up, behind an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from kvtool.cli.commands import new_app
+from kvtool.cli.options import Run, takes
+from kvtool.cli.out import OutputClosed
+from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.json_text import escaped
+from kvtool.core.errors import KvtoolError
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, option
+from kvtool.core.query.options import QueryOptions
+from kvtool.serve.key import key_file, read_key
+from kvtool.serve.options import ACCESS, ServeOptions
+
+if TYPE_CHECKING:
+    pass
+
+app = new_app()
+_NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags(Options, settings=False):
+    """What only the command line has."""
+
+    show_key: bool = option(False, "Print the API key and leave.", group=ACCESS)
+
+
+@app.command()
+@takes(
+    ServeOptions,
+    ServeFlags,
+    QueryOptions.some("fusion", "ratio", "top_k", "level", "max_tokens"),
+    StoreOptions,
+    ModelOptions,
+    LockOptions,
+    examples=("serve", "serve --port 8000 --uploads ~/sent --cors-origin http://localhost:3000", "serve --show-key"),
+)
+def serve(run: Run) -> None:
+    """Answer over HTTP as the OpenAI API does, and this user's `kvtool query` with the model that is loaded here."""
+    options = run.get(ServeOptions)
+    file = key_file(options.key_file)
+    if run.get(ServeFlags).show_key:
+        key = read_key(file)
+        run.out.result({"key": key, "path": str(file)}, human=lambda: run.out.print(key))
+        return
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise KvtoolError(f"`kvtool serve` needs the package {missing[0]}", "pip install 'kvtool[serve]'")
+    _serve(run, options, read_key(file) if options.key else None, file)
+
+
+def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None:
+    from kvtool.serve.app import make_app
+    from kvtool.serve.engine import Engine
+    from kvtool.serve.server import Listener, address_of, bind
+    from kvtool.serve.server import serve as run_server
+
+    tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
+    with bind(options) as bound:
+        engine = Engine(
+            run.get(StoreOptions).place,
+            run.get(ModelOptions),
+            run.out.warning,
+            parallel=options.parallel,
+            queue=options.queue,
+            patience=options.request_timeout,
+            hot_memory=options.hot_memory,
+        )
+        log = _Log(run, options.request_log)
+        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, log.write)
+        listeners = [Listener(app, bound, tls)]
+        address = address_of(bound, tls is not None)
+        run.out.doing("loading the model")
+        try:
+            engine.start()
+            run_server(
+                engine,
+                listeners,
+                options.drain_timeout,
+                lambda: _say(run, options, address, key, file),
+                run.out.warning,
+            )
+        finally:
+            engine.close()
+            log.close()
+
+
+def _ingesting(run: Run) -> IngestOptions:
+    """How documents of clients are ingested: as variables and files say, with the model that the server was given."""
+    model = run.get(ModelOptions)
+    return replace(run.get(IngestOptions), model=model.model, device=model.device, dtype=model.dtype, log=None)
+
+
+def _say(run: Run, options: ServeOptions, address: str, key: str | None, file: Path) -> None:
+    how = "no key is needed" if key is None else f"the key is in {file} (`kvtool serve --show-key` prints it)"
+    run.out.status(f"listening at {address}; {how}", address=address)
+    if not options.is_local and options.tls_cert is None:
+        run.out.warning(
+            "the key, the questions and the answers go over the network unencrypted",
+            "--tls-cert and --tls-key, or a proxy that speaks https",
+        )
+
+
+class _Log:
+    """A line for each request, in a file or on stdout; nothing with --quiet."""
+
+    def __init__(self, run: Run, path: Path | None) -> None:
+        self._out, self._file = run.out, None if path is None else _appended(path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Write a line. A full disk, or a pipe that nobody reads, keeps no question from its answer."""
+        with suppress(OSError, OutputClosed, KvtoolError):
+            if self._file is not None:
+                self._file.write(escaped(json.dumps(row, ensure_ascii=False)) + "\n")
+                self._file.flush()
+            elif self._out.verbosity >= 0:
+                self._out.json(row)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+def _appended(path: Path) -> IO[str]:
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return open(handle, "a", encoding="utf-8")

@@ -1,0 +1,154 @@
+"""A request of the OpenAI API as a question to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.query.options import ChunkChoice, QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.job import Ask
+from kvtool.serve.wire import Refusal, taken, texts
+
+# What of a question's options a client may set, under `kvtool`: nothing that names a file or a model of this machine.
+ALLOWED = (
+    *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "only", "retriever", "order"),
+    *("defer", "defer_first", "defer_threshold", "slo_ms"),
+)
+_OWN = ("documents", "chunks", *ALLOWED)
+# What the API has beside, and the values at which it changes nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_p": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+}
+# What is about the client and its account alone.
+_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    *("prediction", "verbosity", "reasoning_effort"),
+)
+_KNOWN = ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "seed", "stop")
+_MOST_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request, read.
+
+    Attributes
+    ----------
+    model : that the client names; "" where it names none.
+    usage : whether a stream ends with a count of tokens.
+    """
+
+    ask: Ask
+    stream: bool
+    usage: bool
+    model: str
+
+
+def read_chat(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
+    """Read a body of `/v1/chat/completions`.
+
+    Parameters
+    ----------
+    options : what holds where the client says nothing.
+
+    Raises
+    ------
+    Refusal, UsageError : it asks for nothing, or for what cannot be had.
+    """
+    system, question = _conversation(taken(value, "messages", list, []))
+    return _wanted(value, "messages", question, replace(options, system=system or options.system))
+
+
+def read_completion(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
+    """Read a body of `/v1/completions`; see `read_chat`. Its prompt is the question."""
+    prompts = texts(value, "prompt")
+    if len(prompts) != 1:
+        raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
+    return _wanted(value, "prompt", prompts[0], options)
+
+
+def _wanted(value: Mapping[str, Any], asked: str, question: str, options: QueryOptions) -> Wanted:
+    _check_names(value, asked)
+    own = taken(value, "kvtool", dict, {})
+    if unknown := [name for name in own if name not in _OWN]:
+        hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
+        raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
+    given = {name: own[name] for name in ALLOWED if own.get(name) is not None}
+    numbers = {
+        "max_tokens": taken(value, "max_completion_tokens", int, taken(value, "max_tokens", int)),
+        "temperature": taken(value, "temperature", (int, float)),
+        "seed": taken(value, "seed", int),
+    }
+    given |= {name: number for name, number in numbers.items() if number is not None}
+    choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
+    stream = taken(value, "stream_options", dict, {})
+    stop = texts(value, "stop")
+    if len(stop) > _MOST_STOPS:
+        raise Refusal(400, "too_many", f"stop has {len(stop)} texts", f"at most {_MOST_STOPS}", "stop")
+    return Wanted(
+        ask=Ask(Request(question, choice.chunks, choice.documents), replace(options, **given), stop),
+        stream=taken(value, "stream", bool, False),
+        usage=taken(stream, "include_usage", bool, False),
+        model=taken(value, "model", str, ""),
+    )
+
+
+def _check_names(value: Mapping[str, Any], asked: str) -> None:
+    """Refuse what would change the answer and cannot be had; nothing is left out without a word."""
+    for name, given in value.items():
+        if given is None or name in (asked, "kvtool", *_KNOWN, *_IGNORED):
+            continue
+        if name not in _NEUTRAL:
+            raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        if given not in _NEUTRAL[name]:
+            hint = f"leave it out, or give {_NEUTRAL[name][0]!r}"
+            raise Refusal(400, "unsupported", f"{name} cannot be set to {given!r}", hint, name)
+
+
+def _conversation(messages: list[Any]) -> tuple[str, str]:
+    """The instruction, and the last question behind what was said before it."""
+    said = [_message(message, number) for number, message in enumerate(messages)]
+    system = "\n\n".join(text for role, text in said if role in ("system", "developer"))
+    turns = [(role, text) for role, text in said if role in ("user", "assistant")]
+    if not turns or turns[-1][0] != "user":
+        raise Refusal(400, "no_question", "the last message has to be the user's", param="messages")
+    *before, (_, question) = turns
+    if not question.strip():
+        raise UsageError("the question is empty", "ask something")
+    talked = "".join(f"{'User' if role == 'user' else 'Assistant'}: {text.strip()}\n" for role, text in before)
+    return system, f"{talked}User: {question}" if before else question
+
+
+def _message(message: Any, number: int) -> tuple[str, str]:
+    where = f"messages.{number}"
+    if not isinstance(message, dict):
+        raise Refusal(400, "wrong_type", f"{where} is no object", param=where)
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise Refusal(
+            400, "unsupported", f"{where} has the role {role!r}", "user, assistant or system", f"{where}.role"
+        )
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(word, str) for word in words):
+        raise Refusal(400, "unsupported", f"{where} holds something else than text", param=f"{where}.content")
+    return role, "\n".join(map(str, words))

@@ -1,0 +1,123 @@
+"""`/v1/documents`: ingest, list, forget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvtool.core.cache.layout import atomic_write, make_folder
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import BusyError
+from kvtool.serve.wire import Refusal, body_of, taken, texts
+
+_LONGEST_NAME = 255  # bytes, as file systems have it
+_SOON = 5  # seconds
+
+
+class Documents:
+    """The endpoints of documents.
+
+    Parameters
+    ----------
+    roots : folders below which clients may name files; `uploads`: where what they send is kept.
+    """
+
+    def __init__(self, engine: Engine, options: IngestOptions, roots: tuple[Path, ...], uploads: Path | None) -> None:
+        self._engine, self._options = engine, options
+        self._uploads = uploads.resolve() if uploads is not None else None
+        self._roots = tuple(root.resolve() for root in roots)
+        self._one = asyncio.Lock()
+
+    async def add(self, request: Request) -> Response:
+        """`POST /v1/documents`: ingest what the client sends (`documents`), or files of this machine (`paths`)."""
+        value = await body_of(request)
+        for name in value:
+            if name not in ("documents", "paths"):
+                raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        named = [self._allowed(path) for path in texts(value, "paths")]
+        sent = [self._sent(row) for row in taken(value, "documents", list, [])]
+        if not named and not sent:
+            raise Refusal(400, "no_documents", "there is nothing to ingest", "give documents, or paths")
+        if self._one.locked():
+            raise BusyError("another ingest is running", _SOON)
+        async with self._one:
+            report = await asyncio.to_thread(self._ingest, named, sent)
+        return JSONResponse(report)
+
+    async def show(self, request: Request) -> Response:
+        """`GET /v1/documents`: all of them; with `?source=` one, with its chunks."""
+        wanted = request.query_params.get("source")
+        documents = await asyncio.to_thread(self._engine.documents)
+        if wanted is None:
+            return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
+        for row in documents:
+            if row["source"] == wanted:
+                return JSONResponse({"object": "document", **row})
+        raise Refusal(404, "no_document", f"{wanted!r} is no document of the store", "GET /v1/documents lists them")
+
+    async def forget(self, request: Request) -> Response:
+        """`DELETE /v1/documents?source=`: forget a document; a file that a client sent goes, too."""
+        source = request.query_params.get("source", "")
+        if not source:
+            raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
+        gone = await asyncio.to_thread(self._forget, source)
+        return JSONResponse({"object": "list", "forgotten": list(gone)})
+
+    # ---- in another thread ----
+
+    def _ingest(self, named: list[Path], sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
+        for path, data in sent:
+            make_folder(path.parent)
+            atomic_write(path, data)
+        paths = tuple(dict.fromkeys([*named, *(path for path, _ in sent)]))
+        return self._engine.ingest(replace(self._options, paths=paths)).to_json()
+
+    def _forget(self, source: str) -> tuple[str, ...]:
+        gone = self._engine.forget(source)
+        if self._uploads is not None:
+            for each in map(Path, gone):
+                if each.is_relative_to(self._uploads):
+                    each.unlink(missing_ok=True)
+        return gone
+
+    # ---- what may be named ----
+
+    def _allowed(self, text: str) -> Path:
+        """A path of this machine that a client may have ingested. Others are refused alike, there or not."""
+        path = Path(text).expanduser().resolve()
+        if not any(path.is_relative_to(root) for root in self._roots):
+            hint = "start the server with --root FOLDER" if not self._roots else "name one below a --root of the server"
+            raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
+        return path
+
+    def _sent(self, row: Any) -> tuple[Path, bytes]:
+        """The place and the bytes of a document that a client sends."""
+        if self._uploads is None:
+            hint = "start it with --uploads FOLDER"
+            raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
+        if not isinstance(row, dict) or set(row) != {"name", "text"}:
+            raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
+        return self._uploads / _safe_name(row), taken(row, "text", str, "").encode("utf-8", "replace")
+
+
+def _safe_name(row: Mapping[str, Any]) -> PurePosixPath:
+    """A name that stays below a folder and is read by an ingest of it."""
+    name = taken(row, "name", str, "")
+    parts = name.split("/")
+    sound = all(part.strip(" .") and not part.startswith(".") and len(part.encode()) <= _LONGEST_NAME for part in parts)
+    if not sound or "\\" in name or not name.isprintable():
+        raise Refusal(400, "wrong_name", f"{name!r} is no name of a document", "such as notes/river.md", "documents")
+    return PurePosixPath(name)
+
+
+def _summary(row: Mapping[str, Any]) -> dict[str, Any]:
+    chunks = row["chunks"]
+    sums = {name: sum(chunk[name] for chunk in chunks) for name in ("tokens", "bytes")}
+    return {**row, "chunks": len(chunks), **sums}

@@ -1,0 +1,214 @@
+"""What a server does, whatever it speaks: answers, ingests, lists, forgets, embeds. It knows no HTTP."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Warn
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
+from kvtool.serve.job import Answer, Ask, Event, Job, Tell
+from kvtool.serve.resident import Resident
+from kvtool.serve.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvtool.core.ingest.ingest_report import IngestReport
+    from kvtool.core.retrieval.embed import Embedder
+    from kvtool.core.retrieval.tables import Array
+
+
+class Engine:
+    """One store and one model for many who ask. Threads may share it.
+
+    Parameters
+    ----------
+    place : the store's folder, or the URL of a shared one, which can only be asked.
+    model : the model as the user names it; needed where the store is still to be made.
+    warn : told what the server's owner should know, and no one question is about.
+    parallel, queue, patience : see `Scheduler`. `hot_memory`: bytes of chunks kept in memory.
+    """
+
+    def __init__(
+        self,
+        place: Path | str,
+        model: ModelOptions,
+        warn: Warn,
+        *,
+        parallel: int = 8,
+        queue: int = 64,
+        patience: float = 300.0,
+        hot_memory: int = 10**9,
+    ) -> None:
+        self.place, self.model = place, model
+        self._warn = warn
+        self._resident = Resident(place, model, hot_memory, self._warned)
+        self.scheduler = Scheduler(self._resident, warn, parallel, queue, patience)
+        self._writing = threading.Lock()
+        self._embedding = threading.Lock()
+        self._embedder: Embedder | None = None
+
+    def _warned(self, text: str, hint: str) -> None:
+        if not self.scheduler.warned(text, hint):
+            self._warn(text, hint)
+
+    # ---- beginning and end ----
+
+    def start(self) -> None:
+        """Load the model where there is a store, and begin to answer.
+
+        Raises
+        ------
+        KvtoolError : the store or its model cannot be used.
+        """
+        from kvtool.core.model.generate import make_ready
+
+        if self._resident.exists():
+            session = self._resident.session()
+            with self._resident.turn():
+                session.check_gate()
+            make_ready(session.decoder)
+        self.scheduler.start()
+
+    def refuse(self) -> None:
+        """Take no more questions; those that were taken are answered."""
+        self.scheduler.refuse()
+
+    def close(self) -> None:
+        """End; what was not answered is told so."""
+        self.scheduler.close()
+        self._resident.close()
+
+    # ---- questions ----
+
+    def submit(self, ask: Ask, tell: Tell) -> Job:
+        """Take a question in, and tell what comes of it, in another thread. Raises BusyError."""
+        return self.scheduler.submit(ask, tell)
+
+    def stream(self, ask: Ask) -> Iterator[str | Answer]:
+        """Give the pieces of an answer as they come, and at last the whole. Who stops listening stops it.
+
+        Raises
+        ------
+        KvtoolError : whatever keeps it from being answered; BusyError where too many ask.
+        """
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        job = self.submit(ask, events.put)
+        try:
+            while True:
+                event = events.get()
+                if isinstance(event, KvtoolError):
+                    raise event
+                yield event
+                if isinstance(event, Answer):
+                    return
+        finally:
+            self.scheduler.leave(job)
+
+    def ask(self, ask: Ask) -> Answer:
+        """Answer one question. Raises as `stream` does."""
+        *_, answer = self.stream(ask)
+        assert isinstance(answer, Answer)
+        return answer
+
+    # ---- documents ----
+
+    @property
+    def folder(self) -> Path:
+        """The store's own folder. Raises UsageError where a URL is served."""
+        if isinstance(self.place, str):
+            raise UsageError("a shared store can only be asked", "serve a local one, and push it")
+        return self.place
+
+    def ingest(self, options: IngestOptions, events: Events | None = None) -> IngestReport:
+        """Bring the store up to date with files and folders; questions are answered between two batches of chunks."""
+        from kvtool.core.ingest.job import ingest
+
+        with self._writing:
+            return ingest(self.folder, options, events or Events(), self._resident.decoder)
+
+    def forget(self, source: str) -> tuple[str, ...]:
+        """Forget a document, or all that a path, a glob or a chunk's id means; returns what went.
+
+        Raises
+        ------
+        UsageError : it means nothing in the store, or is pinned.
+        """
+        from kvtool.core.upkeep.forget import forget
+
+        with self._writing:
+            return forget(self.folder, [source], yes=True, lock_wait=10.0).sources
+
+    def documents(self) -> list[dict[str, Any]]:
+        """What the store holds: documents with their chunks, as `kvtool store ls --json` has them."""
+        from kvtool.core.upkeep.listing import as_documents, rows_of
+
+        with Store.open(self.folder) as store:
+            return as_documents(rows_of(store))
+
+    # ---- what it is ----
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model; "" before there is a store."""
+        from kvtool.core.model.resolve import looks_local
+        from kvtool.core.session.identity import store_identity
+
+        if not self._resident.exists():
+            return ""
+        if isinstance(self.place, str):
+            return self.model.model or "kvtool"
+        with Store.open(self.place) as store:
+            ref = store_identity(store).model
+        return Path(ref).name if looks_local(ref) else ref
+
+    def status(self) -> dict[str, Any]:
+        """How it is: whether it can answer, how many wait and are answered."""
+        return {
+            "status": "ok" if self._resident.exists() else "empty",
+            "model": self.model_name,
+            "queue": self.scheduler.waiting,
+            "running": self.scheduler.running,
+        }
+
+    def store_stats(self) -> dict[str, Any]:
+        """Counts and sizes of the store; nothing where there is none, or it stands elsewhere."""
+        if isinstance(self.place, str) or not self._resident.exists():
+            return {}
+        with Store.open(self.place) as store:
+            return store.stats()
+
+    # ---- meaning ----
+
+    @property
+    def embedder_name(self) -> str | None:
+        """The embedding model that the store's vectors are of; None: there is none."""
+        from kvtool.core.retrieval.vectors import remembered
+
+        if isinstance(self.place, str) or not self._resident.exists():
+            return None
+        with Store.open(self.place) as store:
+            return remembered(store, self._warn)
+
+    def embed(self, texts: Sequence[str]) -> Array:
+        """Turn texts into unit vectors, float32 `[texts, dimensions]`.
+
+        Raises
+        ------
+        ModelError : the store has no embedding model, or it cannot be loaded.
+        """
+        from kvtool.core.retrieval.embed import Embedder
+
+        ref = self.embedder_name
+        if ref is None:
+            raise ModelError("the store has no embedding model", "name one at ingest, with --embedder")
+        with self._embedding:
+            if self._embedder is None or self._embedder.ref != ref:
+                self._embedder = Embedder(ref, self.model.offline)
+            return self._embedder.encode(texts)

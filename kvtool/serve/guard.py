@@ -1,0 +1,126 @@
+"""Who may ask, and how long they may take over it: what stands before every endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from starlette.datastructures import URL, Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtool.serve.facts import facts_of
+from kvtool.serve.key import is_key
+from kvtool.serve.options import ANY_ORIGIN
+from kvtool.serve.wire import Refusal, refused
+
+_OPEN = ("/health",)  # for whoever looks whether it runs
+_HERE = ("localhost", "127.0.0.1", "::1")
+
+
+class Guard:
+    """Lets in who has the key.
+
+    Parameters
+    ----------
+    key : None: nobody needs one, and only this machine is listened to. Then a web page must not ask unseen: requests
+        have to name this machine as their host (a name of the page's own might lead here), and pages an origin that
+        is let in.
+    origins : of web pages that may ask.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, origins: Sequence[str]) -> None:
+        self._app, self._key, self._origins = app, key, origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            await refused(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = Headers(scope=scope)
+        if not self._is_let_in(headers.get("origin"), scope):
+            return Refusal(403, "origin", "pages of this origin may not ask", "start the server with --cors-origin")
+        if self._key is None:
+            host = URL(scope=scope).hostname
+            if host not in _HERE:
+                return Refusal(403, "host", f"this server is not {host!r}", "ask localhost, or start it with a key")
+            return None
+        if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
+            return None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and is_key(given.strip(), self._key):
+            return None
+        hint = "send it as `Authorization: Bearer KEY`; `kvtool serve --show-key` shows it"
+        return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
+
+    def _is_let_in(self, origin: str | None, scope: Scope) -> bool:
+        if origin is None or ANY_ORIGIN in self._origins or origin in self._origins:
+            return True
+        own = URL(scope=scope)
+        return origin == f"{own.scheme}://{own.netloc}"
+
+
+class Patience:
+    """Gives up clients that neither send nor read for so many seconds."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reading = True
+
+        async def receiving() -> Message:
+            nonlocal reading
+            if not reading:  # for what comes behind the body, the client's leaving, one may wait
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._seconds)
+            except TimeoutError:
+                return {"type": "http.disconnect"}
+            reading = message.get("more_body", False)
+            return message
+
+        async def sending(message: Message) -> None:
+            try:
+                await asyncio.wait_for(send(message), self._seconds)
+            except TimeoutError:
+                raise OSError("the client does not read") from None
+
+        await self._app(scope, receiving, sending)
+
+
+class Noted:
+    """Notes what became of each request.
+
+    Parameters
+    ----------
+    note : called with a request's scope when it has ended.
+    """
+
+    def __init__(self, app: ASGIApp, note: Callable[[Scope], None]) -> None:
+        self._app, self._note = app, note
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        facts = facts_of(HTTPConnection(scope))
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                facts.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", facts.id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except OSError:  # the client has left, or does not read: there is nobody to tell
+            facts.status = 499
+        finally:
+            self._note(scope)

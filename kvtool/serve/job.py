@@ -1,0 +1,124 @@
+"""A question on its way through a server: what was asked, what comes of it, and what may go wrong on the way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, ReplyChunk, Request
+
+if TYPE_CHECKING:
+    from kvtool.core.model.generate import Writing
+    from kvtool.core.query.answer import Begun
+
+
+class BusyError(KvtoolError):
+    """The server takes no more questions just now.
+
+    Parameters
+    ----------
+    retry_after : seconds after which it may be worth asking again.
+    """
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message, f"ask again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class TooSlowError(KvtoolError):
+    """An answer has taken as long as one may take."""
+
+
+class LeftError(KvtoolError):
+    """Whoever asked has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question with its options; `stop`: texts that end the answer."""
+
+    request: Request
+    options: QueryOptions
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, without what it was made with in memory.
+
+    Attributes
+    ----------
+    finish : how it ended: `stop`, or `length` where it was cut off.
+    facts : what `kvtool query --json` says of it.
+    steps, generate_ms, stepper : tokens behind the first, the time that they took among others', and how.
+    queue_ms : how long the question waited for its turn.
+    warnings : texts and hints of what should be known although there is an answer.
+    """
+
+    text: str
+    finish: Literal["stop", "length"]
+    chunks: tuple[ReplyChunk, ...]
+    facts: dict[str, Any]
+    steps: int
+    stepper: str
+    queue_ms: float
+    warnings: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, reply: Reply, queue_ms: float, warnings: list[tuple[str, str]]) -> Answer:
+        """The answer of a reply, whose prompt can be let go of."""
+        said = reply.generated
+        finish: Literal["stop", "length"] = "length" if said.end is None and said.stop is None else "stop"
+        return cls(
+            text=reply.answer,
+            finish=finish,
+            chunks=tuple(reply.chunks),
+            facts=reply.to_json(),
+            steps=said.steps,
+            stepper=said.stepper,
+            queue_ms=queue_ms,
+            warnings=tuple(warnings),
+        )
+
+
+Event = str | Answer | KvtoolError
+"""What comes of a question: pieces of its answer's text, then the whole answer, or an error."""
+
+Tell = Callable[[Event], None]
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One question, from its coming to its end.
+
+    Attributes
+    ----------
+    tell : called with each event, in the thread that answers; it must not wait.
+    arrived, deadline : by `time.monotonic()`.
+    begun, writing : once its prompt is there.
+    left : whoever asked does not wait any more.
+    """
+
+    ask: Ask
+    tell: Tell
+    patience: float
+    arrived: float = field(default_factory=time.monotonic)
+    queue_ms: float = 0.0
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    begun: Begun | None = None
+    writing: Writing | None = None
+    left: bool = False
+
+    @property
+    def lost(self) -> KvtoolError | None:
+        """Why it need not go on; None: it has to."""
+        if self.left:
+            return LeftError("the client has left")
+        if time.monotonic() - self.arrived > self.patience:
+            hint = "ask for fewer tokens or chunks, or start the server with a longer --request-timeout"
+            return TooSlowError(f"the answer took longer than {self.patience:g} s", hint)
+        return None

@@ -1,0 +1,250 @@
+"""Who is answered when: one thread runs the model, a prompt at a time, and writes all begun answers token by token."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvtool.core.common.machine import is_out_of_memory
+from kvtool.core.common.types import Warn
+from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError
+from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, Tell
+from kvtool.serve.resident import Resident
+
+if TYPE_CHECKING:
+    from kvtool.core.model.together import Together
+    from kvtool.core.query.answer import Begun
+    from kvtool.core.session.session import Session
+
+_ANOTHER_STORE = 2  # times that a question may find another store than the one that was there a moment before
+_RETRY_AFTER = (1, 60)  # seconds, at least and at most
+
+
+class Scheduler:
+    """Answers jobs in the order in which they come.
+
+    A turn takes one prompt to its first token, where an answer may begin, and then one step of every answer that was
+    begun. So no answer waits for the end of another, and a long prompt holds the others up once.
+
+    Parameters
+    ----------
+    parallel : answers that are written at a time; `queue`: jobs that may wait beside.
+    patience : seconds that a job may take from its coming to its end.
+    """
+
+    def __init__(self, resident: Resident, warn: Warn, parallel: int, queue: int, patience: float) -> None:
+        self._resident, self._warn = resident, warn
+        self._parallel, self._queue, self._patience = parallel, queue, patience
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
+        self._together: Together | None = None
+        self._seconds = 1.0  # that an answer has taken lately
+        self._taking, self._stopped = True, False
+        self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
+
+    # ---- from any thread ----
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """How many answers are written."""
+        return len(self._running)
+
+    def submit(self, ask: Ask, tell: Tell) -> Job:
+        """Take a question in.
+
+        Raises
+        ------
+        BusyError : too many wait already, or the server is about to end.
+        """
+        job = Job(ask, tell, self._patience)
+        with self._changed:
+            if not self._taking:
+                raise BusyError("the server is about to end", _RETRY_AFTER[0])
+            if len(self._waiting) >= self._queue:
+                raise BusyError(f"{len(self._waiting)} questions wait already", self._retry_after)
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
+
+    @property
+    def _retry_after(self) -> int:
+        """Seconds after which a place may be free."""
+        least, most = _RETRY_AFTER
+        return int(min(most, max(least, self._seconds * len(self._waiting) / self._parallel)))
+
+    def leave(self, job: Job) -> None:
+        """Nobody waits for a job any more: it ends before its next token."""
+        with self._changed:
+            job.left = True
+            self._changed.notify_all()
+
+    def warned(self, text: str, hint: str) -> bool:
+        """Note a warning with the job that it is about; False: it is about none."""
+        job = self._current
+        if job is not None:
+            job.warnings.append((text, hint))
+        return job is not None
+
+    def refuse(self) -> None:
+        """Take no more jobs in; those that were are done."""
+        with self._changed:
+            self._taking = False
+
+    def close(self) -> None:
+        """End at once; what is left is told so."""
+        with self._changed:
+            self._taking, self._stopped = False, True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ---- in the thread that answers ----
+
+    def _run(self) -> None:
+        from kvtool.core.model.together import Together
+
+        self._together = Together()
+        while self._is_work():
+            with self._resident.turn():
+                self._turn(self._together)
+        for job in self._jobs():
+            self._end(job, BusyError("the server has ended", _RETRY_AFTER[0]))
+
+    def _is_work(self) -> bool:
+        """Wait for something to do; False: it is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._running or self._stopped)
+            return not self._stopped
+
+    def _turn(self, together: Together) -> None:
+        self._drop_lost(together)
+        if (job := self._next()) is not None:
+            self._begin(job, together)
+        try:
+            done = together.step()
+        except Exception as error:  # out of memory, most likely: nobody knows which of them could go on
+            for job in list(self._running):
+                self._end(job, _as_error(error))
+            together.writings.clear()
+            return
+        ended = {id(writing) for writing in done}
+        for job in [job for job in self._running if id(job.writing) in ended]:
+            self._answer(job)
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            if not self._waiting or len(self._running) >= self._parallel:
+                return None
+            job = self._waiting.popleft()
+            self._running.append(job)
+            return job
+
+    def _jobs(self) -> list[Job]:
+        with self._changed:
+            return [*self._running, *self._waiting]
+
+    def _drop_lost(self, together: Together) -> None:
+        """Let go of jobs that nobody waits for, or that have taken too long."""
+        for job in self._jobs():
+            if (lost := job.lost) is not None:
+                if job.writing is not None:
+                    together.remove(job.writing)
+                self._end(job, lost)
+
+    def _begin(self, job: Job, together: Together) -> None:
+        """Bring a job to its first token."""
+        from kvtool.core.model.generate import Writing
+
+        job.queue_ms = (time.monotonic() - job.arrived) * 1e3
+        self._current = job
+        try:
+            begun = job.begun = self._begun(job)
+            sampling = replace(begun.sampling, stop=job.ask.stop)
+            cache, decoder = begun.outcome.fused.cache, begun.session.decoder
+            job.writing = Writing(decoder, cache, begun.known, sampling, lambda piece: _tell(job, piece))
+            together.add(job.writing)
+        except Exception as error:
+            self._end(job, _as_error(error))
+        finally:
+            self._current = None
+
+    def _begun(self, job: Job) -> Begun:
+        """A job's prompt, fused; once more where another store has just come into the place of the open one."""
+        for attempt in range(_ANOTHER_STORE):
+            session = self._resident.session()
+            try:
+                return _begun(session, job.ask)
+            except (ModelError, StoreFormatError):
+                if attempt == _ANOTHER_STORE - 1 or session is self._resident.session():
+                    raise
+        raise AssertionError("it is tried once at least")
+
+    def _answer(self, job: Job) -> None:
+        """End a job whose answer is written; what is to be kept of it is kept after it was told."""
+        assert job.begun is not None
+        assert job.writing is not None
+        begun = job.begun
+        try:
+            reply = begun.reply(job.writing.end())
+            event: Event = Answer.of(reply, job.queue_ms, job.warnings)
+        except Exception as error:
+            event = _as_error(error)
+        self._end(job, event)
+        if isinstance(event, Answer):
+            try:
+                begun.keep()
+            except Exception as error:  # the answer stands
+                failed = _as_error(error)
+                self._warn(f"what was computed of a prompt could not be kept: {failed.message}", failed.hint)
+
+    def _end(self, job: Job, event: Event) -> None:
+        """Tell a job its last event; of one that has ended already nothing more is told."""
+        with self._changed:
+            jobs: deque[Job] | list[Job] = self._running if job in self._running else self._waiting
+            if job not in jobs:
+                return
+            jobs.remove(job)
+            self._changed.notify_all()
+        job.begun = job.writing = None
+        if isinstance(event, Answer):
+            took = time.monotonic() - job.arrived - job.queue_ms / 1e3
+            self._seconds += (took - self._seconds) / 8
+        _tell(job, event)
+
+
+def _begun(session: Session, ask: Ask) -> Begun:
+    from kvtool.core.query.answer import begin_answer
+    from kvtool.core.query.layout import lay_out
+
+    with session.lock, session.store.view():
+        return begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
+
+
+def _tell(job: Job, event: Event) -> None:
+    """Tell an event; who cannot be told has left."""
+    try:
+        job.tell(event)
+    except Exception:
+        job.left = True
+
+
+def _as_error(error: Exception) -> KvtoolError:
+    if isinstance(error, KvtoolError):
+        return error
+    if is_out_of_memory(error):
+        return KvtoolError("out of memory", "ask for fewer chunks, or serve with a smaller --parallel")
+    return KvtoolError(f"unexpected {type(error).__name__}: {error}", "this is a bug in kvtool")

@@ -1,0 +1,156 @@
+"""The process of a server: its sockets, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvtool.core.common.types import Warn
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.serve.engine import Engine
+from kvtool.serve.options import ServeOptions
+
+_BACKLOG = 128
+_HEADER_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """An application, and the bound socket at which it is reached."""
+
+    app: ASGIApp
+    socket: socket.socket
+    tls: tuple[Path, Path] | None = None
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """Take the address before anything is loaded. Raises KvtoolError where it cannot be had."""
+    try:
+        family, *_, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        hint = "another server may be running; name another --port, or 0 for a free one" if taken else "check --host"
+        why = (error.strerror or str(error)).lower()
+        raise KvtoolError(f"cannot listen at {options.host}:{options.port}: {why}", hint) from error
+
+
+def address_of(bound: socket.socket, tls: bool) -> str:
+    """The URL at which clients reach a socket."""
+    host, port = bound.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Callable[[], None], warn: Warn) -> None:
+    """Answer until a signal ends it: begun answers are finished, for so many seconds at most.
+
+    Parameters
+    ----------
+    ready : called when clients are answered.
+
+    Raises
+    ------
+    UsageError : a certificate or its key cannot be used.
+    """
+    configured = [_config(listener, drain) for listener in listeners]
+    for config in configured:
+        _load(config)
+    servers = [_Server(config) for config in configured]
+    with _told(warn):
+        asyncio.run(_until_signalled(engine, servers, [each.socket for each in listeners], ready))
+
+
+class _Server(uvicorn.Server):
+    """One of several in a process, whose signals it leaves alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _until_signalled(
+    engine: Engine, servers: Sequence[_Server], sockets: Sequence[socket.socket], ready: Callable[[], None]
+) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def end() -> None:
+        if stop.is_set():  # once more: at once
+            for server in servers:
+                server.force_exit = True
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    running = [asyncio.ensure_future(server.serve([bound])) for server, bound in zip(servers, sockets, strict=True)]
+    try:
+        while not all(server.started for server in servers):
+            await asyncio.sleep(0.01)
+        ready()
+        await stop.wait()
+        engine.refuse()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*running)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _config(listener: Listener, drain: float) -> uvicorn.Config:
+    certificate, key = listener.tls or (None, None)
+    return uvicorn.Config(
+        listener.app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+        timeout_graceful_shutdown=math.ceil(drain),
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+
+
+def _load(config: uvicorn.Config) -> None:
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"the certificate or its key cannot be used: {why}", "PEM files, of one another") from error
+
+
+@contextmanager
+def _told(warn: Warn) -> Iterator[None]:
+    """What the HTTP library has to say of its own errors is told as warnings."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            failed = record.exc_info[1] if record.exc_info else None
+            warn(record.getMessage() + (f": {failed!r}" if failed else ""), "")
+
+    log, handler = logging.getLogger("uvicorn"), Told(logging.ERROR)
+    before = log.propagate
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = before

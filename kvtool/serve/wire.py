@@ -1,0 +1,156 @@
+"""JSON in and out of requests, and errors as clients of the OpenAI API expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from kvtool.core.common.urls import scrubbed
+from kvtool.core.errors import (
+    KvtoolError,
+    NoSpaceError,
+    RemoteError,
+    StoreLockedError,
+    StoreNotFoundError,
+    UsageError,
+)
+from kvtool.serve.job import BusyError, LeftError, TooSlowError
+
+_DEEPEST = 64  # brackets in brackets
+# What an error means to a client: status, type, code. The first class that fits.
+_MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
+    (BusyError, 429, "rate_limit_error", "busy"),
+    (TooSlowError, 504, "timeout_error", "timeout"),
+    (LeftError, 499, "client_error", "left"),
+    (UsageError, 400, "invalid_request_error", "invalid_request"),
+    (StoreNotFoundError, 503, "server_error", "no_store"),
+    (StoreLockedError, 503, "server_error", "store_locked"),
+    (NoSpaceError, 507, "server_error", "no_space"),
+    (RemoteError, 502, "server_error", "shared_store"),
+)
+
+
+class Refusal(Exception):
+    """What a request is answered with instead of what it asked for."""
+
+    def __init__(self, status: int, code: str, message: str, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.hint, self.param = status, code, message, hint, param
+
+
+def refused(refusal: Refusal) -> JSONResponse:
+    """The response of a refusal."""
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    facts = error_facts(refusal.message, refusal.hint, kind, refusal.code, refusal.param)
+    return JSONResponse({"error": facts}, refusal.status, headers)
+
+
+def error_facts(message: str, hint: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """An error as its JSON has it; what is to be done stands in the message, too, which is all that clients show."""
+    text = f"{scrubbed(message)} ({scrubbed(hint)})" if hint else scrubbed(message)
+    return {"message": text, "type": kind, "code": code, "param": param, "hint": scrubbed(hint)}
+
+
+def failed(error: KvtoolError) -> JSONResponse:
+    """The response of an error."""
+    retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5}.get(type(error))
+    headers = None if retry is None else {"Retry-After": str(retry)}
+    return JSONResponse({"error": failure(error)}, status_of(error), headers)
+
+
+def failure(error: KvtoolError) -> dict[str, Any]:
+    """An error as its JSON has it."""
+    _, kind, code = _meaning(error)
+    return error_facts(error.message, error.hint, kind, code)
+
+
+def status_of(error: KvtoolError) -> int:
+    """The status of an error."""
+    return _meaning(error)[0]
+
+
+def _meaning(error: KvtoolError) -> tuple[int, str, str]:
+    for kind, status, name, code in _MEANINGS:
+        if isinstance(error, kind):
+            return status, name, code
+    return 500, "server_error", "failed"
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    """The JSON object that a request brings.
+
+    Raises
+    ------
+    Refusal : it brings something else.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "not_json", "the body has to be JSON", "send Content-Type: application/json")
+    data = await request.body()
+    try:
+        text = data.decode("utf-8")
+        if _depth(text) > _DEEPEST:
+            raise ValueError("it is nested too deep")
+        value = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, "not_json", f"the body is no JSON: {error}", "send one JSON object in UTF-8") from error
+    if not isinstance(value, dict):
+        raise Refusal(400, "not_json", "the body is no JSON object", 'such as {"messages": […]}')
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _depth(text: str) -> int:
+    """How deep a JSON text may be nested at most: brackets in texts count, too."""
+    deepest = depth = 0
+    for letter in text:
+        if letter in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif letter in "]}":
+            depth -= 1
+    return deepest
+
+
+def taken(value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    """A field of a request; null and a missing one are its default.
+
+    Raises
+    ------
+    Refusal : it is of another type.
+    """
+    found = value.get(name)
+    if found is None:
+        return default
+    if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        words = " or ".join(_KINDS[each] for each in kinds)
+        raise Refusal(400, "wrong_type", f"{name} is not {words}", param=name)
+    return found
+
+
+_KINDS: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def texts(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A field that is a text or a list of them. Raises Refusal."""
+    found = taken(value, name, (str, list), ())
+    found = [found] if isinstance(found, str) else found
+    if not all(isinstance(text, str) for text in found):
+        raise Refusal(400, "wrong_type", f"{name} is no list of texts", param=name)
+    return tuple(found)

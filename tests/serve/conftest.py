@@ -1,0 +1,116 @@
+"""A server of a small store in this process, and clients that ask it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.serve.app import make_app
+from kvtool.serve.engine import Engine
+from kvtool.serve.options import ServeOptions
+from tests.cli.working import built, tiny
+from tests.retrieval.conftest import static_model
+
+__all__ = ["built", "static_model", "tiny"]
+KEY = "kv-of-the-tests"
+PATIENCE = 120.0  # seconds, on a busy machine
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    url: str
+    engine: Engine
+    log: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def client(self) -> httpx2.Client:
+        """A client with the key."""
+        return httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE)
+
+    def logged(self, count: int) -> list[dict[str, Any]]:
+        """The lines of the log, once there are so many."""
+        wait_until(lambda: len(self.log) >= count)
+        return self.log
+
+
+def wait_until(true: Any) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class _Quiet(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def serving(
+    store: Path, key: str | None = KEY, asking: QueryOptions | None = None, model: str | None = None, **options: Any
+) -> Iterator[Served]:
+    """Serve a store in this process."""
+    wanted = ServeOptions(key=key is not None, **options)
+    warnings: list[str] = []
+    engine = Engine(
+        store,
+        ModelOptions(model=model),
+        lambda text, hint: warnings.append(text),
+        parallel=wanted.parallel,
+        queue=wanted.queue,
+        patience=wanted.request_timeout,
+    )
+    bound = socket.create_server(("127.0.0.1", 0))
+    served = Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
+    ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
+    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, served.log.append)
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = _Quiet(config)
+    thread = threading.Thread(target=server.run, args=([bound],))
+    engine.start()
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join()
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def ready(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that no test changes."""
+    return Path(shutil.copytree(built / "store", tmp_path_factory.mktemp("ready") / "store"))
+
+
+@pytest.fixture
+def store(ready: Path, tmp_path: Path) -> Path:
+    """A store of one's own."""
+    return Path(shutil.copytree(ready, tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def served(ready: Path) -> Iterator[Served]:
+    """One server for the tests of a module."""
+    with serving(ready) as running:
+        yield running
