@@ -46,7 +46,7 @@ COMMANDS = {
     "query": "Ask a question over the ingested documents.",
     "eval": "Measure retrieval and fusion modes on your own questions.",
     "mcp": "Give agents the store as tools: search, read, answer.",
-    "serve": "Answer over HTTP as the OpenAI API does, and the shell without loading the model.",
+    "serve": "Answer over HTTP, as the OpenAI API does.",
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
     "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",

@@ -24,6 +24,7 @@ TOPICS = {
     "json": "What --json prints, field by field, and what changed from schema 1 to 2.",
     "python": "The same from Python.",
     "agents": "The store as tools of chat programs, editors and agents.",
+    "server": "The same over HTTP, as the OpenAI API has it, and for the shell without loading the model.",
     "troubleshooting": "Exit codes, common errors, and what to do about them.",
     "evaluation": "Your own questions: what retrieval finds, and which mode to take.",
     "cron": "Keeping a store up to date from cron or systemd.",

@@ -45,10 +45,10 @@ class ServeFlags(Options, settings=False):
     StoreOptions,
     ModelOptions,
     LockOptions,
-    examples=("serve", "serve --port 8000 --uploads ~/sent --cors-origin http://localhost:3000", "serve --show-key"),
+    examples=("serve", "serve --port 8000 --cors-origin http://localhost:3000", "serve --show-key"),
 )
 def serve(run: Run) -> None:
-    """Answer over HTTP as the OpenAI API does, and this user's `kvtool query` with the model that is loaded here."""
+    """Answer over HTTP, as the OpenAI API does."""
     options = run.get(ServeOptions)
     file = key_file(options.key_file)
     if run.get(ServeFlags).show_key:

@@ -128,10 +128,13 @@ class Engine:
 
     def ingest(self, options: IngestOptions, events: Events | None = None) -> IngestReport:
         """Bring the store up to date with files and folders; questions are answered between two batches of chunks."""
-        from kvtool.core.ingest.job import ingest
+        from kvtool.core.ingest.job import KeptModel, ingest
 
         with self._writing:
-            return ingest(self.folder, options, events or Events(), self._resident.decoder)
+            kept = KeptModel(self._resident.decoder)
+            report = ingest(self.folder, options, events or Events(), kept)
+            self._resident.spare = kept.decoder
+            return report
 
     def forget(self, source: str) -> tuple[str, ...]:
         """Forget a document, or all that a path, a glob or a chunk's id means; returns what went.

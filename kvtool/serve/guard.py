@@ -73,20 +73,23 @@ class Patience:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reading = True
+        reading, late = True, False
 
         async def receiving() -> Message:
-            nonlocal reading
+            nonlocal reading, late
             if not reading:  # for what comes behind the body, the client's leaving, one may wait
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), self._seconds)
             except TimeoutError:
+                late = True
                 return {"type": "http.disconnect"}
             reading = message.get("more_body", False)
             return message
 
         async def sending(message: Message) -> None:
+            if late and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             try:
                 await asyncio.wait_for(send(message), self._seconds)
             except TimeoutError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Who may ask", "Limits", "Documents"
+ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Who may ask", "Limits and log", "Documents"
 ANY_ORIGIN = "*"
 
 
@@ -85,7 +85,7 @@ class ServeOptions(Options, sections=("serve",)):
         unit="path",
     )
     request_log: Path | None = option(
-        None, "Write the line of each request there.", metavar="FILE", unit="path", instead="stdout"
+        None, "Write the line of each request there.", group=LIMITS, metavar="FILE", unit="path", instead="stdout"
     )
 
     @property

@@ -24,12 +24,17 @@ class Resident:
     ----------
     place : the store's folder, or the URL of a shared one.
     hot_memory : bytes of loaded chunks that are kept for further questions.
+
+    Attributes
+    ----------
+    spare : a model that somebody has loaded, for a store that is not open yet.
     """
 
     def __init__(self, place: Path | str, model: ModelOptions, hot_memory: int, warn: Warn) -> None:
         self.place = place
         self._model, self._hot_memory, self._warn = model, hot_memory, warn
         self._session: Session | None = None
+        self.spare: Decoder | None = None
 
     @property
     def decoder(self) -> Decoder | None:
@@ -68,7 +73,8 @@ class Resident:
         from kvtool.core.session.identity import store_identity
         from kvtool.core.session.session import Session
 
-        store = open_store(self.place, warn=self._warn)
+        store, decoder = open_store(self.place, warn=self._warn), decoder or self.spare
+        self.spare = None
         try:
             identity = store_identity(store)
             if decoder is not None and not _is_of(decoder, identity):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -98,16 +99,15 @@ def test_samples_are_drawn_by_their_seed(client: openai.OpenAI) -> None:
 
 
 def test_what_was_said_before_stands_in_the_prompt(client: openai.OpenAI) -> None:
-    def tokens(*messages: dict[str, str]) -> int:
-        done = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)  # type: ignore[arg-type]
+    def tokens(*messages: Any) -> int:
+        own = {"kvtool": {"documents": ["mill2.md"]}}
+        done = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1, extra_body=own)
         return done.model_extra["kvtool"]["tokens"]["prompt"]
 
     before = {"role": "user", "content": "Who built the first mill?"}, {"role": "assistant", "content": "baker A"}
-    own = {"documents": ["mill2.md"]}
-    del own
     assert tokens(*before, *ASKED) > tokens(*ASKED)
     parts = [{"type": "text", "text": QUESTION}]
-    assert tokens({"role": "user", "content": parts}) == tokens(*ASKED)  # type: ignore[dict-item]
+    assert tokens({"role": "user", "content": parts}) == tokens(*ASKED)
 
 
 def test_models(client: openai.OpenAI) -> None:

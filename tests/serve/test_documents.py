@@ -1,0 +1,173 @@
+"""Documents over HTTP, what the server tells of itself, and a store that others change under it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import kvtool
+from tests.cli.working import QUESTION, write_corpus
+from tests.serve.conftest import Served, serving, wait_until
+
+CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
+
+
+def ask(client: httpx2.Client, question: str = QUESTION, **more: Any) -> httpx2.Response:
+    return client.post(CHAT, json={"messages": [{"role": "user", "content": question}], "max_tokens": 2, **more})
+
+
+def sources(client: httpx2.Client, question: str) -> list[str]:
+    return [Path(place).name for place in ask(client, question).json()["kvtool"]["sources"]]
+
+
+def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
+    uploads = tmp_path / "sent"
+    with serving(store, uploads=uploads) as served, served.client as client:
+        before = client.get(DOCUMENTS).json()["data"]
+        assert {Path(row["source"]).name for row in before} == {f"mill{n}.md" for n in range(6)}
+        assert all(row["chunks"] and row["tokens"] and row["bytes"] for row in before)
+        sent = {"documents": [{"name": "notes/zeppelin.md", "text": "# Zeppelin\n\nThe zeppelin 하늘 landed."}]}
+        report = client.post(DOCUMENTS, json=sent).json()
+        assert report["documents"]["added"] == 1
+        assert sources(client, "Where did the zeppelin land?")[0] == "zeppelin.md:1"
+        place = str(uploads / "notes" / "zeppelin.md")
+        shown = client.get(DOCUMENTS, params={"source": place}).json()
+        assert shown["chunks"][0]["id"]
+        assert client.post(DOCUMENTS, json=sent).json()["documents"]["unchanged"] == 1
+        assert client.delete(DOCUMENTS, params={"source": place}).json()["forgotten"] == [place]
+        assert not Path(place).exists()
+        assert client.get(DOCUMENTS, params={"source": place}).status_code == 404
+        assert client.get(DOCUMENTS).json()["data"] == before
+        for wrong in ({}, {"source": "nowhere.md"}):
+            assert client.delete(DOCUMENTS, params=wrong).status_code == 400
+
+
+def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.md").write_text("# Secret\n\nNobody may know.")
+    root = write_corpus(tmp_path / "open", 1)
+    (root / "link.md").symlink_to(tmp_path / "secret.md")
+    with serving(store, root=(str(root),)) as served, served.client as client:
+        for path in (tmp_path / "secret.md", root / ".." / "secret.md", root / "link.md", "/etc/passwd", "/nowhere"):
+            assert client.post(DOCUMENTS, json={"paths": [str(path)]}).status_code == 403, path
+        assert client.post(DOCUMENTS, json={"paths": [str(root / "mill0.md")]}).json()["documents"]["added"] == 1
+        assert client.post(DOCUMENTS, json={"documents": [{"name": "a.md", "text": "b"}]}).status_code == 403
+        for wrong in ({}, {"paths": []}, {"paths": [1]}, {"files": ["a"]}):
+            assert client.post(DOCUMENTS, json=wrong).status_code == 400
+        assert client.post(DOCUMENTS, json={"paths": [str(root / "nowhere.md")]}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.md", "/etc/a.md", "a/../../b.md", ".hidden", "", "a//b.md", "a\x00b", "a\\..\\b.md", "x" * 300, " "]
+)
+def test_names_stay_in_their_folder(ready: Path, tmp_path: Path, name: str) -> None:
+    from kvtool.serve.documents import _safe_name
+    from kvtool.serve.wire import Refusal
+
+    with pytest.raises(Refusal):
+        _safe_name({"name": name})
+
+
+def test_a_store_is_made_by_the_first_ingest(tiny: Path, tmp_path: Path) -> None:
+    uploads = tmp_path / "sent"
+    with serving(tmp_path / "new", uploads=uploads, model=str(tiny)) as served, served.client as client:
+        assert client.get("/health").json()["status"] == "empty"
+        assert ask(client).status_code == 503
+        assert client.get("/v1/models").json()["data"] == []
+        sent = {"documents": [{"name": "mill.md", "text": "The mill was built by baker Z."}]}
+        assert client.post(DOCUMENTS, json=sent).json()["documents"]["added"] == 1
+        assert sources(client, "Who built the mill?") == ["mill.md:1"]
+        assert client.get("/health").json() == {"status": "ok", "model": "tiny", "queue": 0, "running": 0}
+
+
+def test_what_others_ingest_is_found(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "airship.md").write_text("# Airship\n\nThe airship flew to Oslo.")
+    with serving(store) as served, served.client as client:
+        before = ask(client).json()["kvtool"]["revision"]
+        with kvtool.open(store) as other:
+            other.ingest(tmp_path / "airship.md")
+        assert sources(client, "Where did the airship fly?")[0] == "airship.md:1"
+        assert ask(client).json()["kvtool"]["revision"] > before
+
+
+def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: Path) -> None:
+    """By another one of the same model, which is not loaded again; then it is gone, and comes back."""
+    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
+    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
+        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+    with serving(store) as served, served.client as client:
+        assert ask(client).status_code == 200
+        decoder = served.engine._resident.decoder
+        store.rename(tmp_path / "old")
+        assert ask(client).status_code == 503
+        shutil.move(tmp_path / "other", store)
+        assert sources(client, "Who saw the comet?") == ["other.md:1"]
+        assert served.engine._resident.decoder is decoder
+        store.rename(tmp_path / "other")
+        (tmp_path / "old").rename(store)
+        assert sources(client, QUESTION)[0] == "mill2.md:1"
+
+
+def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it runs answers come, each between two of its batches."""
+    from kvtool.core.ingest import compute
+
+    monkeypatch.setitem(compute.BATCH_TOKENS, "cpu", 64)
+    uploads = tmp_path / "sent"
+    texts = [{"name": f"n{n}.md", "text": f"# Number {n}\n\n" + f"Word {n} and more. " * 40} for n in range(12)]
+    with serving(store, uploads=uploads) as served, served.client as client:
+        revisions: set[int] = set()
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(client.post, DOCUMENTS, json={"documents": texts})
+            while not done.done():
+                with served.client as other:
+                    answer = ask(other)
+                assert answer.status_code == 200
+                revisions.add(answer.json()["kvtool"]["revision"])
+        assert done.result().json()["documents"]["added"] == 12
+
+
+def test_metrics_and_log(ready: Path) -> None:
+    with serving(ready) as served, served.client as client:
+        ask(client)
+        ask(client, "zzyzx")
+        client.get("/v1/nowhere/at/all")
+        text = client.get("/metrics").text
+        rows = served.logged(4)
+    values = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert values["kvtool_requests_total", ("path", CHAT), ("status", "200")] == 1
+    assert values["kvtool_requests_total", ("path", "other"), ("status", "404")] == 1
+    assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generation_seconds_count",)] == 1
+    assert values["kvtool_tokens_total", ("kind", "reused")] > 0
+    assert values["kvtool_chunks_total", ("status", "hit")] == 5
+    assert values["kvtool_store_bytes", ("level", "raw")] > 0
+    assert values["kvtool_read_bytes_total", ("tier", "store")] > 0
+    assert values[("kvtool_queued",)] == values[("kvtool_running",)] == 0
+    assert [(row["path"], row["status"]) for row in rows] == [
+        (CHAT, 200),
+        (CHAT, rows[1]["status"]),
+        ("/v1/nowhere/at/all", 404),
+        ("/metrics", 200),
+    ]
+    assert rows[0]["tokens"]["generated"] == 2
+    assert rows[1]["status"] >= 400
+    assert "no chunk matches" in rows[1]["error"]
+    assert len({row["id"] for row in rows}) == 4
+
+
+def test_the_log_says_no_word_of_a_question(served: Served) -> None:
+    with served.client as client:
+        count = len(served.log)
+        ask(client, "Who built the third mill, Mister Confidential?")
+        wait_until(lambda: len(served.log) > count)
+    assert "Confidential" not in str(served.log)

@@ -1,0 +1,317 @@
+"""What nobody means well by: strangers, malformed and oversized requests, clients that leave or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.query.options import QueryOptions
+from kvtool.serve.facts import Facts, facts_of
+from kvtool.serve.guard import Noted, Patience
+from kvtool.serve.key import is_key, key_file, read_key
+from kvtool.serve.options import ServeOptions
+from tests.cli.working import QUESTION
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
+
+CHAT = "/v1/chat/completions"
+PAGE = "http://localhost:3000"
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": QUESTION}], **more}
+
+
+def raw(served: Served, *lines: str, data: bytes = b"", key: str = KEY) -> socket.socket:
+    """A connection on which a request has been sent as it stands."""
+    host, port = served.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    head = "\r\n".join([*lines, f"Host: {host}:{port}", f"Authorization: Bearer {key}", "", ""])
+    made.sendall(head.encode() + data)
+    return made
+
+
+def posted(served: Served, value: dict[str, Any]) -> socket.socket:
+    data = json.dumps(value).encode()
+    lines = (f"POST {CHAT} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(data)}")
+    return raw(served, *lines, data=data)
+
+
+def still_answers(served: Served) -> None:
+    with served.client as client:
+        assert client.post(CHAT, json=body(max_tokens=2)).status_code == 200
+
+
+# ---- who may ask ----
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer kv-another", f"Basic {KEY}", f"Bearer {KEY}x"])
+def test_the_key_is_asked_for_everywhere_but_of_health(served: Served, key: str) -> None:
+    with httpx2.Client(base_url=served.url, headers={"Authorization": key}, timeout=PATIENCE) as stranger:
+        assert stranger.get("/health").json()["status"] == "ok"
+        for answer in (
+            stranger.post(CHAT, json=body()),
+            stranger.get("/v1/models"),
+            stranger.get("/metrics"),
+            stranger.get("/v1/documents"),
+            stranger.delete("/v1/documents?source=mill0.md"),
+            stranger.get("/nowhere"),
+        ):
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_page_of_an_origin_that_is_let_in(ready: Path) -> None:
+    with serving(ready, cors_origin=(PAGE,)) as served, served.client as client:
+        asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        preflight = httpx2.options(
+            f"{served.url}{CHAT}", headers=asked | {"Access-Control-Request-Headers": "authorization,content-type"}
+        )
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        answer = client.post(CHAT, json=body(max_tokens=1), headers={"Origin": PAGE})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert httpx2.options(f"{served.url}{CHAT}", headers=asked | {"Origin": "http://evil"}).status_code == 403
+        assert client.post(CHAT, json=body(), headers={"Origin": "http://evil"}).status_code == 403
+
+
+def test_without_a_key_no_page_asks_unseen(ready: Path) -> None:
+    with serving(ready, key=None) as served:
+        assert httpx2.get(f"{served.url}/v1/models").status_code == 200
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+            assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == 403
+
+
+def test_no_server_that_anybody_could_use() -> None:
+    for wrong in (
+        {"key": False, "host": "0.0.0.0"},
+        {"key": False, "host": "example.org"},
+        {"key": False, "cors_origin": ("*",)},
+        {"tls_cert": Path("a.pem")},
+    ):
+        with pytest.raises(UsageError):
+            ServeOptions(**wrong)  # type: ignore[arg-type]
+    assert ServeOptions(key=False, host="::1").is_local
+
+
+def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
+    path = key_file(None)
+    key = read_key(path)
+    assert read_key(path) == key
+    assert len(key) > 40
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert is_key(key, key)
+    assert not is_key(key[:-1], key)
+    assert not is_key("🔑", key)
+    path.chmod(0o644)
+    with pytest.raises(KvtoolError, match="others may read"):
+        read_key(path)
+    path.chmod(0o600)
+    path.write_text(" \n")
+    with pytest.raises(KvtoolError, match="holds no API key"):
+        read_key(path)
+
+
+# ---- what is no request ----
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "status"),
+    [
+        ("application/json", b"", 400),
+        ("application/json", b"{", 400),
+        ("application/json", b"[]", 400),
+        ("application/json", b'{"messages": NaN}', 400),
+        ("application/json", b"\xff\xfe{}", 400),
+        ("application/json", b'{"a":' * 5000, 400),
+        ("application/json", b"[" * 100_000, 400),
+        ("application/json", b'{"messages": "all of them"}', 400),
+        ("application/json", b'{"messages": [1]}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": {"a": 1}}]}', 400),
+        ("application/json", b'{"messages": [{"role": "tool", "content": "x"}]}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "stream": "yes"}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": []}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": {"embedder": "/x"}}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400),
+        ("text/plain", b"{}", 415),
+        ("", b"{}", 415),
+    ],
+)
+def test_a_malformed_body_is_told_what_is_wrong(served: Served, kind: str, data: bytes, status: int) -> None:
+    with served.client as client:
+        answer = client.post(CHAT, content=data, headers={"Content-Type": kind})
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+
+
+def test_other_addresses_and_methods(served: Served) -> None:
+    with served.client as client:
+        assert client.get("/v1/nowhere").json()["error"]["message"] == "there is no such address"
+        assert client.get(CHAT).status_code == 405
+        assert client.post("/v1/embeddings", json={"input": "x"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"A" * 200_000, b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"],
+    ids=["tls", "half a line", "one long line", "no length"],
+)
+def test_no_http_at_all(served: Served, rubbish: bytes) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), timeout=PATIENCE)
+    with made, suppress(OSError):  # whether it hears all of it before it hangs up is a matter of luck
+        made.sendall(rubbish)
+        made.shutdown(socket.SHUT_WR)
+        while made.recv(4096):
+            pass
+    still_answers(served)
+
+
+def test_a_body_that_is_too_long(ready: Path) -> None:
+    with serving(ready, max_body=2000) as served, served.client as client:
+        assert client.post(CHAT, json=body(user="x" * 3000)).status_code == 413
+        parts = (b"x" * 500 for _ in range(10))  # of a length that nobody states
+        answer = client.post(CHAT, content=parts, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413
+        still_answers(served)
+
+
+def run(app: ASGIApp, receive: Receive, send: Send) -> Facts:
+    """Run one request through what stands before the endpoints; returns what was noted of it."""
+    noted: list[Facts] = []
+    scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
+    whole = Noted(Patience(app, 0.01), lambda scope: noted.append(facts_of(HTTPConnection(scope))))
+    asyncio.run(whole(scope, receive, send))
+    return noted[0]
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def test_a_body_that_never_comes() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.disconnect"
+        await Response(status_code=499)(scope, receive, send)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    assert run(app, never, send).status == 499
+    assert (b"connection", b"close") in sent[0]["headers"]
+
+
+def test_a_client_that_does_not_read() -> None:
+    ended: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await Response("text")(scope, receive, send)
+        finally:
+            ended.append(True)
+
+    assert run(app, never, never).status == 499
+    assert ended == [True]
+
+
+# ---- clients that leave; the engine takes as many turns as a test lets it ----
+
+
+@contextmanager
+def turned(served: Served) -> Iterator[threading.Semaphore]:
+    """Each turn of the engine takes a permit."""
+    permits, scheduler = threading.Semaphore(0), served.engine.scheduler
+    turn = scheduler._turn
+
+    def wait(together: Any) -> None:
+        permits.acquire()
+        turn(together)
+
+    scheduler._turn = wait  # type: ignore[method-assign]
+    try:
+        yield permits
+    finally:
+        permits.release(10**6)
+
+
+def test_an_answer_that_nobody_waits_for_is_given_up(ready: Path) -> None:
+    """Before its turn, and in its middle."""
+    with serving(ready, asking=QueryOptions(max_tokens=1500), parallel=1) as served, turned(served) as permits:
+        scheduler = served.engine.scheduler
+        going = posted(served, body(stream=True))
+        wait_until(lambda: scheduler.waiting == 1)
+        permits.release(2)
+        wait_until(lambda: scheduler.running == 1)
+        waiting = posted(served, body())
+        wait_until(lambda: scheduler.waiting == 1)
+        jobs = scheduler._jobs()
+        waiting.close()
+        wait_until(lambda: jobs[1].left)
+        permits.release(10)
+        wait_until(lambda: scheduler.waiting == 0)
+        assert b"200 OK" in going.recv(4096)
+        going.close()
+        wait_until(lambda: jobs[0].left)
+        permits.release(10)
+        wait_until(lambda: scheduler.running == 0)
+        permits.release(10**6)
+        still_answers(served)
+        lines = served.logged(3)
+    assert [line["status"] for line in lines] == [499, 499, 200]
+    assert served.warnings == []
+
+
+def test_a_full_queue_says_when_to_come_again(ready: Path) -> None:
+    with serving(ready, parallel=1, queue=1) as served, turned(served) as permits:
+        scheduler = served.engine.scheduler
+        first = posted(served, body())
+        wait_until(lambda: scheduler.waiting == 1)
+        permits.release(1)
+        wait_until(lambda: scheduler.running == 1)
+        second = posted(served, body())
+        wait_until(lambda: scheduler.waiting == 1)
+        with served.client as client:
+            answer = client.post(CHAT, json=body())
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        permits.release(10**6)
+        with first, second:
+            assert b"200 OK" in first.recv(4096)
+            assert b"200 OK" in second.recv(4096)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long(ready: Path, stream: bool) -> None:
+    with serving(ready) as served, served.client as client:
+        served.engine.scheduler._patience = -1.0
+        assert client.post(CHAT, json=body(stream=stream)).status_code == 504
+
+
+def test_an_end_tells_whoever_waits(ready: Path) -> None:
+    with serving(ready) as served, turned(served) as permits:
+        waiting = posted(served, body())
+        wait_until(lambda: served.engine.scheduler.waiting == 1)
+        served.engine.refuse()
+        with served.client as client:
+            assert client.post(CHAT, json=body()).status_code == 429
+        permits.release(10**6)
+        with waiting:
+            assert b"200 OK" in waiting.recv(4096)

@@ -1,0 +1,77 @@
+"""`kvtool serve` as a process: how it begins, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+
+from tests.cli.working import QUESTION, command, environment, kvtool
+from tests.serve.conftest import PATIENCE
+
+
+@contextmanager
+def running(*args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    begun = subprocess.Popen(
+        command("serve", "--port", "0", *args), text=True, encoding="utf-8", env=environment(), **pipes
+    )
+    try:
+        assert begun.stderr is not None
+        said = ""
+        while not (found := re.search(r"listening at (\S+);", said)):
+            line = begun.stderr.readline()
+            assert line, said
+            said += line
+        yield begun, found[1]
+    finally:
+        begun.kill()
+        begun.communicate()
+
+
+def test_a_server_begins_answers_and_drains(store: Path, home: Path) -> None:
+    with running("--store", store, "--max-tokens", "4", "--drain-timeout", "10m") as (process, url):
+        key = kvtool("serve", "--show-key").fine().out.strip()
+        assert (home / "data" / "serve.key").read_text().strip() == key
+        asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200, "stream": True}
+        with (
+            httpx2.Client(headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=asked) as answer,
+        ):
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"]
+        out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    (row,) = [json.loads(line) for line in out.splitlines()]
+    assert (row["type"], row["status"], row["path"]) == ("request", 200, "/v1/chat/completions")
+    assert row["tokens"]["generated"] > 4
+    assert QUESTION not in out + err
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        kvtool("serve", "--store", store, "--port", port).failed(1, "cannot listen at", "--port")
+
+
+def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
+    kvtool("serve", "--store", store, "--no-key", "--host", "0.0.0.0").failed(2, "--no-key")
+    (tmp_path / "bad.pem").write_text("no certificate")
+    tls = ("--tls-cert", tmp_path / "bad.pem", "--tls-key", tmp_path / "bad.pem")
+    kvtool("serve", "--store", store, "--port", "0", *tls).failed(2, "certificate")
+    key = tmp_path / "key"
+    key.write_text("kv-x\n")
+    key.chmod(0o644)
+    kvtool("serve", "--store", store, "--key-file", key).failed(1, "others may read")
