@@ -10,6 +10,7 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.agent.options import AgentOptions
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
@@ -47,7 +48,7 @@ def mcp(run: Run) -> None:
 def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
     from kvtool import __version__
     from kvtool.core.agent.key import key_file, read_key
-    from kvtool.core.agent.listening import is_here, serve_http, serve_stdio
+    from kvtool.core.agent.listening import serve_http, serve_stdio
 
     run.out.idle()
     if not options.http:
@@ -55,7 +56,7 @@ def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
         return
     path = key_file(options.key_file)
     key = read_key(path)
-    if not is_here(options.host):
+    if not is_loopback(options.host):
         run.out.warning(f"{options.host} may be reached by others, and the key travels as it is", "put TLS before it")
 
     def told(url: str) -> None:

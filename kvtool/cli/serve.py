@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import OutputClosed
+from kvtool.core.agent.key import read_key
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.json_text import escaped
 from kvtool.core.errors import KvtoolError
@@ -20,7 +21,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.key import key_file, read_key
+from kvtool.serve.key import key_file
 from kvtool.serve.options import ACCESS, ServeOptions
 
 if TYPE_CHECKING:

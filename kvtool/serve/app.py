@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -84,7 +83,7 @@ def _routes(
     engine: Engine, options: ServeOptions, asking: QueryOptions, ingesting: IngestOptions, metrics: Metrics
 ) -> list[Route]:
     answers, embeddings = Answers(engine, asking), Embeddings(engine)
-    documents = Documents(engine, ingesting, tuple(map(Path, options.root)), options.uploads)
+    documents = Documents(engine, ingesting, options.root, options.uploads)
 
     async def health(request: Request) -> Response:
         return JSONResponse(await asyncio.to_thread(engine.status))

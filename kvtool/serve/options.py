@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
@@ -74,8 +74,12 @@ class ServeOptions(Options, sections=("serve",)):
         instead="1GB",
     )
 
-    root: tuple[str, ...] = option(
-        (), "Folder whose files clients may have ingested by their paths.", group=DOCUMENTS, metavar="FOLDER"
+    root: tuple[Path, ...] = option(
+        (),
+        "Folder whose files clients may have ingested by their paths.",
+        group=DOCUMENTS,
+        metavar="FOLDER",
+        unit="path",
     )
     uploads: Path | None = option(
         None,
@@ -91,10 +95,7 @@ class ServeOptions(Options, sections=("serve",)):
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
     def check(self) -> None:
         """Refuse a server that anybody could use."""

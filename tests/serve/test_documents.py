@@ -51,7 +51,7 @@ def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) 
     (tmp_path / "secret.md").write_text("# Secret\n\nNobody may know.")
     root = write_corpus(tmp_path / "open", 1)
     (root / "link.md").symlink_to(tmp_path / "secret.md")
-    with serving(store, root=(str(root),)) as served, served.client as client:
+    with serving(store, root=(root,)) as served, served.client as client:
         for path in (tmp_path / "secret.md", root / ".." / "secret.md", root / "link.md", "/etc/passwd", "/nowhere"):
             assert client.post(DOCUMENTS, json={"paths": [str(path)]}).status_code == 403, path
         assert client.post(DOCUMENTS, json={"paths": [str(root / "mill0.md")]}).json()["documents"]["added"] == 1

@@ -17,11 +17,12 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvtool.core.agent.key import read_key
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.facts import Facts, facts_of
 from kvtool.serve.guard import Noted, Patience
-from kvtool.serve.key import is_key, key_file, read_key
+from kvtool.serve.key import is_key, key_file
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
 from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
@@ -122,7 +123,7 @@ def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
         read_key(path)
     path.chmod(0o600)
     path.write_text(" \n")
-    with pytest.raises(KvtoolError, match="holds no API key"):
+    with pytest.raises(KvtoolError, match="holds no key"):
         read_key(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from kvtool.core.cache.layout import make_folder
@@ -41,9 +42,15 @@ def read_key(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    """Write a new key, if there is no file yet; no other process ever sees half of one."""
+    if path.exists():
         return
-    with open(handle, "w", encoding="ascii") as file:
-        file.write(f"kv-{secrets.token_urlsafe(32)}\n")
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(handle, "w", encoding="ascii") as file:
+            file.write(f"kv-{secrets.token_urlsafe(32)}\n")
+        with suppress(FileExistsError):  # another server was quicker
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

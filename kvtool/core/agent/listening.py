@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import socket
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 
 import anyio
 import uvicorn
@@ -63,13 +62,6 @@ def serve_http(tools: Tools, version: str, options: AgentOptions, key: str, told
         )
         told(url + PATH)
         uvicorn.Server(config).run(sockets=[listener])
-
-
-def is_here(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 class _Key:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 
@@ -69,6 +71,13 @@ def _query_for_people(query: str) -> str:
         known = mark and name in SHOWN and "#" not in part
         shown.append(part if known else f"{name}={HIDDEN}" if mark and name.isidentifier() else HIDDEN)
     return "&".join(shown)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def scrubbed(text: str) -> str:
