@@ -64,8 +64,9 @@ _REFUSED = (
         "records that also hold what tokens are chosen by, and the choice made again for moved chunks",
     ),
     (
-        "a norm with a weight for each number of a key, behind its rotation (HunYuan)",
-        "records of keys as they are before that norm, and the norm at loading",
+        "a norm with a weight for each number of a key, behind its rotation (HunYuan): a score depends on where its "
+        "tokens stand, not only on how far apart",
+        "chunks computed at the place where they will stand",
     ),
     (
         "attention over other keys and values than are kept (DiffLlama, JetMoE)",

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import transformers as t
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.llama import modeling_llama
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.support import check_supported, context_limit
+from kvtool.core.session.laws import check_laws
 from tests.families import FAMILIES, SHAPE, filled
-from tests.fusion.making import decoder_of
+from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
@@ -57,6 +60,7 @@ def test_wrappers_whose_text_model_is_supported(name: str) -> None:
     ("config", "reason"),
     [
         (partial(t.HunYuanDenseV1Config, head_dim=16), "cannot be moved"),
+        (partial(t.HunYuanMoEV1Config, head_dim=16), "cannot be moved"),
         (t.DiffLlamaConfig, "other keys and values than it keeps"),
         (t.GPTNeoXJapaneseConfig, "attention of its own"),
         (t.FalconConfig, "no stack of decoder layers"),
@@ -69,6 +73,21 @@ def test_wrappers_whose_text_model_is_supported(name: str) -> None:
 def test_what_only_the_built_model_shows_is_refused(config: Any, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         decoder_of(filled(t.AutoModelForCausalLM.from_config(config(**SHAPE))))
+
+
+def test_a_window_that_a_family_does_not_know_is_none() -> None:
+    model = filled(t.AutoModelForCausalLM.from_config(t.LlamaConfig(**SHAPE, sliding_window=20)))
+    decoder = decoder_of(model)
+    assert {kind.window for kind in decoder.kinds} == {None}
+    assert model.config.sliding_window == 20
+    assert check_laws(decoder, "", PREFIX, CHUNKS).passed
+
+
+def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = filled(t.AutoModelForCausalLM.from_config(t.LlamaConfig(**SHAPE, sliding_window=20)))
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_sliding_window_causal_mask)
+    with pytest.raises(ModelError, match="attends over all tokens"):
+        decoder_of(model)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,6 +19,7 @@ from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, cache_name
 from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.support import context_limit
+from kvtool.core.model.windows import check_window
 
 _NEAR = (3, 40)  # positions of one and the same row: are its keys told apart?
 _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions
@@ -92,7 +93,9 @@ def kinds_of(
             shared.note(layer)
             found[alike] = _kind(answer, name)
             samples[layer] = Sample(positions, answer.kept[0][0].float())
-        _check(found[alike], config, number)
+        if found[alike].softcap == 0:
+            raise ModelError(f"layer {number} caps its scores at 0, so that they are no numbers", HINT)
+        check_window(base, config, number, found[alike].window)
         kinds.append(found[alike])
     own = [kind.source is None for kind in kinds]
     if own != sorted(own, reverse=True):
@@ -267,38 +270,3 @@ def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
     }
     parts = [child for child, _ in attention.named_children()] + [child for child, _ in attention.named_parameters()]
     return (type(attention), name, tuple(sorted(plain.items(), key=lambda item: item[0])), tuple(parts))
-
-
-def _check(kind: LayerKind, config: Any, layer: int) -> None:
-    """Hold a layer's window against the configuration, which masks are made from in `transformers`."""
-    if kind.window is not None and kind.window < 1:
-        raise ModelError(f"layer {layer} has a window of {kind.window} tokens, so that its rows see nothing", HINT)
-    if kind.softcap == 0:
-        raise ModelError(f"layer {layer} caps its scores at 0, so that they are no numbers", HINT)
-    if _slides(config, layer) and not getattr(config, "sliding_window", None):
-        raise ModelError(f"layer {layer} attends through a window, of which its configuration has no size", HINT)
-    stated = stated_window(config, layer)
-    if kind.window != stated:
-        raise ModelError(
-            f"layer {layer} attends over {_told(kind.window)}, its configuration says {_told(stated)}",
-            "this family is not known to kvtool; use another model",
-        )
-
-
-def _told(window: int | None) -> str:
-    return "all tokens" if window is None else f"a window of {window}"
-
-
-def stated_window(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer by the configuration, or None."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if not window or (types and not _slides(config, layer)):
-        return None
-    return int(window) if types or getattr(config, "use_sliding_window", True) is not False else None
-
-
-def _slides(config: Any, layer: int) -> bool:
-    """Whether a configuration that tells layers by type says that this one has a window."""
-    types = getattr(config, "layer_types", None) or ()
-    return layer < len(types) and types[layer] == "sliding_attention"

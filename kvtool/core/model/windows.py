@@ -1,0 +1,86 @@
+"""Sliding windows: what a layer asks for, held against its configuration, which `transformers` masks by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.modules import HINT
+
+
+def check_window(base: Any, config: Any, layer: int, window: int | None) -> None:
+    """Refuse a layer whose window is none, or another one than its configuration says and its model masks by.
+
+    Parameters
+    ----------
+    base : the decoder without its LM head.
+    window : what the layer asks attention for; None: it sees all tokens before it.
+
+    Raises
+    ------
+    ModelError
+    """
+    if window is not None and window < 1:
+        raise ModelError(f"layer {layer} has a window of {window} tokens, so that its rows see nothing", HINT)
+    if _slides(config, layer) and not getattr(config, "sliding_window", None):
+        raise ModelError(f"layer {layer} attends through a window, of which its configuration has no size", HINT)
+    stated = _stated_window(config, layer)
+    if window != stated and (window is not None or _masks(base, config, layer)):
+        raise ModelError(
+            f"layer {layer} attends over {_told(window)}, its configuration says {_told(stated)}",
+            "this family is not known to kvtool; use another model",
+        )
+
+
+def _told(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window}"
+
+
+def _stated_window(config: Any, layer: int) -> int | None:
+    """The sliding window of a layer by the configuration, or None."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not window or (types and not _slides(config, layer)):
+        return None
+    return int(window) if types or getattr(config, "use_sliding_window", True) is not False else None
+
+
+def _slides(config: Any, layer: int) -> bool:
+    """Whether a configuration that tells layers by type says that this one has a window."""
+    types = getattr(config, "layer_types", None) or ()
+    return layer < len(types) and types[layer] == "sliding_attention"
+
+
+class _Masked(Exception):
+    """Ends a model's forward where a layer is given its mask."""
+
+    def __init__(self, mask: torch.Tensor | None) -> None:
+        super().__init__()
+        self.mask = mask
+
+
+def _masks(base: Any, config: Any, layer: int) -> bool:
+    """Whether the model's own forward keeps a layer from what lies before the window that its configuration states.
+
+    A configuration may state one that its family does not know (Llama). It is asked for the mask of four tokens, under
+    a window of two.
+    """
+
+    def stop(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        raise _Masked(kwargs.get("attention_mask"))
+
+    before, ways = config.sliding_window, base.config._attn_implementation
+    hook = base.layers[layer].register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        config.sliding_window = 2
+        base.set_attn_implementation("eager")
+        base(input_ids=torch.zeros((1, 4), dtype=torch.int64, device=base.device), use_cache=False)
+    except _Masked as given:
+        return given.mask is None or bool(given.mask[0, 0, 3, 0] != given.mask[0, 0, 3, 3])
+    finally:
+        hook.remove()
+        config.sliding_window = before
+        base.set_attn_implementation(ways)
+    return True
