@@ -33,6 +33,14 @@ def ask(store: Path, *more: object) -> Done:
     return kvtool("query", QUESTION, "--store", store, "--documents", "mill2.md", *SHORT, "--json", *more).fine()
 
 
+@pytest.mark.parametrize("mode", ["full", "reuse", "epic", "prefix"])
+def test_misses_are_told_by_reason(mode: str, store: Path) -> None:
+    row = ask(store, "--fusion", mode, "--token-ids").json
+    question = len(row["segments"]["question"])
+    assert sum(row["reasons"].values()) == row["tokens"]["fresh"] - question
+    assert (row["tokens"]["shifted"] > 0) == (mode == "epic")
+
+
 def statuses(row: dict[str, Any]) -> list[str]:
     return [chunk["status"] for chunk in row["chunks"]]
 
@@ -49,6 +57,8 @@ def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
     assert "not stored" in row["chunks"][2]["reason"]
     assert row["tokens"]["fresh"] == whole["tokens"]["fresh"] + row["chunks"][2]["tokens"]
     assert row["tokens"]["prompt"] == whole["tokens"]["prompt"]
+    told = row["chunks"][2]["reason"]
+    assert row["reasons"][told] == whole["reasons"].get(told, 0) + row["chunks"][2]["tokens"]
     assert f"warning: chunk {chunk[:12]} was computed in place: {row['chunks'][2]['reason']}" in done.err
     assert payloads(store) == before  # as the ingest had it, bit for bit
     again = ask(store, "--fusion", mode)

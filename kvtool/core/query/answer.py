@@ -284,4 +284,4 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
 def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
     counts = asdict(fused.tokens)
     kinds = {name: counts[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
-    return kinds | {"generated": len(said.ids)}
+    return kinds | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)}

@@ -128,6 +128,15 @@ class Reply:
         best_first = sorted(self.chunks, key=lambda chunk: -(chunk.score or 0))
         return list(dict.fromkeys(chunk.place for chunk in best_first))
 
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why tokens before the question were computed that nothing was reused of: how many, by reason."""
+        counts: dict[str, int] = {}
+        for segment in self.fused.plan.segments[:-1]:
+            if segment.status == "miss" and segment.ids:
+                counts[segment.reason] = counts.get(segment.reason, 0) + len(segment.ids)
+        return counts
+
     def __repr__(self) -> str:
         answer = self.answer if len(self.answer) <= _SHOWN else f"{self.answer[:_SHOWN]}…"
         chunks = [f"chunk: {each.place} ({each.tokens} tokens, {each.status})" for each in self.chunks]
@@ -162,6 +171,7 @@ class Reply:
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
             "tokens": self.tokens,
+            "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
             **self.fused.reach.to_json(),
