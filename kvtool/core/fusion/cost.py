@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kvtool.core.fusion.speeds import Load, Speeds
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Segment
+    from kvtool.core.fusion.selectors.base import Selector
 
 # A cached segment is exact or a hit (fusion/plan.py); `leading` are the exact ones with nothing else before them.
 Kind = Literal["leading", "exact", "hit"]
@@ -27,6 +28,7 @@ class Span:
     level : at which it is read; None: it is not stored.
     held : it is in memory already, so that nothing is to be read.
     dropped : tokens whose rows are not stored: they are neither read nor part of what a ratio is a share of.
+    shares : by mode, the share of the layers that read it, where some look through a window; all of a mode not named.
     """
 
     tokens: int
@@ -34,14 +36,16 @@ class Span:
     level: str | None = None
     held: bool = False
     dropped: int = 0
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, segment: Segment, held: bool = False) -> Span:
+    def of(cls, segment: Segment, held: bool = False, shares: Mapping[str, float] | None = None) -> Span:
         """The span of a plan's segment."""
         if not segment.cached:
             return cls(len(segment.ids), segment.status, held=held)
         source = segment.source
-        return cls(len(source.ids), segment.status, source.level, held, len(source.ids) - len(source.rows))
+        gone = len(source.ids) - len(source.rows)
+        return cls(len(source.ids), segment.status, source.level, held, gone, shares or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ class PromptRows:
         self._rows: dict[str, int] = {}
         self._keys: dict[str, int] = {}
         self._stored: dict[str, dict[str, int]] = {}  # tokens by kind, by level
+        self._spared: dict[tuple[str, str, str], float] = {}  # of them what is not read, by mode, kind and level
         self.layers = speeds.layers
         self.context = 0
         self.hit_chunks: list[int] = []
@@ -99,7 +104,11 @@ class PromptRows:
             there = span.tokens - span.dropped
             if cached and span.level is not None:
                 levels = self._stored.setdefault(kind, {})
-                levels[span.level] = levels.get(span.level, 0) + (0 if span.held else there)
+                read = 0 if span.held else there
+                levels[span.level] = levels.get(span.level, 0) + read
+                for mode, share in span.shares.items():
+                    key = mode, kind, span.level
+                    self._spared[key] = self._spared.get(key, 0.0) + (1.0 - share) * read
                 self.context += there if number else 0
             if number and status == "hit":
                 self.hit_chunks.append(there)
@@ -111,21 +120,25 @@ class PromptRows:
         """Cached tokens that are not what full prefill gives: those worth recomputing."""
         return self._rows.get("hit", 0)
 
-    def load(self, *kinds: str) -> Load:
-        """What reading the cached segments of these kinds takes."""
-        tokens: dict[str, int] = {}
+    def load(self, *kinds: str, mode: str = "") -> Load:
+        """What reading the cached segments of these kinds takes; a mode may leave out what no row of it sees."""
+        tokens: dict[str, float] = {}
         for kind in kinds:
             for level, count in self._stored.get(kind, {}).items():
-                tokens[level] = tokens.get(level, 0) + count
+                tokens[level] = tokens.get(level, 0) + count - self._spared.get((mode, kind, level), 0.0)
         return self._speeds.load(tokens)
 
-    def seconds(self, cost: Cost) -> float:
+    def expected(self, selector: Selector) -> float:
+        """Seconds that a mode is expected to take."""
+        return self.seconds(selector.cost(self), selector.name)
+
+    def seconds(self, cost: Cost, mode: str = "") -> float:
         """Expected seconds from the laid-out prompt to the first token.
 
         The question's pass skips the LM head and sums its attention up instead: it is taken as dear as any other.
         """
         first = self._pass((*_COMPUTED, *cost.computes), min(cost.beside, self.hits))
-        seconds = self._speeds.beside(self.load(*cost.reads), first)
+        seconds = self._speeds.beside(self.load(*cost.reads, mode=mode), first)
         return seconds + self._pass(("fresh",), min(cost.behind, self.hits)) if cost.behind else seconds
 
     def _pass(self, kinds: Sequence[str], hits: float = 0.0) -> float:

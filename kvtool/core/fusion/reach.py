@@ -69,6 +69,11 @@ class Reach:
         """How many records were read, and how many no computed row could see."""
         return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.spared))}
 
+    def shares(self, plan: Plan, kinds: Sequence[LayerKind]) -> list[float]:
+        """Which share of the layers that keep something reads each segment of a plan."""
+        own = [{one.start for one in read} for kind, read in zip(kinds, self.read, strict=True) if kind.source is None]
+        return [sum(segment.start in read for read in own) / len(own) for segment in plan.segments]
+
     def clear(self, cache: PromptCache) -> None:
         """Make numbers of what nothing is put into: weighed with nothing, what memory held might still not be one."""
         for buffer, spans in zip(cache.buffers, self.blank, strict=True):

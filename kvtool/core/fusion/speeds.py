@@ -71,7 +71,7 @@ class Speeds:
     threads: int = 1
     own_memory: bool = False
 
-    def load(self, tokens: Mapping[str, int]) -> Load:
+    def load(self, tokens: Mapping[str, float]) -> Load:
         """What loading so many tokens of each level takes; every level must have been measured."""
         seconds = {level: self.loads[level].fixed + self.loads[level].token * n for level, n in tokens.items() if n}
         busy = sum(self.loads[level].busy * took for level, took in seconds.items())

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import known
 from kvtool.core.fusion.controller import Decision, decide
 from kvtool.core.fusion.cost import Span
+from kvtool.core.fusion.reach import Reach
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
 from kvtool.core.query.layout import Asked, lay_out_at
 from kvtool.core.session.levels import allowed_levels
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtool.core.fusion.plan import Plan
+    from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.query.layout import Asked
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
@@ -43,23 +48,33 @@ def choose(session: Session, asked: Asked, options: QueryOptions) -> Choice:
         session.check_gate()
     started = time.perf_counter()
     laid_out = _at_levels(session, asked, options)
-    spans = {
-        level: [Span.of(segment, session.holds(segment)) for segment in variant.plan.segments]
-        for level, variant in laid_out.items()
-    }
+    lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
+    selector = selector_for(options, WEIGHED)
+    spans = {level: _spans(session, variant.plan, [selector, *lossless]) for level, variant in laid_out.items()}
     levels = known(span.level for variant in spans.values() for span in variant)
     chunk_ids = [segment.source.chunk_id for segment in asked.plan.cached]
     laid_out_at = time.perf_counter()
     speeds = session.speeds.speeds(levels, chunk_ids)
     measured = time.perf_counter()
-    lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
     before_s = asked.retrieve_ms / 1e3 + laid_out_at - started
-    decision = decide(spans, speeds, selector_for(options, WEIGHED), lossless, before_s)
+    decision = decide(spans, speeds, selector, lossless, before_s)
     decide_ms = (time.perf_counter() - measured + laid_out_at - started) * 1e3
     asked = laid_out[decision.level] if decision.level is not None else asked
     ratio = options.ratio if decision.ratio is None else decision.ratio
     chosen = replace(options, fusion=decision.fusion, ratio=ratio)
     return Choice(asked, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
+
+
+def _spans(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Span]:
+    """A prompt's segments, with what each mode reads of them where some layers look through a window."""
+    decoder, shares = session.decoder, [dict[str, float]() for _ in plan.segments]
+    if any(kind.window is not None for kind in decoder.kinds):
+        for mode in modes:
+            reach = Reach.of(plan, mode, decoder.kinds, decoder.device)
+            for share, of_mode in zip(shares, reach.shares(plan, decoder.kinds), strict=True):
+                share[mode.name] = of_mode
+    pairs = zip(plan.segments, shares, strict=True)
+    return [Span.of(segment, session.holds(segment), share) for segment, share in pairs]
 
 
 def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[str, Asked]:

@@ -213,7 +213,7 @@ class Computing:
             for at, segment in enumerate(self._plan.segments)
         ]
         prompt = PromptRows(spans, self._speeds)
-        return _SLOWER * prompt.seconds(self._selector.cost(prompt))
+        return _SLOWER * prompt.expected(self._selector)
 
 
 def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Plan:

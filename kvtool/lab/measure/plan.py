@@ -91,7 +91,7 @@ def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, 
     """Expect the TTFT of every mode, without retrieval, from the speeds that the controller decides by."""
     spans = [Span.of(segment) for segment in plan.segments]
     prompt = PromptRows(spans, speeds)
-    return {mode: 1e3 * prompt.seconds(selector_for(options, mode).cost(prompt)) for mode in MODES}
+    return {mode: 1e3 * prompt.expected(selector_for(options, mode)) for mode in MODES}
 
 
 def _seen(before: int, tokens: int) -> int:
