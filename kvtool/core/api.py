@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvtool.core.options import arguments
     from kvtool.core.pack.give import ExportReport
     from kvtool.core.query.audit import Auditor
+    from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
     from kvtool.core.remote.transfer_report import TransferReport
     from kvtool.core.session.session import Session
@@ -177,6 +178,15 @@ class Cache:
         if wanted.audit:
             self._audit_later(reply, wanted)
         return reply
+
+    @_alone(QueryOptions)
+    def conversation(self, **options: Unpack[arguments.QueryArguments]) -> Conversation:
+        """Begin a conversation, in which each question sees the turns before it and goes on from the cache that they
+        left; `options` are the fields of `QueryOptions`. Several may go on beside each other, each with a cache of its
+        own. It is not audited."""
+        from kvtool.core.query.conversation import Conversation
+
+        return Conversation(self._lent, self._wanted(QueryOptions, options))
 
     @_alone(CompressOptions)
     def compress(
@@ -395,6 +405,14 @@ class Cache:
         if self._session is not None:
             session, self._session, self._auditor = self._session, None, None
             session.store.close()
+
+    @contextmanager
+    def _lent(self) -> Iterator[Session]:
+        """The session for one question of a conversation."""
+        with self._lock:
+            self._check_open()
+            self._finish_audits()
+            yield self._opened()
 
     def _opened(self) -> Session:
         from kvtool.core.remote.opening import open_store

@@ -65,6 +65,14 @@ class ModelError(KvtoolError):
     exit_code = EXIT_MISFIT
 
 
+class NothingFoundError(KvtoolError):
+    """No chunk matches a question."""
+
+
+class ContextFullError(UsageError):
+    """A conversation and its next question are longer than the model's context."""
+
+
 class GateError(KvtoolError):
     """The model failed the gate: its fused caches are not what full recompute gives."""
 

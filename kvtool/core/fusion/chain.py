@@ -141,6 +141,28 @@ def fuse_chain(
     return Chained(fused, tuple(new), found.ids[: found.usable])
 
 
+def fuse_chain_behind(
+    decoder: Decoder,
+    cache: StateCache,
+    plan: Plan,
+    selector: Selector,
+    reserve: int = 0,
+    timeline: Timeline | None = None,
+) -> Chained:
+    """Compute what a plan has behind the tokens that the states of `cache` are behind; nothing of it is worth storing.
+
+    Parameters
+    ----------
+    cache : stays marked where it is.
+    plan : its first segment stands.
+    """
+    started, stands = time.perf_counter(), plan.segments[0].stop
+    cache.reserve(plan.length + reserve)
+    logits = _run(decoder, plan.ids[stands:], stands, cache)
+    took = add_span(timeline, "compute", started) * 1e3
+    return Chained(_fused(decoder, plan, selector, cache, logits, 0, (0.0, took)), (), ())
+
+
 class _Loading:
     """Takes stored stretches into a cache."""
 
@@ -288,12 +310,13 @@ def _fused(
 ) -> Fused:
     reused = int(plan.mask("exact").sum())
     none = torch.zeros(plan.length, dtype=torch.bool)
-    fresh = plan.length - reused
+    standing = int(plan.mask("standing").sum())
+    fresh = plan.length - reused - standing
     return Fused(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers)),
+        tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers), standing),
         timing=FuseTiming(took[0], 0.0, 0.0, 0.0, 0.0, 0.0, took[1], 0.0),
         bytes_read=bytes_read,
         reach=Reach.whole(plan, len(decoder.layers)),

@@ -138,6 +138,7 @@ def fuse_into(
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     with ExitStack() as stack:
+        stack.callback(cache.unhook)  # also where it fails: others go on from the rows that stand
         reach = Reach.of(plan, selector, decoder.kinds[: decoder.stored_layers], decoder.device)
         reach.clear(cache)
         loader = stack.enter_context(Loader(decoder, reach.read, cache, source, timeline, patience=patience))
@@ -149,7 +150,6 @@ def fuse_into(
             stack.enter_context(narrowing.hooked())
         logits = _computed(decoder, plan, first.rows, cache)
         narrowing.end()
-    cache.before_update = cache.after_update = None
     if logits.is_cuda:  # who asked waits for them now in any case; the times are of what was done, not of asking for it
         torch.cuda.current_stream(logits.device).synchronize()
     total = time.perf_counter() - started

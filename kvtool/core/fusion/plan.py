@@ -210,11 +210,21 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
 def plan_further(before: Plan, chunks: Sequence[Candidate]) -> Plan:
     """The plan of a further round: what stands before the question stays, `chunks` and the question come behind it."""
     *stand, question = before.segments
-    ids = tuple(before.text_ids[: question.position])
-    kept = tuple(position for segment in stand for position in segment.positions) if before.dropped else None
-    laid_out = build_plan(Candidate(ids, kept=kept), chunks, question.ids)
-    standing = replace(laid_out.segments[0], status="standing")
-    return Plan((standing, *laid_out.segments[1:]))
+    return plan_behind(standing(stand), chunks, question.ids)
+
+
+def plan_behind(stands: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
+    """The plan of what comes behind rows that are in the prompt cache already."""
+    laid_out = build_plan(stands, chunks, question)
+    return Plan((replace(laid_out.segments[0], status="standing"), *laid_out.segments[1:]))
+
+
+def standing(segments: Sequence[Segment], behind: Sequence[int] = ()) -> Candidate:
+    """Fused segments, and tokens that were appended to their cache, as the one that a further plan stands behind."""
+    ids = [token for segment in segments for token in segment.source.ids]
+    there = [position for segment in segments for position in segment.positions]
+    grown = range(len(ids), len(ids) + len(behind))
+    return Candidate((*ids, *behind), kept=(*there, *grown) if len(there) < len(ids) else None)
 
 
 def _place(candidate: Candidate, before: list[int]) -> Segment:

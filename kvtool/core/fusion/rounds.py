@@ -40,15 +40,40 @@ def fuse_further(
     -------
     This round: its plan, counts and times are those of the new rows; `joined` adds it to what was before.
     """
-    plan, cache = plan_further(before.plan, chunks), before.cache
+    plan = plan_further(before.plan, chunks)
+    return fuse_behind(decoder, before.cache, plan, selector, source, timeline=timeline, patience=patience)
+
+
+def fuse_behind(
+    decoder: Decoder,
+    cache: PromptCache,
+    plan: Plan,
+    selector: Selector,
+    source: KVSource,
+    reserve: int = 0,
+    timeline: Timeline | None = None,
+    patience: float | None = None,
+) -> Fused:
+    """Fuse what a plan has behind the rows that stand in `cache`; see `fuse_further` and `fuse`.
+
+    Parameters
+    ----------
+    cache : what stands behind its standing rows is overwritten.
+    plan : its first segment stands.
+
+    Returns
+    -------
+    The plan with all that stands as its first segment; its cache is another where a record was too slow.
+    """
     while True:
+        cache.reserve(plan.length + reserve)
         there = condensed(plan, selector, decoder.stored_layers)
         try:
             return fuse_into(cache, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
             plan = plan.without_all(in_full(plan, there, missing.unusable), missing.stored)
             if missing.stored:  # the thread that reads it still may write into these buffers
-                cache = _copy(decoder, cache, there.segments[0].stop)
+                cache = copied(decoder, cache, there.segments[0].stop)
 
 
 def joined(before: Fused, now: Fused) -> Fused:
@@ -91,10 +116,12 @@ def _sum(a: FuseTiming, b: FuseTiming) -> FuseTiming:
     return FuseTiming(**{name: getattr(a, name) + getattr(b, name) for name in FuseTiming.__dataclass_fields__})
 
 
-def _copy(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
+def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
     """The first `length` rows in buffers of their own, with as much room."""
     copy = decoder.new_cache(cache.buffers[0].keys.shape[2])
     for new, old in zip(copy.buffers, cache.buffers, strict=True):
         new.keys[:, :, :length] = old.keys[:, :, :length]
         new.values[:, :, :length] = old.values[:, :, :length]
+    copy.turned_to = cache.turned_to and cache.turned_to[:length]
+    copy.set_length(length)
     return copy

@@ -267,11 +267,20 @@ class Decoder:
 
     def extend(self, ids: Sequence[int], cache: PromptCache) -> torch.Tensor:
         """Append `ids` to the cache; logits after each, float32 `[len(ids), vocabulary]`."""
-        start = cache.buffers[0].length
-        cache.set_length(start + len(ids))
-        rows = Rows.of(torch.arange(start, start + len(ids)), self.device, cache.turned_to)
-        at = rows.positions + cache.dropped if cache.dropped else None
+        rows, at = self._behind(cache, len(ids))
         return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
+
+    def append(self, ids: Sequence[int], cache: PromptCache) -> None:
+        """Append `ids` to the cache as `extend` does, without the LM head."""
+        rows, at = self._behind(cache, len(ids))
+        self.walk(ids, rows, cache, at)
+
+    def _behind(self, cache: PromptCache, count: int) -> tuple[Rows, torch.Tensor | None]:
+        """Rows for `count` more tokens of a cache, and their positions where these are not their places."""
+        start = cache.buffers[0].length
+        cache.set_length(start + count)
+        rows = Rows.of(torch.arange(start, start + count), self.device, cache.turned_to)
+        return rows, rows.positions + cache.dropped if cache.dropped else None
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:

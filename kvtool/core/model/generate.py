@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,6 +109,7 @@ def generate(
     sampling: Sampling,
     on_text: OnText | None = None,
     more: Sequence[int] = (),
+    going: Callable[[], bool] = lambda: True,
 ) -> Generated:
     """Continue a prompt whose cache is full and whose first answer token is known.
 
@@ -117,9 +118,10 @@ def generate(
     cache : holds exactly the prompt's rows, and those of the tokens that are known but the last.
     on_text : called with each new piece of answer text.
     more : tokens behind the first that are known, too (`begin`).
+    going : asked before each further token; False ends the answer there.
     """
     writing = Writing(decoder, cache, [first, *more], sampling, on_text)
-    while not writing.done:
+    while not writing.done and going():
         writing.take(writing.stepper.step(writing.token))
     return writing.end()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
@@ -17,10 +17,13 @@ DEFAULT_SYSTEM = (
     "You answer questions from the given passages. Reply with only the answer: a name, a number, a date or a short "
     "phrase copied from the passages, with no explanation."
 )
+Cut = TypeVar("Cut")
 _SEPARATOR = "\n\n"
 _SYSTEM = "kvtoolSystemText"
 _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
+_ANSWER = "kvtoolAnswerText"
+_NEXT = "kvtoolNextText"
 _PASSAGE_FILES = ("en1.txt", "en2.txt")
 
 
@@ -62,6 +65,17 @@ def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
     return (*encode(tokenizer, f"Question: {question.strip()}"), *parts.answer_header)
 
 
+def turn_header(tokenizer: Any) -> Ids:
+    """The token ids between an answer and the user's next turn: the assistant turn's end, the user turn's header.
+
+    Raises
+    ------
+    ModelError : the model's chat template knows no second turn.
+    """
+    between = _between_turns(tokenizer) if tokenizer.chat_template else _SEPARATOR
+    return tuple(encode_control(tokenizer, between))
+
+
 def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
     """The token ids of the first n neutral passages that come with kvtool, formatted like chunks.
 
@@ -83,23 +97,43 @@ def _plain() -> tuple[str, str, str]:
 
 def _rendered(tokenizer: Any) -> tuple[str, str, str]:
     """The template's text before the instruction, between it and the chunks, and after the question."""
+    return _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
+
+
+def _between_turns(tokenizer: Any) -> str:
+    """The template's text between an answer and the next question."""
+    turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
+    return _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
+
+
+def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[str], Cut | None], reason: str) -> Cut:
+    """Render a prompt and what follows it, with the instruction apart or in the user's turn, until it can be cut."""
     user = _PASSAGES + _QUESTION
     apart = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
     folded = [{"role": "user", "content": _SYSTEM + _SEPARATOR + user}]  # for templates that know no system role
-    reason = "it does not show the user's text exactly once"
     for messages in (apart, folded):
         try:
             text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                [*messages, *turns], tokenize=False, add_generation_prompt=True, enable_thinking=False
             )
         except Exception as error:  # a template is a program that came with the model: it can fail in any way
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
             continue
-        if (pieces := _cut(text)) is not None:
+        if (pieces := cut(text)) is not None:
             return pieces
     raise ModelError(
         f"the model's chat template cannot be used: {reason}", "use another model, or repair its chat template"
     )
+
+
+def _cut_turn(text: str) -> str | None:
+    """What stands between the sentinels of an answer and of a next question; None where that is not all, such as in
+    templates that move the instruction into the last turn."""
+    if any(text.count(word) != 1 for word in (_ANSWER, _NEXT)):
+        return None
+    before, _, behind = text.partition(_ANSWER)
+    between, found, _ = behind.partition(_NEXT)
+    return between if found and _SYSTEM in before and _QUESTION in before else None
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:

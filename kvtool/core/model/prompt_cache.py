@@ -110,15 +110,24 @@ class PromptCache(Cache):
         self.after_update: Callable[[int], None] | None = None
         self.turned_to: list[int] | None = None
 
+    def unhook(self) -> None:
+        """Tell nobody any more of rows that are scattered."""
+        self.before_update = self.after_update = None
+
     @property
     def dropped(self) -> int:
         """By how much the position of a row that is appended is larger than its place."""
         return self.turned_to[-1] + 1 - len(self.turned_to) if self.turned_to else 0
 
-    def set_length(self, length: int) -> None:
-        """Declare the first `length` rows of every layer filled (they are, or will be before they are read)."""
+    def reserve(self, length: int) -> None:
+        """Make room for `length` rows."""
         for buffer in self.buffers:
             buffer.reserve(length)
+
+    def set_length(self, length: int) -> None:
+        """Declare the first `length` rows of every layer filled (they are, or will be before they are read)."""
+        self.reserve(length)
+        for buffer in self.buffers:
             buffer.length = length
         if self.turned_to:
             more = range(len(self.turned_to), length)

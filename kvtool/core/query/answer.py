@@ -23,12 +23,13 @@ from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.layout import Asked, lay_out, place_and_text
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
-from kvtool.core.query.rounds import Outcome, fuse_in_rounds
+from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
 from kvtool.core.query.streaming import Streamed, stream_prompt
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment
     from kvtool.core.fusion.selectors.base import Selector
+    from kvtool.core.retrieval.passages import Hit
     from kvtool.core.session.session import Session
 
 OnText = Callable[[str], None]
@@ -92,6 +93,7 @@ class Begun:
     streamed: Streamed
     outcome: Outcome
     chunks: list[ReplyChunk]
+    again: list[ReplyChunk]
     fuse_ms: float
     known: Sequence[int]
     sampling: Sampling
@@ -122,28 +124,32 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions) -> Begun
         options = replace(options, fusion=options.mode(session.identity.keeps_states))
         asked, options, choice = _choose(session, asked, options)
         selector = selector_for(options, options.mode())
-        if selector.uses_cache and not options.force:
+        goes_on_from_states = asked.behind is not None and session.identity.keeps_states
+        if (selector.uses_cache or goes_on_from_states) and not options.force:
             session.check_gate()
         streamed = _fetch(session, asked, options, selector)
         make_ready(session.decoder)
         started = time.perf_counter()
-        outcome = _fuse(session, streamed, selector, options)
+        outcome = _fuse(session, asked, streamed, selector, options)
         sampling = Sampling(options.max_tokens, options.temperature, options.seed)
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks = reply_chunks(session, asked, outcome.fused.plan)
+        chunks, again = reply_chunks(session, asked, outcome.fused.plan), _standing_chunks(session, asked)
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
-        return Begun(session, asked, options, choice, selector, streamed, outcome, chunks, fuse_ms, known, sampling)
+        return Begun(
+            session, asked, options, choice, selector, streamed, outcome, chunks, again, fuse_ms, known, sampling
+        )
 
 
 # ---- before the first token ----
 
 
 def _choose(session: Session, asked: Asked, options: QueryOptions) -> tuple[Asked, QueryOptions, Choice | None]:
-    """What `auto` stands for; a link cannot be weighed beforehand, so streaming takes the mode that loses a little."""
+    """What `auto` stands for. Neither a link nor what is added to a prompt can be weighed beforehand: then it is the
+    mode that loses a little."""
     if options.fusion != AUTO:
         return asked, options, None
-    if _streams(session, options):
+    if asked.behind is not None or _streams(session, options):
         return asked, replace(options, fusion=WEIGHED), None
     choice = choose(session, asked, options)
     return choice.asked, choice.options, choice
@@ -156,13 +162,15 @@ def _streams(session: Session, options: QueryOptions) -> bool:
 
 def _fetch(session: Session, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what the prompt lacks, as far as an objective allows; without one it is read as it is needed."""
-    if not _streams(session, options) or not selector.reads(asked.plan, session.layers):
+    if asked.behind is not None or not _streams(session, options) or not selector.reads(asked.plan, session.layers):
         return Streamed(asked.plan, session.source)
     return stream_prompt(session, asked, options, selector)
 
 
-def _fuse(session: Session, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
-    """The whole prompt in one pass, or in rounds."""
+def _fuse(session: Session, asked: Asked, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
+    """The whole prompt in one pass, or in rounds; or what comes behind one that stands."""
+    if asked.behind is not None:
+        return fuse_on(session, asked.behind, asked.plan, selector, options)
     if session.identity.keeps_states:
         chained = answer_chain(session, streamed.plan, selector, options)
         return Outcome(chained.fused, None, [], chained)
@@ -185,23 +193,41 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
     """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
-    places = [place_and_text(session.store, hit.passage) for hit in hits]
     return [
-        ReplyChunk(
-            id=hit.passage.chunk_id.hex(),
-            source=hit.passage.source,
-            start=hit.passage.start,
-            end=hit.passage.end,
-            line=place.line,
-            label=place.label,
-            score=None if math.isnan(hit.score) else hit.score,
+        _reply_chunk(
+            session,
+            hit,
             tokens=len(segment.source.ids),
             status=segment.status,
             reason=segment.reason if segment.status == "miss" else "",
-            text=text,
         )
-        for hit, segment, (place, text) in zip(hits, plan.chunks, places, strict=True)
+        for hit, segment in zip(hits, plan.chunks, strict=True)
     ]
+
+
+def _standing_chunks(session: Session, asked: Asked) -> list[ReplyChunk]:
+    """What a reply says of each chunk that was found and stood already."""
+    if asked.behind is None:
+        return []
+    tokens = asked.behind.chunks
+    return [_reply_chunk(session, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again]
+
+
+def _reply_chunk(session: Session, hit: Hit, *, tokens: int, status: str, reason: str = "") -> ReplyChunk:
+    place, text = place_and_text(session.store, hit.passage)
+    return ReplyChunk(
+        id=hit.passage.chunk_id.hex(),
+        source=hit.passage.source,
+        start=hit.passage.start,
+        end=hit.passage.end,
+        line=place.line,
+        label=place.label,
+        score=None if math.isnan(hit.score) else hit.score,
+        tokens=tokens,
+        status=status,
+        reason=reason,
+        text=text,
+    )
 
 
 # ---- after the answer ----
@@ -258,6 +284,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
         explained=explain(fused, session.tokenizer) if options.explain else [],
+        again=begun.again,
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
         left=len(asked.hits) - len(fused.plan.chunks),
@@ -283,5 +310,5 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
 
 def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
     counts = asdict(fused.tokens)
-    kinds = {name: counts[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
+    kinds = {name: counts[name] for name in ("prompt", "standing", "reused", "recomputed", "fresh", "dropped")}
     return kinds | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)}

@@ -33,7 +33,7 @@ def chunks_for(
     if request.documents:
         return [Hit(place, math.nan) for name in request.documents for place in finder.places.of_document(name)]
     retrieval = Retrieval(options.retriever, options.embedder, options.only, options.offline)
-    hits = finder.find(request.question, options.top_k, retrieval, prefer=prefer)
+    hits = finder.find(request.search or request.question, options.top_k, retrieval, prefer=prefer)
     if not options.defer:
         return in_order(hits, options.order)
     rounds = spans(len(hits), options.defer_first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ from kvtool.core.codec.levels import enough_loss
 from kvtool.core.common.marks import Place
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
 from kvtool.core.fusion.condense import with_rows
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_behind
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
@@ -28,6 +28,8 @@ from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
 _NOTHING = ids_digest([])  # the lead-in of what stands first
@@ -41,6 +43,8 @@ class Asked:
     ----------
     retrieve_ms : what that took.
     revision : of the store, at which all of it was looked up.
+    behind : what the plan's first segment stands in; None: nothing stands yet.
+    again : what was found and stands there already.
     """
 
     request: Request
@@ -48,10 +52,34 @@ class Asked:
     plan: Plan
     retrieve_ms: float
     revision: int = 0
+    behind: Standing | None = None
+    again: Sequence[Hit] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a conversation's prompt cache holds.
+
+    Attributes
+    ----------
+    tokens : all of them, as the segment that a further prompt begins with.
+    cache : whose rows are those of `tokens`, in their order.
+    chunks : ids of the chunks among them, and how many tokens each has.
+    """
+
+    tokens: Candidate
+    cache: PromptCache
+    chunks: Mapping[bytes, int]
 
 
 def lay_out(
-    session: Session, request: Request, options: QueryOptions, *, exactly: bool = False, answered: bool = True
+    session: Session,
+    request: Request,
+    options: QueryOptions,
+    *,
+    exactly: bool = False,
+    answered: bool = True,
+    behind: Standing | None = None,
 ) -> Asked:
     """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet.
 
@@ -59,27 +87,52 @@ def lay_out(
     ----------
     exactly : take no lossy level where there is an exact one, whatever was measured.
     answered : an answer will follow, for which there must be room.
+    behind : what stands already: chunks that stand there are not repeated, and none may be left that does not.
 
     Raises
     ------
-    UsageError : the prompt is longer than a loaded model's context.
+    UsageError : the prompt is longer than a loaded model's context; ContextFullError where it is so by what stands.
     KvtoolError : nothing was found; DamagedError : nothing is left of what was found.
     """
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
-        hits = chunks_for(session.finder, request, options, session.hot)
+        hits, again = _found(session, request, options, behind)
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
-        if not left:
+        if not left and behind is None:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
-        plan = _plan(session, request, options, with_rows(session.store, [found for _, found in left]))
+        plan = _plan(session, request, options, with_rows(session.store, [found for _, found in left]), behind)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     if session.is_loaded:
-        hint = "lower --top-k or --max-tokens, or name fewer --documents"
-        session.decoder.check_length(plan.length + (options.max_tokens if answered else 0), hint)
-    return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision)
+        _check_length(session.decoder, plan.length + (options.max_tokens if answered else 0), behind)
+    return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again)
+
+
+def _check_length(decoder: Decoder, tokens: int, behind: Standing | None) -> None:
+    if behind is None:
+        decoder.check_length(tokens, "lower --top-k or --max-tokens, or name fewer --documents")
+    elif tokens > decoder.context:
+        raise ContextFullError(
+            f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
+            "start a new one, or lower --top-k or --max-tokens",
+        )
+
+
+def _found(
+    session: Session, request: Request, options: QueryOptions, behind: Standing | None
+) -> tuple[list[Hit], list[Hit]]:
+    """The chunks for a request: those that are new, and those that stand already. Where something stands, a question
+    that finds nothing is asked of that."""
+    if behind is None:
+        return chunks_for(session.finder, request, options, session.hot), []
+    try:
+        hits = chunks_for(session.finder, request, options, session.hot)
+    except NothingFoundError:
+        hits = []
+    again = [hit for hit in hits if hit.passage.chunk_id in behind.chunks]
+    return [hit for hit in hits if hit.passage.chunk_id not in behind.chunks], again
 
 
 def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str) -> Asked:
@@ -99,12 +152,17 @@ def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
     return Place(), ""
 
 
-def _plan(session: Session, request: Request, options: QueryOptions, chunks: Sequence[Candidate]) -> Plan:
-    """The whole prompt: the store's own beginning and answer header, unless another instruction is asked for."""
+def _plan(
+    session: Session, request: Request, options: QueryOptions, chunks: Sequence[Candidate], behind: Standing | None
+) -> Plan:
+    """The whole prompt: the store's own beginning and answer header, unless another instruction is asked for; or what
+    comes behind a prompt that stands."""
     parts = session.parts
     if options.system is not None and options.system != session.identity.system:
         parts = prompt_parts(session.tokenizer, options.system)
     question = question_tokens(session.tokenizer, request.question, parts)
+    if behind is not None:
+        return plan_behind(behind.tokens, chunks, question)
     return build_plan(_prefix(session, parts.prefix), chunks, question)
 
 

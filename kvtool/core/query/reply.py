@@ -31,6 +31,7 @@ class Request:
     ----------
     answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
     made_by : the model that wrote the question; "": people did.
+    search : what is searched for instead of the question itself; "": nothing else.
     """
 
     question: str
@@ -40,6 +41,7 @@ class Request:
     id: str | None = None
     sources: tuple[str, ...] = ()
     made_by: str = ""
+    search: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,12 @@ class Reply:
     Attributes
     ----------
     revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
-    tokens : `prompt = reused + recomputed + fresh`, and `generated`.
+    tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     explained : one entry a chunk, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
+    again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
+        and what it was searched by (query/conversation.py).
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     selector : the mode with the parameters it was asked with; not in the JSON.
@@ -116,6 +120,8 @@ class Reply:
     slo: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     left: int = 0
+    again: list[ReplyChunk] = field(default_factory=list)
+    turn: dict[str, Any] = field(default_factory=dict)
 
     @property
     def asked_mode(self) -> str:
@@ -125,7 +131,7 @@ class Reply:
     @property
     def places(self) -> list[str]:
         """Where the prompt's chunks stand, as `file:line`, each once and the best first."""
-        best_first = sorted(self.chunks, key=lambda chunk: -(chunk.score or 0))
+        best_first = sorted([*self.chunks, *self.again], key=lambda chunk: -(chunk.score or 0))
         return list(dict.fromkeys(chunk.place for chunk in best_first))
 
     @property
@@ -180,6 +186,7 @@ class Reply:
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
+            **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
             **({"resolved": self.resolved} if self.resolved else {}),
         }
         if self.explained:

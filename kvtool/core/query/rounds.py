@@ -1,4 +1,5 @@
-"""A prompt in rounds: the best chunks first, more of them behind as long as the answer is unsure."""
+"""A prompt in rounds: the best chunks first, more of them behind as long as the answer is unsure; and a conversation's
+next turn behind those that stand."""
 
 from __future__ import annotations
 
@@ -8,18 +9,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.timeline import add_span
-from kvtool.core.fusion.chain import Chained
+from kvtool.core.fusion.chain import Chained, fuse_chain_behind
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan
-from kvtool.core.fusion.rounds import fuse_further, joined
+from kvtool.core.fusion.rounds import fuse_behind, fuse_further, joined
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
+from kvtool.core.model.states import StateCache
 from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans, threshold_for
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
+    from kvtool.core.query.layout import Standing
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
@@ -105,6 +108,18 @@ def fuse_in_rounds(
         if verdict.enough:
             return Outcome(step.fused, begun, rounds)
     raise AssertionError("a last round is always enough")
+
+
+def fuse_on(session: Session, behind: Standing, plan: Plan, selector: Selector, options: QueryOptions) -> Outcome:
+    """Fuse what a plan has behind a prompt that stands, in one pass."""
+    decoder, cache, timeline = session.decoder, behind.cache, session.timeline
+    if isinstance(cache, StateCache):
+        chained = fuse_chain_behind(decoder, cache, plan, selector, options.max_tokens, timeline)
+        return Outcome(chained.fused, None, [], chained)
+    fused = fuse_behind(
+        decoder, cache, plan, selector, session.source, options.max_tokens, timeline, options.load_timeout
+    )
+    return Outcome(fused, None, [])
 
 
 def probe(decoder: Decoder, fused: Fused, max_tokens: int) -> Beginning:

@@ -50,6 +50,13 @@ def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
 
 
+def rare(index: Index, words: Sequence[str], share: float) -> int:
+    """How many of the terms stand in some chunks, but in no more than this share of all."""
+    most = max(1.0, share * _living(index)[0])
+    found = (sum(len(_living_postings(segment, term)[0]) for segment in index.segments) for term in {*words})
+    return sum(0 < count <= most for count in found)
+
+
 def _living(index: Index) -> tuple[int, int]:
     """How many chunks are living, and how many terms stand in all of them."""
     lengths = [segment.living_lengths for segment in index.segments]

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.common.types import Warn, warn_nobody
-from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embedder
 from kvtool.core.retrieval.index import Index, index_of
@@ -92,7 +92,7 @@ class Finder:
 
         Raises
         ------
-        KvtoolError : nothing matches, or there are no documents.
+        NothingFoundError : nothing matches. KvtoolError : there are no documents.
         ModelError : the embedding model that was asked for cannot be had.
         UsageError : meaning was asked for without a model.
         """
@@ -111,7 +111,7 @@ class Finder:
         search = Search(self.index, self.text, allowed)
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
-            raise KvtoolError(
+            raise NothingFoundError(
                 "no chunk matches the question", "use words that stand in the documents, or name them with --documents"
             )
         return hits
@@ -136,6 +136,12 @@ class Finder:
         text = self.text(passage)
         spelled = spellings(text)
         return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, terms(text), most)))
+
+    def rare_words(self, text: str, share: float) -> int:
+        """How many of a text's terms tell chunks apart: they stand in at most this share of all, and in some."""
+        with self._store.view():
+            self.follow()
+            return bm25.rare(self.index, terms(text), share)
 
     # ---- meaning ----
 

@@ -1,0 +1,154 @@
+"""A conversation's next turn from the cache that stands is what starting over with the same tokens gives.
+
+- Where a mode recomputes everything: full prefill of all tokens, by plain `transformers`.
+- Where rows are chosen chunk by chunk (nothing, link tokens): one pass over the same plan in one go, in which the
+  earlier questions and answers stand between the chunks and are computed in place.
+- In every mode: the same turns fused anew, with the answers given instead of generated.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtool.core.fusion.chain import Found, fuse_chain, fuse_chain_behind
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Candidate, build_plan, plan_behind, standing
+from kvtool.core.fusion.rounds import fuse_behind
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.full import Full
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Sampling, first_token, generate
+from kvtool.core.model.states import StateCache
+from tests.fusion.making import (
+    BOS,
+    CHUNKS,
+    IDLE,
+    LOSSLESS,
+    NAMES,
+    PREFIX,
+    QUESTION,
+    Case,
+    Ids,
+    assert_full,
+    case,
+    distance,
+    idle,
+    lossless,
+    plain_logits,
+    plain_text,
+    tokens,
+)
+from tests.fusion.test_chain import GOES_ON, Shelf, decoder, plan_of
+
+HEADER: Ids = tokens(5, 80)  # what a template has between two turns
+TURNS = ((CHUNKS[:2], QUESTION), ((), tokens(6, 81)), (CHUNKS[2:], tokens(9, 82)))  # one brings no new chunk
+SAID, CHECKED = 5, 8  # tokens of an answer
+
+
+def talked(one: Case, selector: Selector, answers: list[Ids] | None = None) -> tuple[Fused, list[Ids]]:
+    """All turns, answered but for the last; `answers`: appended instead of generated."""
+    decoder, said = one.decoder, []
+    (chunks, question), *later = TURNS
+    fused = one.fuse(one.plan(chunks, lead_in=BOS, question=question), selector, reserve=20)
+    for number, (chunks, question) in enumerate(later):
+        if answers is None:
+            sampling = Sampling(SAID)
+            ids = generate(decoder, fused.cache, first_token(fused.logits, sampling), sampling).ids
+            computed = fused.cache.buffers[0].length - fused.plan.length
+        else:
+            ids, computed = answers[number], 0
+        said.append(ids)
+        behind = (*ids, *HEADER)
+        decoder.append(behind[computed:], fused.cache)
+        wanted = [one.candidate(chunk, BOS) for chunk in chunks]
+        plan = plan_behind(standing(fused.plan.segments, behind), wanted, question)
+        now = fuse_behind(decoder, fused.cache, plan, selector, one.source, reserve=20)
+        counts = now.tokens
+        assert counts.standing == fused.plan.length + len(behind)
+        assert counts.prompt == counts.standing + counts.reused + counts.recomputed + counts.fresh
+        assert max(counts.rows) <= counts.prompt - counts.standing
+        fused = now
+    return fused, said
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((name, "float32") for name in NAMES), ("llama", "bfloat16"), ("gemma3", "bfloat16")]
+)
+def test_recompute_everything_is_full_prefill_of_all_turns(family: str, dtype: str) -> None:
+    """And the answer goes on token by token as plain `transformers` would."""
+    one = case(family, dtype)
+    for name in LOSSLESS if family == "llama" else ("full", "union"):
+        selector = lossless(name)
+        assert selector is not None
+        fused, _ = talked(one, selector)
+        assert_full(one, fused.plan.text_ids, fused.logits)
+    if dtype == "float32":
+        assert goes_on(one.decoder, fused) == plain_text(family, dtype, tuple(fused.plan.text_ids), CHECKED)
+
+
+def goes_on(decoder: Decoder, fused: Fused) -> Ids:
+    """The answer's first tokens."""
+    sampling = Sampling(CHECKED)
+    return generate(decoder, fused.cache, first_token(fused.logits, sampling), sampling).ids
+
+
+@pytest.mark.parametrize("family", GOES_ON)
+def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
+    """Also where a question was begun behind the states, and given up."""
+    one = decoder(family)
+    fused = fuse_chain(one, plan_of(), Full(), Found((), ()), Shelf().read, reserve=20).fused
+    said, cache = generate(one, fused.cache, first_token(fused.logits, Sampling(SAID)), Sampling(SAID)).ids, fused.cache
+    assert isinstance(cache, StateCache)
+    computed = cache.buffers[0].length - fused.plan.length
+    one.append((*said[computed:], *HEADER), cache)
+    cache.mark()
+    stands = standing(fused.plan.segments, (*said, *HEADER))
+    for question in (QUESTION, TURNS[-1][1]):
+        cache.set_length(len(stands.ids))
+        plan = plan_behind(stands, [Candidate(CHUNKS[0], reason="not stored")], question)
+        later = fuse_chain_behind(one, cache, plan, Full(), reserve=20).fused
+        assert later.tokens.standing == len(stands.ids)
+        assert later.tokens.fresh == len(CHUNKS[0]) + len(question)
+        expected = plain_logits(family, "float32", tuple(plan.text_ids), "sdpa")
+        assert distance(later.logits, expected) <= 1e-4
+        assert goes_on(one, later) == plain_text(family, "float32", tuple(plan.text_ids), CHECKED)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_rows_chosen_chunk_by_chunk_are_those_of_one_pass(family: str) -> None:
+    one = case(family)
+    for selector in (idle("reuse"), Epic(3)):
+        assert selector is not None
+        fused, said = talked(one, selector)
+        between: list[Candidate] = []
+        for number, (chunks, question) in enumerate(TURNS):
+            between += [one.candidate(chunk, BOS) for chunk in chunks]
+            if number < len(said):
+                between.append(Candidate((*question, *said[number], *HEADER), reason="a turn"))
+        plan = build_plan(one.candidate(PREFIX, ()), between, TURNS[-1][1])
+        assert plan.text_ids == fused.plan.text_ids
+        whole = fuse(one.decoder, plan, selector, one.source)
+        assert distance(fused.logits, whole.logits) <= 1e-4
+        assert whole.tokens.recomputed >= fused.tokens.recomputed
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek-v3"])
+def test_every_mode_starts_over_to_the_same(name: str, family: str) -> None:
+    selector = SELECTORS[name]()
+    fused, said = talked(case(family), selector)
+    anew, _ = talked(case(family), selector, said)
+    assert distance(fused.logits, anew.logits) <= 1e-4
+    assert torch.equal(fused.recomputed, anew.recomputed)
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_dropped_turn_is_caught(name: str) -> None:
+    selector = idle(name)
+    assert selector is not None
+    fused, said = talked(case("llama"), selector)
+    other, _ = talked(case("llama"), selector, [tokens(SAID, 90), *said[1:]])
+    assert distance(fused.logits, other.logits) > 1e-2

@@ -1,0 +1,186 @@
+"""Conversations over a store: what stands is neither repeated nor computed again, and what fails leaves it standing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvtool as package
+from kvtool.core.errors import ContextFullError, KvtoolError, UsageError
+from kvtool.core.query.conversation import Conversation
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from tests.cli.working import CHUNKS, kvtool, write_corpus
+from tests.families import save_tiny
+
+FIRST, SECOND = "Who built the third mill?", "What does the fifth mill grind?"
+ASKING: dict[str, Any] = {"max_tokens": 6, "top_k": 3}
+
+
+@pytest.fixture
+def cache(store: Path) -> Iterator[package.Cache]:
+    with package.open(store) as opened:
+        yield opened
+
+
+def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
+    talk = cache.conversation(**ASKING)
+    first = talk.ask(FIRST)
+    assert first.tokens["standing"] == 0
+    before = talk.tokens
+    assert before > first.tokens["prompt"]
+    again = talk.ask(Request(FIRST, search=FIRST))  # finds what stands
+    assert not again.chunks
+    assert {chunk.id for chunk in again.again} == {chunk.id for chunk in first.chunks}
+    assert {chunk.status for chunk in again.again} == {"standing"}
+    assert again.places == first.places
+    assert again.bytes_read == again.tokens["reused"] == again.tokens["recomputed"] == 0
+    assert again.tokens["standing"] == before
+    assert max(again.fused.tokens.rows) == again.tokens["fresh"] == again.tokens["prompt"] - before
+    third = talk.ask(Request(SECOND, search=SECOND))
+    new = {chunk.id for chunk in third.chunks}
+    assert new
+    assert not new & {chunk.id for chunk in first.chunks}
+    assert third.tokens["reused"] + third.tokens["recomputed"] == sum(chunk.tokens for chunk in third.chunks)
+    assert [turn.question for turn in talk.turns] == [FIRST, FIRST, SECOND]
+
+
+@pytest.mark.parametrize("mode", ["full", "union"])
+def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, store: Path, tiny: Path) -> None:
+    """In `full`, and in `union` at ratio 1, the next token is that of plain `transformers` behind the same text."""
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    with package.open(store) as cache:
+        talk = cache.conversation(fusion=mode, ratio=1.0, **ASKING)
+        talk.ask(FIRST)
+        reply = talk.ask(SECOND)
+        session = cache._opened()
+        text = session.tokenizer.decode(reply.fused.plan.text_ids)
+    assert text.count("<|user|>") == text.count("<|assistant|>") == 2
+    assert text.count("<|system|>") == 1
+    question, turn = text.index(f"Question: {FIRST}"), text.index("<|user|>", text.index(FIRST))
+    assert question < text.index("</s>", question) < turn < text.index(f"Question: {SECOND}")
+    with torch.inference_mode():
+        expected = model(torch.tensor([reply.fused.plan.text_ids])).logits[0, -1]
+    assert float((reply.fused.logits - expected).abs().max()) <= 1e-4
+
+
+def test_a_question_that_finds_nothing_is_asked_of_what_stands(cache: package.Cache) -> None:
+    talk = cache.conversation(**ASKING)
+    with pytest.raises(KvtoolError, match="no chunk matches"):
+        talk.ask("xyzzy")
+    assert not talk.turns
+    talk.ask(FIRST)
+    reply = talk.ask(Request("xyzzy?", search="xyzzy"))
+    assert not reply.chunks
+    assert reply.tokens["standing"] > 0
+
+
+def test_documents_and_modes_may_change_between_turns(cache: package.Cache) -> None:
+    talk = cache.conversation(**ASKING)
+    talk.ask(FIRST, QueryOptions(fusion="auto", **ASKING))
+    by_name = talk.ask(Request(SECOND, documents=("mill4.md",)), QueryOptions(fusion="epic", link_tokens=2, **ASKING))
+    assert {Path(chunk.source).name for chunk in by_name.chunks} == {"mill4.md"}
+    assert by_name.fusion == "epic"
+    assert by_name.tokens["recomputed"] <= 2 * len(by_name.chunks)
+    last = talk.ask(Request("And the first mill?", documents=("mill0.md", "mill4.md")), QueryOptions(fusion="auto"))
+    assert {Path(chunk.source).name for chunk in last.chunks} == {"mill0.md"}
+    assert {Path(chunk.source).name for chunk in last.again} == {"mill4.md"}
+    assert last.fusion == "union"
+
+
+def test_what_fails_or_is_interrupted_leaves_it_as_it_was(cache: package.Cache) -> None:
+    """The answer to what is asked next is the same as if nothing had happened."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(piece: str) -> None:
+        raise Stop
+
+    calm, rough = cache.conversation(**ASKING), cache.conversation(**ASKING)
+    calm.ask(FIRST)
+    rough.ask(FIRST)
+    for what in (UsageError, Stop):
+        with pytest.raises(what):
+            rough.ask(SECOND, QueryOptions(system="another", **ASKING) if what is UsageError else None, stop)
+    assert len(rough.turns) == 1
+    a, b = calm.ask(SECOND), rough.ask(SECOND)
+    assert a.generated.ids == b.generated.ids
+    assert torch.equal(a.fused.logits, b.fused.logits)
+    assert a.tokens == b.tokens
+
+
+def test_an_answer_that_is_ended_stands_as_far_as_it_was_said(cache: package.Cache) -> None:
+    talk, left = cache.conversation(**ASKING), [True, True]
+    reply = talk.ask(FIRST, going=lambda: bool(left and left.pop()))
+    assert len(reply.generated.ids) == 3
+    assert reply.generated.end is None
+    assert talk.ask(SECOND).tokens["standing"] > reply.tokens["prompt"] + 3
+
+
+def test_a_full_context_is_said_and_makes_room(cache: package.Cache) -> None:
+    talk = cache.conversation(**ASKING)
+    talk.ask(FIRST)
+    with pytest.raises(ContextFullError, match="the model takes 2048"):
+        talk.ask(SECOND, QueryOptions(max_tokens=2000))
+    standing = talk.tokens
+    assert talk.ask(SECOND).tokens["standing"] >= standing
+    talk.start_over()
+    assert talk.tokens == 0
+    reply = talk.ask("And when?")
+    assert reply.tokens["standing"] == 0
+    assert reply.turn["number"] == 1
+    assert "fifth mill" in reply.turn["search"]
+    talk.reset()
+    assert talk.ask("And when was the first mill built?").turn["search"] == "And when was the first mill built?"
+
+
+def test_several_conversations_go_on_beside_each_other(cache: package.Cache) -> None:
+    one, other = cache.conversation(**ASKING), cache.conversation(**ASKING)
+    one.ask(FIRST)
+    other.ask(SECOND)
+    alone = cache.conversation(**ASKING)
+    alone.ask(FIRST)
+    assert torch.equal(one.ask("When?").fused.logits, alone.ask("When?").fused.logits)
+
+
+def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path) -> None:
+    said: list[str] = []
+    with package.open(store, warn=lambda text, hint: said.append(text)) as cache:
+        talk = cache.conversation(**ASKING)
+        talk.ask(FIRST)
+        cache._release()
+        reply = talk.ask(SECOND)
+        assert reply.tokens["standing"] == 0
+        assert "the conversation starts over" in said[-1]
+    with pytest.raises(UsageError, match="was closed"):
+        talk.ask(SECOND)
+
+
+def test_a_model_that_keeps_states(tmp_path: Path) -> None:
+    """All new text is computed behind the states that stand, exactly."""
+    folder = save_tiny("qwen3-next", tmp_path / "model")
+    write_corpus(tmp_path / "corpus", 2)
+    kvtool("ingest", tmp_path / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with package.open(tmp_path / "store") as cache:
+        talk = cache.conversation(**ASKING)
+        first = talk.ask("Who built the first mill?")
+        reply = talk.ask(Request("And the second?", documents=("mill1.md",)))
+        assert reply.tokens["standing"] > first.tokens["prompt"]
+        assert reply.tokens["fresh"] == reply.tokens["prompt"] - reply.tokens["standing"]
+    with torch.inference_mode():
+        expected = model(torch.tensor([reply.fused.plan.text_ids])).logits[0, -1]
+    assert float((reply.fused.logits - expected).abs().max()) <= 1e-4
+
+
+def test_over_a_session_of_ones_own(cache: package.Cache) -> None:
+    talk = Conversation.over(cache._opened(), QueryOptions(**ASKING))
+    assert talk.ask(FIRST).to_json()["turn"] == {"number": 1, "search": FIRST}
+    row = talk.ask(FIRST).to_json()
+    assert {one["status"] for one in row["again"]} == {"standing"}
