@@ -7,7 +7,7 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +20,7 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import new_session, open_any_store, open_session
+from kvtool.cli.sources import show_sources
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.sizes import counted
@@ -33,7 +34,7 @@ from kvtool.core.remote.options import RemoteOptions
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.evaluate.audits import Audit
-    from kvtool.core.query.reply import Reply, ReplyChunk, Request
+    from kvtool.core.query.reply import Reply, Request
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
@@ -47,6 +48,7 @@ class QueryFlags(Options, settings=False):
     batch: Path | None = option(
         None, "Answer every question of a file.", group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
+    show_sources: bool = option(False, "Show the passages that the answer was given from.", group=ANSWER)
     hot_memory: int = option(
         10**9,
         "What --batch may hold of loaded chunks.",
@@ -239,8 +241,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
     _show_stream(run, reply)
     if reply.explained:
         show_explained(run.out, reply)
-    best_first = sorted(reply.chunks, key=lambda chunk: -(chunk.score or 0))
-    run.out.status("sources: " + ", ".join(dict.fromkeys(_place(chunk) for chunk in best_first)))
+    show_sources(run.out, reply, passages=run.get(QueryFlags).show_sources)
     for chunk in reply.chunks:
         run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
     if options.audit:
@@ -286,14 +287,6 @@ def _show_stream(run: Run, reply: Reply) -> None:
         )
         level = "text" if row["level"] is None else f"level {row['level']}"
         say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
-
-
-def _place(chunk: ReplyChunk) -> str:
-    """Where it stands, below the working folder where it is."""
-    path = Path(chunk.source)
-    with suppress(ValueError, OSError):
-        path = path.relative_to(Path.cwd())
-    return chunk.behind(str(path))
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:

@@ -72,6 +72,11 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
 # ---- as people name them -----------------------------------------------------------------------------------------
 
 
+def is_id(text: str) -> bool:
+    """Whether a text is written as an id, or the beginning of one."""
+    return not text.strip().lower().strip("0123456789abcdef")
+
+
 def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
     """The known ids that begin with these hexadecimal digits; none where the text is too short, or no such digits."""
     digits = text.strip().lower()

@@ -62,6 +62,25 @@ def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
     return Place(None, _joined(first, str(last)))
 
 
+def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:
+    """Find the character at which a line of the file begins, or a page, slide or paragraph by its number; None where
+    there is none."""
+    lines = [(mark.place, -mark.start) for mark in marks if isinstance(mark.place, int) and mark.place <= number]
+    if lines:
+        return -max(lines)[1]
+    if marks:
+        named = (
+            mark.start for mark in marks if (found := _NUMBERED.fullmatch(str(mark.place))) and int(found[2]) == number
+        )
+        return next(named, None)
+    at = 0
+    for _ in range(number - 1):
+        at = text.find("\n", at) + 1
+        if not at:
+            return None
+    return at if 0 <= at < len(text) and number > 0 else None
+
+
 def _joined(first: str, last: str) -> str:
     """`p. 12` and `p. 13` → `p. 12–13`."""
     if first == last:

@@ -24,6 +24,7 @@ from kvtool.core.query.layout import Asked, lay_out, place_and_text
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
+from kvtool.core.query.since import with_changes
 from kvtool.core.query.streaming import Streamed, stream_prompt
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         question=asked.request.question,
         answer=text,
         fusion=options.mode(),
-        chunks=begun.chunks,
+        chunks=with_changes(session.store, begun.chunks),
         revision=asked.revision,
         tokens=_tokens(fused, said),
         timing_ms=timing,

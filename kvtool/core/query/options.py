@@ -204,7 +204,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 class ChunkChoice(Options, settings=False, group=CHUNKS):
     """Which chunks a question's prompt has; without these they are found."""
 
-    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", metavar="ID")
+    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", metavar="ID|PATH:LINE")
     documents: tuple[str, ...] = option((), "Use all chunks of these documents.", metavar="PATH")
 
     def check(self) -> None:

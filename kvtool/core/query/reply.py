@@ -52,6 +52,7 @@ class ReplyChunk:
     ----------
     start, end : characters of the document.
     line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
+    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/since.py`).
     """
 
     id: str
@@ -64,6 +65,7 @@ class ReplyChunk:
     status: str
     reason: str = ""
     label: str = ""
+    since_ingest: str = ""
     text: str = field(default="", repr=False)
 
     @property
@@ -78,7 +80,8 @@ class ReplyChunk:
     def to_json(self) -> dict[str, Any]:
         names = ("id", "source", "start", "end", "line", "label", "score", "tokens", "status", "text")
         row = {name: getattr(self, name) for name in names}
-        return row | ({"reason": self.reason} if self.reason else {})
+        more = {"reason": self.reason, "since_ingest": self.since_ingest}
+        return row | {name: value for name, value in more.items() if value}
 
 
 @dataclass(slots=True, repr=False)

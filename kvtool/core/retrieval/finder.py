@@ -131,11 +131,12 @@ class Finder:
             raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
         return found_by(document)[passage.index]
 
-    def keywords(self, passage: Passage, most: int = 5) -> list[str]:
-        """The words that tell a chunk from the others (TF-IDF), as they are spelled in it."""
-        text = self.text(passage)
-        spelled = spellings(text)
-        return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, terms(text), most)))
+    def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
+        """The words of a question that stand in a chunk, as they are spelled there; what tells it from the others best
+        (TF-IDF) first."""
+        text, asked = self.text(passage), set(terms(question))
+        spelled, both = spellings(text), [term for term in terms(text) if term in asked]
+        return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, both, most)))
 
     def rare_words(self, text: str, share: float) -> int:
         """How many of a text's terms tell chunks apart: they stand in at most this share of all, and in some."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache.identity import chunk_named
-from kvtool.core.corpus.readers.jsonl import ENDINGS
+from kvtool.core.cache.identity import chunk_named, is_id
+from kvtool.core.common.marks import start_of
+from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import UsageError
 from kvtool.core.retrieval.passages import Passage, passages_in
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.entries import DocumentEntry
     from kvtool.core.cache.store import Store
 
 
@@ -26,8 +29,10 @@ class Places:
         self._revision: int | None = None
 
     def of_chunk(self, text: str) -> Passage:
-        """The passage of a chunk, given by its id in hex or the beginning of it. Raises UsageError."""
+        """The passage of a chunk, given by its id in hex or the beginning of it, or by its place. Raises UsageError."""
         self._follow()
+        if not is_id(text):
+            return self._at(text)
         if self._passages is None:
             self._passages = {}
             for document in self._store.documents():
@@ -37,11 +42,41 @@ class Places:
 
     def of_document(self, name: str) -> list[Passage]:
         """The passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
+        return [passage for document in self._documents(name) for passage in passages_in(document)]
+
+    def _documents(self, name: str) -> list[DocumentEntry]:
         self._follow()
         if self._sources is None:
             self._sources = self._store.sources()
-        documents = [self._store.document(source) for source in _matching(name, self._sources)]
-        return [passage for document in documents if document is not None for passage in passages_in(document)]
+        documents = (self._store.document(source) for source in _matching(name, self._sources))
+        return [document for document in documents if document is not None]
+
+    def _at(self, place: str) -> Passage:
+        """The passage at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
+        path, sign, number = place.rpartition(":")
+        if sign and number.isdecimal():
+            return self._at_number(path, int(number))
+        cited = re.fullmatch(r"(.+?) (?:p\.|slide|cell|ch\.|¶|.* row) (\d+)(?:–\d+)?", place)
+        if cited is not None:
+            return self._at_number(cited[1], int(cited[2]))
+        hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls` lists ids"
+        raise UsageError(f"{place!r} names no chunk", hint)
+
+    def _at_number(self, path: str, number: int) -> Passage:
+        """The passage that holds a line, or a page, slide or paragraph, of a file."""
+        found: tuple[int, Passage] | None = None
+        for document in self._documents(path):
+            start = start_of(document.text, document.marks, number)
+            if start is None:
+                continue
+            line = document.place(start, start + 1).line or 0  # of several documents the last that begins before it
+            for passage in passages_in(document):
+                if passage.end > start and (found is None or line > found[0]):
+                    found = line, passage
+                    break
+        if found is None:
+            raise UsageError(f"{path} has no line, page or part {number}", "answers cite the places that there are")
+        return found[1]
 
     def _follow(self) -> None:
         revision = self._store.documents_revision()
@@ -61,19 +96,13 @@ def _matching(name: str, sources: Sequence[str]) -> list[str]:
     if same:
         return same
     tail = "/" + Path(name).as_posix().lstrip("./")
-    ending = sorted({source for source in sources if source.endswith(tail) or _file_of(source).endswith(tail)})
+    ending = sorted({source for source in sources if source.endswith(tail) or file_of(source).endswith(tail)})
     if not ending:
         raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
-    if len({_file_of(source) for source in ending}) > 1:
+    if len({file_of(source) for source in ending}) > 1:
         raise UsageError(f"document {name!r} could be {ending[0]} or {ending[1]}", "give more of the path")
     return ending
 
 
 def _of_file(path: str, sources: Iterable[str]) -> list[str]:
-    return [source for source in sources if path in (source, _file_of(source))]
-
-
-def _file_of(source: str) -> str:
-    """The file of a source: a JSON-lines document is named `file.jsonl#id`."""
-    file, mark, _ = source.rpartition("#")
-    return file if mark and file.endswith(ENDINGS) else source
+    return [source for source in sources if path in (source, file_of(source))]

@@ -54,7 +54,9 @@ def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
     ):
         level, sizes = segment.source.level, session.store.level_sizes(segment.source.chunk_id)
         stored = {"level": level, "bytes": sizes.get(level or "", 0)}
-        rows.append(chunk.to_json() | {"keywords": session.finder.keywords(hit.passage)} | stored)
+        rows.append(
+            chunk.to_json() | {"keywords": session.finder.keywords(hit.passage, asked.request.question)} | stored
+        )
     return rows
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
+from kvtool.core.common.marks import Place
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.lab.charts.page import HeatMap, Passage, Section, Table
@@ -18,17 +20,25 @@ if TYPE_CHECKING:
 
 def chunk(desk: Desk) -> Findings:
     """Show one chunk: its document, its text, what is stored of it; the model is not loaded."""
-    from kvtool.core.cache.identity import chunk_named
+    from kvtool.core.cache.identity import chunk_named, is_id
+    from kvtool.core.retrieval.places import Places
 
     if desk.about is None:
-        raise UsageError("inspect chunk needs a chunk's id", "`kvtool store ls` lists the documents and their chunks")
-    value = chunk_facts(desk.store, chunk_named(desk.about, desk.store.chunk_ids()))
+        raise UsageError(
+            "inspect chunk needs a chunk's id, or its place", "`kvtool store ls` lists the documents and their chunks"
+        )
+    if is_id(desk.about):
+        named = chunk_named(desk.about, desk.store.chunk_ids())
+    else:
+        named = Places(desk.store).of_chunk(desk.about).chunk_id
+    value = chunk_facts(desk.store, named)
     return Findings("Chunk", value, [*_told(value)], _sections(desk, value), told_elsewhere=frozenset({"text"}))
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
     """Tell `id, tokens, layers, lead_in_digest`, `levels[{level, bytes}]`, `last_used` (seconds since 1970, or None),
-    `places[{source, start, end}]`, `text` of the first place, `sensitivity` by token (empty where none was kept).
+    `places[{source, start, end, line, label}]`, `text` of the first place, `sensitivity` by token (empty where none was
+    kept).
 
     Raises
     ------
@@ -41,7 +51,8 @@ def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
     for document in store.documents():
         for ref in document.chunks:
             if ref.chunk_id == chunk:
-                places.append({"source": document.source, "start": ref.start, "end": ref.end})
+                row = {"source": document.source, "start": ref.start, "end": ref.end}
+                places.append(row | asdict(document.place(ref.start, ref.end)))
                 text = text or document.text[ref.start : ref.end]
     import numpy as np
 
@@ -62,12 +73,17 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     used = value["last_used"]
     yield f"chunk    {value['id']}"
     for place in value["places"]:
-        yield f"from     {place['source']}, characters {place['start']} to {place['end']}"
+        yield f"from     {_where(place)}"
     yield f"content  {value['tokens']} tokens, {value['layers']} layers"
     for row in value["levels"]:
         yield f"level    {row['level']}: {row['bytes']:,} bytes"
     yield f"used     {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(used)) if used else 'not yet'}"
     yield value["text"]
+
+
+def _where(place: Mapping[str, Any]) -> str:
+    cited = Place(place["line"], place["label"]).behind(place["source"])
+    return f"{cited}, characters {place['start']} to {place['end']}"
 
 
 def _sections(desk: Desk, value: Mapping[str, Any]) -> Iterator[Section]:
@@ -79,7 +95,7 @@ def _sections(desk: Desk, value: Mapping[str, Any]) -> Iterator[Section]:
     pieces = whole_characters(desk.session.tokenizer, ids)
     shaded = [(text, max(weights[start:stop])) for start, stop, text in pieces]
     text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."
-    first = next((f"{place['source']}, characters {place['start']} to {place['end']}" for place in value["places"]), "")
+    first = next(map(_where, value["places"]), "")
     yield Section("Text", (text,), heat=HeatMap("sensitivity", (Passage(first, tuple(shaded)),)))
     levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))
     places = tuple((place["source"], place["start"], place["end"]) for place in value["places"])
@@ -89,7 +105,7 @@ def _sections(desk: Desk, value: Mapping[str, Any]) -> Iterator[Section]:
 REPORT = Report(
     chunk,
     takes=(ModelOptions.some("model", "offline"),),
-    about="ID",
-    about_help="The first six or more digits of a chunk's id.",
-    examples=("inspect chunk 3f2a91", "inspect chunk 3f2a91 --html chunk.html"),
+    about="ID|PATH:LINE",
+    about_help="The first six or more digits of a chunk's id, or a place as answers cite it.",
+    examples=("inspect chunk 3f2a91 --html chunk.html", "inspect chunk notes.md:12", 'inspect chunk "paper.pdf p. 3"'),
 )

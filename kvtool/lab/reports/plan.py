@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvtool.core.common.marks import Place
 from kvtool.core.common.sizes import counted
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
@@ -62,14 +63,14 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
 
 def _chunks(value: Mapping[str, Any]) -> Table:
     """The prompt's chunks, a row each; the same in a terminal and on the page."""
-    head = ("chunk", "source", "score", "tokens", "status", "level", "keywords, or why")
+    head = ("chunk", "source", "score", "tokens", "status", "level", "matched, or why")
     return Table(head, tuple(_row(chunk) for chunk in value["chunks"]))
 
 
 def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         chunk["id"][:12],
-        chunk["source"] if chunk["line"] is None else f"{chunk['source']}:{chunk['line']}",
+        Place(chunk["line"], chunk["label"]).behind(chunk["source"]),
         "-" if chunk["score"] is None else f"{chunk['score']:.2f}",
         chunk["tokens"],
         chunk["status"],

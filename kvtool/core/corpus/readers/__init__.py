@@ -38,6 +38,7 @@ __all__ = [
     "MissingPackage",
     "UnreadableFile",
     "ending_of",
+    "file_of",
     "is_archive",
     "is_bounded",
     "is_foreign",
@@ -52,6 +53,7 @@ _MODULES = (text, markdown, html, code, jsonl, latex, subtitles, *_BOUNDED)
 
 READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for ending in module.ENDINGS}
 """Lower-case file ending, or whole lower-case name of a file without one → reader."""
+_SEVERAL = (*jsonl.ENDINGS, *mail.ENDINGS)  # of files that may hold several documents
 _BOUNDED_ENDINGS = frozenset(ending for module in _BOUNDED for ending in module.ENDINGS)
 
 
@@ -99,6 +101,12 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
 def ending_of(path: PurePath) -> str:
     """What picks a file's reader: its ending in lower case, or the whole name of one without."""
     return path.suffix.lower() or path.name.lower()
+
+
+def file_of(source: str) -> str:
+    """The file of a document: one of several is called `file.jsonl#id`."""
+    file, mark, _ = source.rpartition("#")
+    return file if mark and PurePath(file).suffix.lower() in _SEVERAL else source
 
 
 def source_of(path: Path) -> str:

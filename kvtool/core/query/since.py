@@ -1,0 +1,52 @@
+"""Whether the files that an answer cites are still what was ingested."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvtool.core.corpus.readers import file_of
+from kvtool.core.errors import DamagedError
+from kvtool.core.query.reply import ReplyChunk
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.entries import FileEntry
+    from kvtool.core.cache.store import Store
+
+CHANGED, GONE = "changed", "gone"
+
+
+def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
+    """Say of each chunk whether its file has changed since ingest, or has gone.
+
+    A file whose size and time are as they were costs a stat. Where even the folder is not there, as in a store that
+    came from another machine, nothing is said.
+    """
+    paths = {file_of(chunk.source) for chunk in chunks}
+    states = {path: _state(store, path) for path in paths}
+    return [replace(chunk, since_ingest=states[file_of(chunk.source)]) for chunk in chunks]
+
+
+def _state(store: Store, path: str) -> str:
+    with suppress(DamagedError, OSError, ValueError):
+        known = store.file(path)
+        if known is not None:
+            return _compared(known)
+    return ""
+
+
+def _compared(known: FileEntry) -> str:
+    try:
+        status = os.stat(known.path)
+    except (FileNotFoundError, NotADirectoryError):
+        return GONE if os.path.isdir(os.path.dirname(known.path)) else ""
+    if status.st_size != known.size:
+        return CHANGED
+    if status.st_mtime_ns == known.mtime_ns:
+        return ""
+    with open(known.path, "rb") as file:
+        return "" if hashlib.file_digest(file, "sha256").hexdigest() == known.digest else CHANGED

@@ -1,0 +1,111 @@
+"""A folder of documents in every format: ingested, found, cited by page or line, and shown."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.query.finding import chunks_for
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.retrieval.finder import Finder
+from samples import documents
+from tests.cli.working import PREFIX, SHORT, Done, kvtool
+from tests.families import save_tiny
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[documents.Asked]]:
+    folder = tmp_path_factory.mktemp("office").resolve()
+    return folder, documents.write(folder)
+
+
+@pytest.fixture(scope="module")
+def store(asked: tuple[Path, list[documents.Asked]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("store")
+    model = save_tiny("llama", home / "tiny")
+    limits = ("--chunk-tokens", "96", "--read-timeout", "10m")
+    done = kvtool("ingest", asked[0], "--store", home / "kv", "--model", model, *limits, *PREFIX, "--json").fine().json
+    assert done["failures"] == []
+    assert not any(done["skipped"].values())
+    return home / "kv"
+
+
+def test_every_question_finds_the_place_of_its_answer(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
+    with Store.open(store) as opened:
+        finder = Finder(opened)
+        assert {one.source: _cited(finder, opened, one, asked[0]) for one in asked[1]} == {
+            one.source: one.source for one in asked[1]
+        }
+
+
+def _cited(finder: Finder, store: Store, one: documents.Asked, folder: Path) -> str:
+    """The place of the answer in the chunks that are found for its question; it names a chunk of that place again."""
+    for hit in chunks_for(finder, Request(one.question), QueryOptions()):
+        document = store.document(hit.passage.source)
+        assert document is not None
+        at = document.text.find(one.answers[0], hit.passage.start, hit.passage.end)
+        if at >= 0:
+            cited = document.place(at, at + len(one.answers[0])).behind(document.source)
+            named = finder.places.of_chunk(cited)
+            assert named.start <= at < named.end or document.place(named.start, named.end).label  # the page's first
+            return cited.removeprefix(f"{folder}/")
+    return "not found"
+
+
+@pytest.mark.parametrize(("ending", "cited"), [("pdf", " p. "), ("pptx", " slide "), ("mbox", "#2:"), ("html", ":")])
+def test_an_answer_cites_its_places(
+    ending: str, cited: str, asked: tuple[Path, list[documents.Asked]], store: Path
+) -> None:
+    one = next(one for one in asked[1] if one.file.endswith(ending))
+    done = _ask(one.question, store, "--show-sources")
+    assert f"{asked[0] / one.file}{cited}" in done.err
+    assert one.answers[0] in done.err
+    reply = _ask(one.question, store, "--json").json
+    chunk = reply["chunks"][-1]
+    assert chunk["source"].startswith(str(asked[0] / one.file))
+    assert (chunk["line"] is None) == bool(chunk["label"])
+    assert "since_ingest" not in chunk
+    assert any(one.answers[0] in each["text"] for each in reply["chunks"])
+
+
+def _ask(question: str, store: Path, *more: object) -> Done:
+    return kvtool("query", question, "--store", store, "--top-k", "2", *SHORT, *more).fine()
+
+
+def test_a_chunk_by_its_place(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
+    by_suffix = {Path(one.file).suffix: one for one in asked[1] if one.file.startswith("en/")}
+    for suffix in (".jsonl", ".txt"):
+        one = by_suffix[suffix]
+        place = f"{asked[0] / one.file}:{one.source.rpartition(':')[2]}"
+        row = kvtool("inspect", "chunk", place, "--store", store, "--json").fine().json
+        assert one.answers[0] in row["text"]
+        assert [chunk["id"] for chunk in _ask("Who?", store, "--chunks", place, "--json").json["chunks"]] == [row["id"]]
+    kvtool("inspect", "chunk", f"{asked[0] / one.file}:4000", "--store", store).failed(2, "has no line")
+    kvtool("inspect", "chunk", "nowhere.pdf p. 2", "--store", store).failed(2, "not in the store")
+    kvtool("inspect", "chunk", "what is it", "--store", store).failed(2, "names no chunk")
+
+
+def test_the_words_that_matched(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
+    plan = kvtool("inspect", "plan", "Who built the Kettlewick Kiln?", "--store", store, "--json").fine().json
+    assert plan["chunks"][-1]["keywords"][:2] in (["Kettlewick", "Kiln"], ["Kiln", "Kettlewick"])
+
+
+def test_a_source_that_has_changed_says_so(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
+    one = next(one for one in asked[1] if one.file.endswith(".docx"))
+    path = asked[0] / one.file
+    data, status = path.read_bytes(), path.stat()
+    try:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+        assert "since ingest" not in _ask(one.question, store).err  # touched, with what it held
+        path.write_bytes(data + b"\n")
+        assert f"{path} ¶" in (said := _ask(one.question, store).err)
+        assert "(changed since ingest)" in said
+        path.unlink()
+        assert _ask(one.question, store, "--json").json["chunks"][-1]["since_ingest"] == "gone"
+    finally:
+        path.write_bytes(data)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
