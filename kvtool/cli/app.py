@@ -50,6 +50,7 @@ COMMANDS = {
     "inspect": "Look into the store: what it holds, and how its chunks fuse.",
     "store": "Look after the store: listing, verification, upkeep, sharing.",
     "bench": "Measure on this machine, beside plain transformers.",
+    "doctor": "Look whether all that is needed is there and works.",
     "config": "Show the settings and where they come from.",
     "help": "Show a page of the documentation, or what a command takes.",
 }
@@ -67,6 +68,7 @@ _LEFT = {
     "bench": "no store was changed; run the same command again",
     "serve": "the store holds what it held; start it again",
     "config": "",
+    "doctor": "",
     "help": "",
 }
 

@@ -121,6 +121,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "bench peers": (*whole, "--threads", "1", "--new-tokens", "4", "--repeat", "2", "--json"),
             "bench stream": ("bench", "stream", "--shape", "llama-3.1-8b", "--slo-ms", "500", "--json"),
             "config": ("config", "show", "--json"),
+            "doctor": ("doctor", *here, "--json"),
         }.items()
     }
 

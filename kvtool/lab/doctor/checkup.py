@@ -1,0 +1,78 @@
+"""All checks, in the order in which a question needs what they look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from kvtool.core.cache.store import Store
+from kvtool.core.common.places import cache_dir
+from kvtool.core.errors import KvtoolError, ModelError
+from kvtool.core.model.files import PACKAGED, ModelFiles
+from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
+from kvtool.core.model.resolve import resolve
+from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
+from kvtool.lab.doctor.finding import Finding, failing
+from kvtool.lab.doctor.installation import check_extras, check_kvtool, check_libraries
+from kvtool.lab.doctor.machine import check_cpu, check_device, check_dtype, check_memory
+from kvtool.lab.doctor.places import check_disk, check_gate, check_store, check_tier
+
+
+def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Callable[[str], None]) -> list[Finding]:
+    """Look at everything. Nothing is changed or downloaded, but a GGUF file's model is converted as at its first use.
+
+    Parameters
+    ----------
+    place : the store's folder, or the URL of a shared store.
+    timeout : seconds to wait for that.
+    doing : told what is looked at.
+    """
+    doing("looking at the libraries")
+    found = [*check_kvtool(), *(libraries := check_libraries())]
+    if any(finding.state == "failed" for finding in libraries):
+        return found  # most other checks would only fail for want of these
+    found += [*check_extras(), *check_cpu(), *check_memory(), *check_device(wanted)]
+    doing("writing to the disk and reading back")
+    identity = None
+    if isinstance(place, Path):
+        found += [*check_disk(place, "disk of the store"), *check_store(place)]
+        identity = _identity(place)
+    else:
+        found += check_tier(place, timeout)
+    found += check_disk(cache_dir(), "disk of the cache")
+    doing("looking for the model")
+    found += _check_model(identity, wanted)
+    if isinstance(place, Path) and identity is not None:
+        found += check_gate(place, identity)
+    return found
+
+
+def _identity(folder: Path) -> StoreIdentity | None:
+    """What the store was made with; None where that cannot be told, which other findings say."""
+    with suppress(KvtoolError, OSError), Store.open(folder) as store:
+        return store_identity(store)
+    return None
+
+
+@failing("model")
+def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterator[Finding]:
+    """Look for the model that is asked for, the store's own, or that of a new store; and for its number format."""
+    try:
+        files = _files(identity, replace(wanted, offline=True))
+    except ModelError:
+        if identity is not None or wanted.model is not None:
+            raise
+        text = f"{DEFAULT_MODEL}, which a new store takes, is not on this machine"
+        hint = f"the first `kvtool ingest` downloads it; --model {PACKAGED} needs no model hub"
+        yield Finding("model", "warning", text, hint)
+        return
+    yield Finding("model", "ok", f"{files.ref} ({files.kind}) at {files.folder}")
+    yield from check_dtype(wanted, files)
+
+
+def _files(identity: StoreIdentity | None, wanted: ModelOptions) -> ModelFiles:
+    if identity is not None:
+        return model_files(identity, wanted)
+    return resolve(wanted.model or DEFAULT_MODEL, offline=True)
