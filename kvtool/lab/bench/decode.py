@@ -20,6 +20,7 @@ from kvtool.core.model.stepping.native import PARTS, Engine
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.lab.bench.limits import copied_bytes_per_s
 from kvtool.lab.bench.machine import Host
+from kvtool.lab.bench.together import TogetherRow, TogetherRun
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -35,11 +36,12 @@ _PREFILLED = 512  # tokens
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What to measure: the tokens before the first step, and how many steps."""
+    """What to measure: the tokens before the first step, how many steps, and of how many sequences at once."""
 
     context: int
     new_tokens: int
     steppers: tuple[str, ...]
+    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class DecodeBench:
     apart_max: float | None
     rows: tuple[StepperRow, ...]
     parts: tuple[PartRow, ...]
+    together: tuple[TogetherRow, ...]
     notes: tuple[str, ...]
     includes: str = INCLUDES
 
@@ -124,6 +127,12 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
     memcpy = copied_bytes_per_s()
     kv_bytes = decoder.kv_bytes(options.context)
     read = None if found is None else found.weights_bytes + kv_bytes
+    parts = _parts(found, kv_bytes) if found is not None and "native" in names else ()
+    together: tuple[TogetherRow, ...] = ()
+    if options.together:
+        several = TogetherRun(decoder, partial(_filled, decoder, options), options.together)
+        several.all(options.new_tokens, events)
+        together = several.rows(None if found is None else found.weights_bytes, kv_bytes, memcpy)
     return DecodeBench(
         model=decoder.loaded.files.ref,
         device=decoder.device,
@@ -140,7 +149,8 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
         kl_max=run.kl_max,
         apart_max=run.apart_max,
         rows=tuple(_row(name, run.times[name], read if name == "native" else None, memcpy) for name in names),
-        parts=_parts(found, kv_bytes) if found is not None and "native" in names else (),
+        parts=parts,
+        together=together,
         notes=tuple(notes),
     )
 

@@ -111,6 +111,7 @@ class DecodeBenchOptions(Options, settings=False, group=MEASURED):
     stepper: tuple[str, ...] = option(
         ("native", "torch"), "Ways to decode.", choices=("native", "torch"), metavar="a,b", instead="both"
     )
+    together: tuple[int, ...] = option((), "Sequences decoded at once, beside one alone.", metavar="N,N", lowest=1)
     threads: int | None = option(None, "Of all arithmetic.", lowest=1, instead="torch's own")
 
 
