@@ -7,7 +7,7 @@ that sum by the group's scale. x stays float32, so nothing is lost but the order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.core.model.quantised.ir_codes import Factors, codes, fma, lane, of_bfloat16, total
@@ -15,6 +15,9 @@ from kvtool.core.model.quantised.matrix import CHUNK, LAYOUTS, SPAN, Layout
 from kvtool.core.native.ir import Body, Isa, Loop, vector
 
 _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each
+# Of weights, and at least a row, that are multiplied with every x before the next ones: they stay in a core's own cache
+# and are many enough to be fetched ahead. Measured with eight x on an AMD EPYC: rows one by one take twice as long.
+_BLOCK_BYTES = 2**17
 _SUMS = 3  # of a packed row: every other group's, the others', and that of what is added to scale · code
 
 
@@ -29,16 +32,17 @@ def product(isa: Isa, kind: str, height: int = 1) -> str:
     ----------
     height : with more than one it is `product_KIND_HEIGHT`, which takes `i64 inputs, i64 x_pitch, i64 y_pitch`, too,
         and sets a y for each of so many x, at least `height`, from pitch to pitch. So many are multiplied with a row of
-        weights at a time; what comes out is the same, bit by bit, whatever the height and whoever else is there.
+        weights at a time, and with some rows before the next ones take their place in the core's own cache. What comes
+        out is the same, bit by bit, whatever the height and whoever else is there.
     """
     layout = LAYOUTS[kind]
     body = Body()
     inputs = _Inputs(body, isa, layout, height)
     kernel = _Dense(body, isa, layout) if layout.dense else _Packed(body, isa, layout)
-    each = Loop(body, body("sub i64 %last, %first"), may_be_empty=True)
-    row = body(f"add i64 %first, {each.index}")
-    inputs.each_tile(lambda tile: kernel.row(row, tile), row)
-    each.close()
+    if height == 1:
+        _multiply(body, kernel, ("%first", "%last"), inputs.tile("0"))
+    else:
+        _multiply_tiles(body, kernel, inputs, height, layout.bits)
     body.do("ret void")
     name, arguments = f"product_{kind}", _ARGUMENTS
     if height > 1:
@@ -47,6 +51,34 @@ def product(isa: Isa, kind: str, height: int = 1) -> str:
 
 
 _ARGUMENTS = "ptr %data, ptr %scales, ptr %mins, ptr %x, ptr %y, i64 %first, i64 %last, i64 %columns"
+
+
+def _multiply(body: Body, kernel: _Dense | _Packed, rows: tuple[str, str], tile: Sequence[_Input]) -> None:
+    """The rows from one to before another, each with all of a tile."""
+    first, last = rows
+    each = Loop(body, body(f"sub i64 {last}, {first}"), may_be_empty=True)
+    row = body(f"add i64 {first}, {each.index}")
+    for one, value in zip(tile, kernel.row(row, tile), strict=True):
+        body.store("float", value, one.y, row)
+    each.close()
+
+
+def _multiply_tiles(body: Body, kernel: _Dense | _Packed, inputs: _Inputs, height: int, bits: int) -> None:
+    """Some rows at a time, of so many bits a number, with every tile of the inputs."""
+    row_bytes = body(f"udiv i64 {body(f'mul i64 %columns, {bits}')}, 8")
+    size = body(f"add i64 {body(f'udiv i64 {_BLOCK_BYTES}, {row_bytes}')}, 1")
+    more = body(f"add i64 {body('sub i64 %last, %first')}, {body(f'sub i64 {size}, 1')}")
+    blocks = Loop(body, body(f"udiv i64 {more}, {size}"), may_be_empty=True)
+    first = body(f"add i64 %first, {body(f'mul i64 {blocks.index}, {size}')}")
+    last = body(f"call i64 @llvm.umin.i64(i64 {body(f'add i64 {first}, {size}')}, i64 %last)")
+    more = body(f"add i64 %inputs, {height - 1}")
+    tiles = Loop(body, body(f"udiv i64 {more}, {height}"))
+    # The last tile begins where it ends with the last input: what it computes again comes out the same.
+    place = body(f"mul i64 {tiles.index}, {height}")
+    place = body(f"call i64 @llvm.umin.i64(i64 {place}, i64 {body(f'sub i64 %inputs, {height}')})")
+    _multiply(body, kernel, (first, last), inputs.tile(place))
+    tiles.close()
+    blocks.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +99,9 @@ class _Inputs:
         self._groups = body(f"udiv i64 %columns, {layout.group}")
         self._sums = self._group_sums() if layout.mins or layout.centre else ""
 
-    def each_tile(self, work: Callable[[Sequence[_Input]], Sequence[str]], row: str) -> None:
-        """Emit `work`, which gives the product of a row of weights with each of a tile, for all of them."""
-        if self._height == 1:
-            self._tile(work, row, "0")
-            return
-        body = self._body
-        more = body(f"add i64 %inputs, {self._height - 1}")
-        tiles = Loop(body, body(f"udiv i64 {more}, {self._height}"))
-        # The last tile begins where it ends with the last input: what it computes again comes out the same.
-        first = body(f"mul i64 {tiles.index}, {self._height}")
-        last = body(f"sub i64 %inputs, {self._height}")
-        self._tile(work, row, body(f"call i64 @llvm.umin.i64(i64 {first}, i64 {last})"))
-        tiles.close()
-
-    def _tile(self, work: Callable[[Sequence[_Input]], Sequence[str]], row: str, first: str) -> None:
-        tile = [self._input(first, place) for place in range(self._height)]
-        for one, value in zip(tile, work(tile), strict=True):
-            self._body.store("float", value, one.y, row)
+    def tile(self, first: str) -> list[_Input]:
+        """As many of them as the code takes at a time, from one on."""
+        return [self._input(first, place) for place in range(self._height)]
 
     def _input(self, first: str, place: int) -> _Input:
         if self._height == 1:
