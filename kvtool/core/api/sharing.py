@@ -1,0 +1,95 @@
+"""The part of the Python API that gives a store to others and takes from them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from kvtool.core.api.held import Held, alone
+from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
+from kvtool.core.pack.options import ExportOptions, ImportOptions
+from kvtool.core.remote.options import PullOptions, PushOptions
+
+if TYPE_CHECKING:
+    from kvtool.core.options import arguments
+    from kvtool.core.pack.give import ExportReport
+    from kvtool.core.remote.transfer_report import TransferReport
+
+
+class Sharing(Held):
+    """Shared stores, and packs."""
+
+    @alone(PushOptions)
+    def push(
+        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PushArguments]
+    ) -> TransferReport:
+        """Bring a shared store up to date with this one; `options` are the fields of `PushOptions`."""
+        from kvtool.core.remote.push import push
+        from kvtool.core.remote.urls import open_blobs
+
+        wanted = self._wanted(PushOptions, options)
+        with (
+            self._beside() as folder,
+            closing(open_blobs(url, wanted.remote_timeout)) as blobs,
+            Store.open(folder) as store,
+        ):
+            return push(
+                store,
+                blobs,
+                delete=wanted.delete,
+                verify=wanted.verify,
+                dry_run=wanted.dry_run,
+                yes=wanted.yes,
+                events=self._events(events),
+            )
+
+    @alone(PullOptions)
+    def pull(
+        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PullArguments]
+    ) -> TransferReport:
+        """Bring this store up to date with a shared one; `options` are the fields of `PullOptions`."""
+        from kvtool.core.remote.pull import preview, pull
+        from kvtool.core.remote.urls import open_blobs
+
+        wanted = self._wanted(PullOptions, options)
+        levels = wanted.levels or None
+        with self._beside() as folder, closing(open_blobs(url, wanted.remote_timeout)) as blobs:
+            if wanted.dry_run:
+                return preview(folder, blobs, levels=levels, delete=wanted.delete)
+            return pull(
+                folder,
+                blobs,
+                levels=levels,
+                delete=wanted.delete,
+                lock_wait=wanted.lock_wait,
+                max_size=wanted.max_size,
+                timeout=wanted.remote_timeout,
+                yes=wanted.yes,
+                events=self._events(events),
+            )
+
+    @alone(ExportOptions)
+    def export(
+        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ExportArguments]
+    ) -> ExportReport:
+        """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
+        from kvtool.core.pack.give import export
+
+        wanted = self._wanted(ExportOptions, options)
+        levels, told = wanted.levels or None, self._events(events)
+        with self._beside() as folder:
+            return export(folder, Path(pack), only=wanted.only, levels=levels, force=wanted.force, events=told)
+
+    @alone(ImportOptions)
+    def take(
+        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ImportArguments]
+    ) -> TransferReport:
+        """Take a pack into the store, as `store import` does; `options` are the fields of `ImportOptions`."""
+        from kvtool.core.pack.take import take
+
+        wanted = self._wanted(ImportOptions, options)
+        told = self._events(events)
+        with self._beside() as folder:
+            return take(folder, Path(pack), lock_wait=wanted.lock_wait, max_size=wanted.max_size, events=told)
