@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import LEVELS, Level
+from kvtool.core.codec.levels import LEVELS, Level, plugin_of
 
 if TYPE_CHECKING:
     from kvtool.core.codec.base import Codec
@@ -24,6 +24,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _codec_of(level: Level) -> Codec:
+    if (plugin := plugin_of(level.name)) is not None:
+        from kvtool.core.codec.plugged import Plugged
+
+        return Plugged(level, plugin)
     module, _, kind = level.codec.partition(":")
-    made: Codec = getattr(import_module(f"{__name__}.{module}"), kind)(level.name)
+    made: Codec = getattr(import_module(module, __name__), kind)(level.name)
     return made

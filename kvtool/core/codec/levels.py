@@ -1,12 +1,14 @@
-"""What each codec level is, known without importing torch. A new codec is a file here and a line below."""
+"""What each codec level is, known without importing torch. A new codec is a file here and a line below, or a plugin."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.errors import UsageError
 
 RAW = "raw"
@@ -20,7 +22,8 @@ class Level:
     Attributes
     ----------
     name : as records, command lines and catalogues carry it.
-    codec : `module:class` in this package. The class is called with the level's name, and fulfils `Codec` (base.py).
+    codec : `module:class`, a module of this package with a dot before it. The class is called with the level's name,
+        and fulfils `Codec` (base.py).
     lossless : what is decoded is what was encoded, bit for bit. A lossy level's records state their error.
     verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
     nested : records may name the record of the next coarser nested level, which they refine.
@@ -52,10 +55,10 @@ SHARES = (75, 50, 25)  # percent of the rows that `compress --keep` may leave
 _BITS = (3.6, 2.2, 1.1, 0.5)  # of NESTED, measured (samples/results/codec.md)
 
 _WHOLE = (
-    Level(RAW, "raw:Raw", lossless=True, verbatim=True, bits=16.0),
-    Level("lossless", "lossless:Lossless", lossless=True, bits=11.0),
+    Level(RAW, ".raw:Raw", lossless=True, verbatim=True, bits=16.0),
+    Level("lossless", ".lossless:Lossless", lossless=True, bits=11.0),
     *(
-        Level(name, "cachegen:CacheGen", nested=True, profiled=True, bits=bits)
+        Level(name, ".cachegen:CacheGen", nested=True, profiled=True, bits=bits)
         for name, bits in zip(NESTED, _BITS, strict=True)
     ),
 )
@@ -65,7 +68,7 @@ def _kept(level: Level, share: int) -> Level:
     """The level at which a share of the rows is stored as `level` stores all of them; each record stands alone."""
     return Level(
         f"keep{share}-{level.name}",
-        "kept:Kept",
+        ".kept:Kept",
         profiled=level.profiled,
         share=share,
         inner=level.name,
@@ -73,19 +76,49 @@ def _kept(level: Level, share: int) -> Level:
     )
 
 
+_OWN = (*_WHOLE, *(_kept(level, share) for level in _WHOLE for share in SHARES))
+_PLUGINS = found("codecs", own=("auto", "none", *(level.name for level in _OWN)))
+
+
+def _plugged() -> Iterator[Level]:
+    """The levels of plugins. One that cannot be used is left out: its records stay, and are not read."""
+    for plugin in _PLUGINS.values():
+        try:
+            yield _level_of_plugin(plugin)
+        except PluginError as error:
+            plugin.leave_out(error)
+
+
+def _level_of_plugin(plugin: Plugin) -> Level:
+    """What a plugin says of its level: a dictionary of `codec`, `lossless` and `bits`. Raises PluginError."""
+    facts = plugin.load()
+    try:
+        codec, lossless, bits = str(facts["codec"]), bool(facts["lossless"]), float(facts["bits"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise plugin.broken("it does not tell codec, lossless and bits of its level") from error
+    if not re.fullmatch(r"\w[\w.]*:\w+", codec) or not 0 < bits <= 64:
+        raise plugin.broken("its codec is no `module:class`, or its bits are not between 0 and 64")
+    return Level(plugin.name, codec, lossless=lossless, bits=bits)
+
+
 # The finest first: of those that lose nothing the largest, then by size.
 _LEVELS = sorted(
-    (*_WHOLE, *(_kept(level, share) for level in _WHOLE for share in SHARES)),
+    (*_OWN, *_plugged()),
     key=lambda level: (not level.lossless, -level.bits),
 )
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
-NAMES = "raw|lossless|1..4|keepNN-…"  # of all, for people
+NAMES = "|".join(("raw|lossless|1..4|keepNN-…", *(level.name for level in _LEVELS if level.name in _PLUGINS)))  # of all
 WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.share == 100}  # with all rows
 
 
 def level_of(name: str) -> Level:
     """The level of this name. One that is not known (another version's) has no codec, and is not taken for lossless."""
     return LEVELS.get(name) or Level(name)
+
+
+def plugin_of(name: str) -> Plugin | None:
+    """The plugin that a level comes from; None: it is kvtool's own."""
+    return _PLUGINS.get(name)
 
 
 def known(names: Iterable[str | None]) -> list[str]:

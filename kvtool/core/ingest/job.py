@@ -68,9 +68,9 @@ def ingest(
     """
     check_level(options.level)
     if options.embedder is not None:
-        from kvtool.core.retrieval.embed import Embedder
+        from kvtool.core.retrieval.embed import embedder_of
 
-        Embedder(options.embedder, options.offline)  # before anything is computed
+        embedder_of(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
     events = events or Events()
     with options.reading as reading:

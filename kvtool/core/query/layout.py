@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import enough_loss
+from kvtool.core.codec.levels import enough_loss, known
 from kvtool.core.common.marks import Place
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
@@ -210,6 +210,7 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
         if 0 <= max_loss < losses.get(best or "", 0.0):
             _tell_of_loss(session, str(best), losses[str(best)], max_loss)
     if best is None or best not in levels:
+        _tell_of_unknown(session, levels)
         return replace(wanted, reason=_why_not(level, bool(levels), max_loss), stored=bool(levels))
     return replace(wanted, level=best, sensitivity=info.sensitivity)
 
@@ -221,6 +222,15 @@ def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) ->
         f"loses as little as {max_loss:g}",
         f"`--max-loss {enough_loss(loss)}` accepts it; exact records and finer levels come of ingest into a new store",
     )
+
+
+def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
+    """Say that records are passed over since nothing here reads them: a plugin is missing, or a newer kvtool."""
+    if strange := sorted({*levels} - {*known(levels)}):
+        session.warn_once(
+            f"records at level {', '.join(map(repr, strange))} are not read: there is no codec for it here",
+            "install the plugin that made them; they stay in the store until then",
+        )
 
 
 def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:

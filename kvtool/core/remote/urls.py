@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import cast
 
+from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people
 from kvtool.core.errors import UsageError
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
@@ -19,15 +21,26 @@ def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
     Raises
     ------
     UsageError : no such kind of URL, or a broken one.
-    KvtoolError : a package is missing.
+    KvtoolError : a package is missing. PluginError : the plugin for such URLs cannot be used.
     """
     kind, mark, _ = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
         raise UsageError(f"{for_people(url)} is no URL of a shared store", _SUCH_AS)
-    if kind.lower() not in KINDS:
-        raise UsageError(f"there is no shared store of the kind {kind.lower()}://", f"known: {', '.join(KINDS)}")
-    backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind.lower()].module}")
     try:
-        return cast(Blobs, backend.from_url(url, timeout))
+        return _opener(kind.lower())(url, timeout)
     except ValueError:  # what it says of the URL repeats parts of it, which may be those of a password
         raise UsageError(f"the URL {for_people(url)} cannot be read", _SUCH_AS) from None
+
+
+def _opener(kind: str) -> Callable[[str, float], Blobs]:
+    """What opens URLs of a kind, given the URL and the seconds to wait for a value."""
+    if kind in KINDS:
+        backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")
+        return cast(Callable[[str, float], Blobs], backend.from_url)
+    plugins = found("blobs", own=KINDS)
+    if kind not in plugins:
+        raise UsageError(f"there is no shared store of the kind {kind}://", f"known: {', '.join([*KINDS, *plugins])}")
+    opener = plugins[kind].load()
+    if not callable(opener):
+        raise plugins[kind].broken("it is no function")
+    return cast(Callable[[str, float], Blobs], opener)

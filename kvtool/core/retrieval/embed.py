@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.errors import ModelError
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.resolve import looks_local
@@ -20,6 +22,71 @@ _PICKLE = "pytorch_model.bin"
 _BATCH = 64  # texts at once
 _WANTED = ("*.json", "*.txt", "*.model", "*.safetensors")  # configuration, vocabulary, weights
 Encode = Callable[[Sequence[str]], Array]
+
+
+class Embeds(Protocol):
+    """Turns texts into unit vectors.
+
+    Attributes
+    ----------
+    ref : what it is called.
+    """
+
+    ref: str
+
+    @property
+    def digest(self) -> str:
+        """What tells its vectors from another embedder's."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> Array:
+        """Unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
+        ...
+
+
+def embedder_of(ref: str, offline: bool = False) -> Embeds:
+    """The embedder of a name: a plugin's, if there is one and no folder is called so; else a model.
+
+    Raises
+    ------
+    ModelError : there is no such model, its package is not installed, or the plugin cannot be used.
+    """
+    plugin = found("embedders").get(ref)
+    return Embedder(ref, offline) if plugin is None or Path(ref).exists() else _Plugged(plugin)
+
+
+class _Plugged:
+    """An embedder of another package: an object with `digest` and `encode`, made without arguments."""
+
+    def __init__(self, plugin: Plugin) -> None:
+        self.ref, self._plugin = plugin.name, plugin
+        try:
+            self._inner = plugin.load()()
+            self.digest = str(self._inner.digest)
+        except Exception as error:
+            raise self._broken(error) from error
+        if not re.fullmatch(r"[A-Za-z0-9]{1,24}", self.digest):
+            raise self._broken("its digest is not of 1 to 24 letters and digits")
+
+    def encode(self, texts: Sequence[str]) -> Array:
+        """See Embeds."""
+        try:
+            vectors = np.asarray(self._inner.encode(texts), dtype=np.float32)
+        except Exception as error:
+            raise self._broken(error) from error
+        if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
+            raise self._broken(f"of {len(texts)} texts it makes {list(vectors.shape)} numbers")
+        return _unit(vectors)
+
+    def _broken(self, why: object) -> ModelError:
+        error = why if isinstance(why, PluginError) else self._plugin.broken(why)
+        return ModelError(error.message, error.hint)
+
+
+def _unit(vectors: Array) -> Array:
+    """The same directions, each of length 1."""
+    unit: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return unit
 
 
 class Embedder:
@@ -66,7 +133,7 @@ class Embedder:
         rows = []
         for at in range(0, len(texts), _BATCH):
             vectors = np.asarray(self._encode(texts[at : at + _BATCH]), dtype=np.float32)
-            rows.append(vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12))
+            rows.append(_unit(vectors))
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
 
 

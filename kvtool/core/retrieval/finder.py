@@ -14,7 +14,7 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
 from kvtool.core.retrieval import bm25
-from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.embed import Embeds, embedder_of
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.passages import Hit, Passage, found_by, hot_first, stands_in
 from kvtool.core.retrieval.places import Places
@@ -64,7 +64,7 @@ class Finder:
         self.places = Places(store)
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
-        self._embedders: dict[str, Embedder] = {}
+        self._embedders: dict[str, Embeds] = {}
         self._document = lru_cache(maxsize=_DOCUMENTS)(store.document)  # its chunks are asked for one after the other
 
     @property
@@ -174,7 +174,7 @@ class Finder:
     def _meaning_by(self, ref: str, offline: bool) -> Meaning:
         if ref not in self._meanings:
             if ref not in self._embedders:
-                self._embedders[ref] = Embedder(ref, offline)
+                self._embedders[ref] = embedder_of(ref, offline)
             self._meanings[ref] = Meaning.of(self._store, self.index, self._embedders[ref], self._texts, self._warn)
         return self._meanings[ref]
 

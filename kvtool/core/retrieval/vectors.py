@@ -12,7 +12,7 @@ import numpy as np
 from kvtool.core.cache.side import TABLES
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
-from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.embed import Embeds
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import Array, open_tables, open_unsealed, write_tables
 
@@ -103,12 +103,12 @@ def keys_of(index: Index) -> Array:
 class Meaning:
     """Says how like a question a store's chunks are, by one embedding model."""
 
-    def __init__(self, embedder: Embedder, vectors: Vectors, index: Index) -> None:
+    def __init__(self, embedder: Embeds, vectors: Vectors, index: Index) -> None:
         self._embedder, self._vectors = embedder, vectors
         self._places = vectors.places(keys_of(index))
 
     @classmethod
-    def of(cls, store: Store, index: Index, embedder: Embedder, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
+    def of(cls, store: Store, index: Index, embedder: Embeds, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
         """Open the vectors of all living chunks; missing ones are made and kept. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
         vectors, living = Vectors.open(path, warn), _living_rows(index)

@@ -1,11 +1,12 @@
-"""The fusion modes, known without importing torch: a new one is a file here and a line below."""
+"""The fusion modes, known without importing torch: a new one is a file here and a line below, or a plugin."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
+from kvtool.core.common.plugins import PluginError, found
 from kvtool.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 SELECTORS: dict[str, type[Selector]]  # by mode
 
 # The class of each mode; it stands in the module that is called as the mode.
-MODES = {
+_OWN = {
     "full": "Full",
     "prefix": "Prefix",
     "reuse": "Reuse",
@@ -23,6 +24,8 @@ MODES = {
     "infoflow": "Infoflow",
     "union": "Union",
 }
+_PLUGINS = found("selectors", own=(*_OWN, "auto"))
+MODES = (*_OWN, *_PLUGINS)
 REFERENCE = "full"  # what all modes are measured against
 EXACTLY = ("prefix", "full")  # what there is of a model that keeps states; the first is what a query takes
 AUTO = "auto"  # no mode of its own: the controller weighs one that recomputes a share against those that lose nothing
@@ -36,12 +39,29 @@ def __getattr__(name: str) -> Any:
     """Import the selectors, and torch with them, only when they are asked for."""
     if name != "SELECTORS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    made = globals()["SELECTORS"] = {mode: _kind_of(mode) for mode in MODES}
+    made: dict[str, type[Selector]] = {mode: _kind_of(mode) for mode in _OWN}
+    for mode, plugin in _PLUGINS.items():
+        try:
+            made[mode] = _kind_of(mode)
+        except PluginError as error:
+            plugin.leave_out(error)
+    globals()["SELECTORS"] = made
     return made
 
 
 def _kind_of(mode: str) -> type[Selector]:
-    kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), MODES[mode])
+    """A mode's class. Raises PluginError."""
+    if mode in _OWN:
+        kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), _OWN[mode])
+        return kind
+    from kvtool.core.fusion.selectors.base import Selector
+
+    plugin = _PLUGINS[mode]
+    kind = plugin.load()
+    if not (isinstance(kind, type) and issubclass(kind, Selector) and is_dataclass(kind)):
+        raise plugin.broken("it is no dataclass that is a Selector")
+    if getattr(kind, "name", "") != mode:
+        raise plugin.broken(f"its class is called {getattr(kind, 'name', '')!r}")
     return kind
 
 
@@ -50,7 +70,7 @@ def selector_for(options: object, mode: str) -> Selector:
 
     Raises
     ------
-    UsageError : no such mode.
+    UsageError : no such mode. PluginError : the plugin that it comes from cannot be used.
     """
     if mode not in MODES:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(MODES)}")

@@ -1,0 +1,112 @@
+"""A codec of another package, held to what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from kvtool.core.codec.base import Codec, Encoded, LayerKV, Payload, Profiles, no_profiles, shape_of_layer
+from kvtool.core.codec.levels import Level
+from kvtool.core.codec.raw import NAMES
+from kvtool.core.common.plugins import Plugin, PluginError
+from kvtool.core.errors import DamagedError
+
+if TYPE_CHECKING:
+    from kvtool.core.codec.profile import Profile
+
+
+class Plugged:
+    """Fulfils `Codec`. What it encodes is decoded at once: a lossless level has to give the same bits back, a lossy one
+    the same shape. Whatever goes wrong when a record is decoded counts as a damaged record, which is computed anew.
+
+    Raises
+    ------
+    PluginError : by what encodes: the codec cannot be used, or breaks its promise.
+    """
+
+    def __init__(self, level: Level, plugin: Plugin) -> None:
+        self._level, self._plugin = level, plugin
+
+    @cached_property
+    def _codec(self) -> Codec:
+        module, _, kind = self._level.codec.partition(":")
+        try:
+            return cast(Codec, getattr(import_module(module), kind)(self._level.name))
+        except Exception as error:
+            raise self._plugin.broken(error) from error
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
+    ) -> Sequence[Payload]:
+        """See Codec."""
+        codec = self._codec
+        try:
+            parts = [bytes(part) for part in codec.encode(keys, values, layer)]
+        except Exception as error:
+            raise self._plugin.broken(error) from error
+        self._check((keys, values), b"".join(parts), layer)
+        return parts
+
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
+        """See Codec."""
+        return [self.encode(keys, values, layer) for layer, (keys, values) in enumerate(kvs)]
+
+    def decode(
+        self,
+        items: Sequence[Encoded],
+        layer: int = 0,
+        profiles: Profiles = no_profiles,
+        device: torch.device | None = None,
+    ) -> list[LayerKV]:
+        """See Codec."""
+        try:
+            made = self._codec.decode(items, layer)
+            if [(shape_of_layer(kv), NAMES[kv[0].dtype]) for kv in made] != [
+                (item.shape, item.dtype) for item in items
+            ]:
+                raise ValueError("it gives back another shape")
+            return [(keys, values) for keys, values in made]
+        except DamagedError:
+            raise
+        except PluginError as error:
+            raise DamagedError(error.message, error.hint) from error
+        except Exception as error:
+            broken = self._plugin.broken(error)
+            raise DamagedError(broken.message, broken.hint) from error
+
+    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
+        """See Codec."""
+        return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer)]
+
+    def base_of(self, payload: Payload) -> str | None:
+        """Records of plugins stand alone."""
+        return None
+
+    def stated_error(self, payload: Payload) -> tuple[float, float]:
+        """See Codec."""
+        if self._level.lossless:
+            return 0.0, 0.0
+        try:
+            of_keys, of_values = self._codec.stated_error(payload)
+            return float(of_keys), float(of_values)
+        except Exception as error:
+            broken = error if isinstance(error, PluginError) else self._plugin.broken(error)
+            raise DamagedError(broken.message, broken.hint) from error
+
+    def _check(self, kv: LayerKV, payload: bytes, layer: int) -> None:
+        item = Encoded(bytearray(payload), shape_of_layer(kv), NAMES[kv[0].dtype])
+        try:
+            (made,) = self.decode([item], layer)
+        except DamagedError as error:
+            raise self._plugin.broken(f"it cannot read what it wrote: {error.message}") from error
+        if self._level.lossless and not all(map(_same_bits, made, kv)):
+            raise self._plugin.broken("it is not lossless: it gives back other numbers than it was given")
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also where a number is none, which equals nothing."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

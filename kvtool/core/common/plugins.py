@@ -1,0 +1,107 @@
+"""Plugins of other packages, by entry points (packaging.python.org, "Entry points specification").
+
+A plugin's name is known from the metadata of its package. Its code is imported when it is used, and what is wrong with
+it concerns nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from kvtool.core.errors import KvtoolError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Group = Literal["readers", "embedders", "selectors", "codecs", "blobs"]
+GROUPS: tuple[Group, ...] = get_args(Group)  # each as `kvtool.readers`, …
+_NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,30}")
+_AT_FAULT = "remove the package, or ask those who made it"
+_troubles: dict[str, str] = {}  # what is wrong with plugins that were left out, and what to do about it
+
+
+class PluginError(KvtoolError):
+    """A plugin that was asked for cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """What a package adds to kvtool.
+
+    Attributes
+    ----------
+    name : a file ending without its dot, an embedder, a fusion mode, a codec level, or the kind of a URL.
+    package : whose it is, with its version.
+    target : where it stands, `module:object`.
+    """
+
+    group: Group
+    name: str
+    package: str
+    target: str
+    entry: EntryPoint
+
+    def __str__(self) -> str:
+        return f"the plugin {self.name!r} of {self.package}"
+
+    def load(self) -> Any:
+        """Import it.
+
+        Raises
+        ------
+        PluginError : whatever happened there.
+        """
+        try:
+            return self.entry.load()
+        except Exception as error:
+            raise self.broken(error) from error
+
+    def broken(self, error: object) -> PluginError:
+        """The error that says that it cannot be used, and why."""
+        why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
+        return PluginError(f"{self} ({self.target}) cannot be used: {why}", _AT_FAULT)
+
+    def leave_out(self, why: PluginError) -> None:
+        """Let it be told of, once, that this one is left out."""
+        _troubles[why.message] = why.hint
+
+
+def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
+    """The plugins of a group by name, none of them imported.
+
+    Parameters
+    ----------
+    own : names that kvtool has itself: no plugin takes their place.
+    """
+    named: dict[str, Plugin] = {}
+    for plugin in _all()[group]:
+        if not _NAME.fullmatch(plugin.name):
+            plugin.leave_out(plugin.broken("its name is none"))
+        elif plugin.name in own:
+            plugin.leave_out(plugin.broken(f"{plugin.name!r} is kvtool's own"))
+        elif (first := named.setdefault(plugin.name, plugin)) is not plugin:
+            plugin.leave_out(plugin.broken(f"{first.package} has one of that name"))
+    return named
+
+
+def troubles() -> list[tuple[str, str]]:
+    """What is wrong with plugins that were left out so far, and what to do about it."""
+    return list(_troubles.items())
+
+
+@cache
+def _all() -> Mapping[Group, list[Plugin]]:
+    """All plugins, by package and name: read once, 15 ms."""
+    from importlib.metadata import entry_points
+
+    made: dict[Group, list[Plugin]] = {group: [] for group in GROUPS}
+    for group in GROUPS:
+        for entry in entry_points(group=f"kvtool.{group}"):
+            package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+            made[group].append(Plugin(group, entry.name, package, entry.value, entry))
+        made[group].sort(key=lambda plugin: (plugin.package, plugin.name))
+    return made

@@ -1,0 +1,36 @@
+"""A fusion mode: rows at equal distances are recomputed, whatever stands there: what a choice has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvtool.core.fusion.cost import Cost, PromptRows
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Selector, share_of
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Selector):
+    """Recompute a share of every chunk that is not exact, its first row and others evenly behind it.
+
+    The field has the name of an option that there is (`--ratio`), so it is set by that.
+    """
+
+    name: ClassVar[str] = "spread"
+    knob: ClassVar[str] = "ratio"
+    reason: ClassVar[str] = "one of every few"
+    ratio: float = 0.15
+
+    def cost(self, prompt: PromptRows) -> Cost:
+        return Cost(beside=sum(share_of(self.ratio, tokens) for tokens in prompt.hit_chunks))
+
+    def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
+        rows = torch.zeros(plan.length, dtype=torch.bool)
+        for segment in plan.chunks:
+            if segment.status == "hit":
+                count, tokens = share_of(self.ratio, len(segment.ids)), len(segment.ids)
+                rows[[segment.start + number * tokens // count for number in range(count)]] = True
+        return rows
