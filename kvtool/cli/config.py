@@ -1,7 +1,8 @@
-"""`kvtool config [show]`: every option that a file or a variable can give, and where its value came from."""
+"""`kvtool config [show|plugins]`: every option that a file or a variable can give, and what other packages add."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Annotated, Any
 
 import typer
@@ -9,28 +10,54 @@ import typer
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import SETTINGS, Run, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.plugins import listed
 from kvtool.core.common.urls import for_people, is_url
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.resolve import settings_of
 
+_WHAT = ("show", "plugins")
+# Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
+_REGISTRIES = (
+    *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
+    *("kvtool.core.codec.levels", "kvtool.core.remote.urls"),
+)
+
 app = new_app()
 
 
 @app.command()
-@takes(StoreOptions, LockOptions, ModelOptions, examples=("config", "config show --json"))
+@takes(StoreOptions, LockOptions, ModelOptions, examples=("config", "config show --json", "config plugins"))
 def config(
     run: Run,
     what: Annotated[
-        str, typer.Argument(metavar="show", help="The only thing to do.", autocompletion=lambda: ["show"])
+        str,
+        typer.Argument(
+            metavar="show|plugins", help="Settings, or plugins.", show_default=False, autocompletion=lambda: [*_WHAT]
+        ),
     ] = "show",
 ) -> None:
-    """List every setting, its value, and where it came from: a flag, a variable, a file, or the default."""
-    if what != "show":
-        raise UsageError(f"config: there is no {what!r}", did_you_mean(what, ["show"]) or "known: show")
+    """List every setting, its value, and where it came from (a flag, a variable, a file, the default); or plugins."""
+    if what not in _WHAT:
+        raise UsageError(f"config: there is no {what!r}", did_you_mean(what, _WHAT) or f"known: {', '.join(_WHAT)}")
+    if what == "plugins":
+        _show_plugins(run)
+        return
     rows = {name: _row(run, name) for name in settings_of(SETTINGS)}
     result = {"settings": rows}
     run.out.result(result, lambda: run.out.table(("setting", "value", "from"), [_human(n, r) for n, r in rows.items()]))
+
+
+def _show_plugins(run: Run) -> None:
+    """List what other packages add, by kind, and import it to see whether it can be used."""
+    for registry in _REGISTRIES:
+        importlib.import_module(registry)
+    rows = [
+        {"kind": each.group, "name": each.name, "package": each.package, "target": each.target, "problem": problem}
+        for each, problem in listed()
+    ]
+    shown = [[row["kind"], row["name"], row["package"], row["problem"] or "ready"] for row in rows]
+    run.out.result({"plugins": rows}, lambda: run.out.table(("kind", "name", "package", "state"), shown))
 
 
 def _row(run: Run, name: str) -> dict[str, Any]:

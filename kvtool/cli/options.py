@@ -37,6 +37,7 @@ from kvtool.cli.commands import OUTPUT
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
+from kvtool.core.common.plugins import troubles
 from kvtool.core.common.switches import check_switches
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
@@ -124,6 +125,8 @@ def takes(
             config = values.pop("config")
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
             run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
+            for trouble, hint in troubles():
+                out.warning(trouble, hint)
             if _DEVICE in chosen:
                 check_switches()
                 if lacks_avx2():

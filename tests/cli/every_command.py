@@ -122,6 +122,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "bench stream": ("bench", "stream", "--shape", "llama-3.1-8b", "--slo-ms", "500", "--json"),
             "config": ("config", "show", "--json"),
             "doctor": ("doctor", *here, "--json"),
+            "config plugins": ("config", "plugins", "--json"),
         }.items()
     }
 

@@ -21,7 +21,7 @@ Group = Literal["readers", "embedders", "selectors", "codecs", "blobs"]
 GROUPS: tuple[Group, ...] = get_args(Group)  # each as `kvtool.readers`, …
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,30}")
 _AT_FAULT = "remove the package, or ask those who made it"
-_troubles: dict[str, str] = {}  # what is wrong with plugins that were left out, and what to do about it
+_troubles: dict[Plugin, PluginError] = {}  # plugins that were left out, and why
 
 
 class PluginError(KvtoolError):
@@ -67,7 +67,7 @@ class Plugin:
 
     def leave_out(self, why: PluginError) -> None:
         """Let it be told of, once, that this one is left out."""
-        _troubles[why.message] = why.hint
+        _troubles.setdefault(self, why)
 
 
 def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
@@ -90,7 +90,20 @@ def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
 
 def troubles() -> list[tuple[str, str]]:
     """What is wrong with plugins that were left out so far, and what to do about it."""
-    return list(_troubles.items())
+    return [(error.message, error.hint) for error in _troubles.values()]
+
+
+def listed() -> list[tuple[Plugin, str]]:
+    """All plugins, each with what is wrong with it, or nothing; for that all of them are imported."""
+    rows = []
+    for plugin in (plugin for group in GROUPS for plugin in _all()[group]):
+        problem = _troubles[plugin].message if plugin in _troubles else ""
+        try:
+            plugin.load()
+        except PluginError as error:
+            problem = problem or error.message
+        rows.append((plugin, problem))
+    return rows
 
 
 @cache

@@ -67,8 +67,11 @@ class Reading:
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath) -> str:
-        """What a file's documents depend on besides its bytes: a digest of the command that reads it, or nothing."""
+        """What a file's documents depend on besides its bytes: a digest of the command or plugin that reads it, or
+        nothing."""
         command = self.commands.get(ending_of(path))
+        if command is None and (plugin := readers.plugin_of(path)) is not None:
+            command = str(plugin)
         return "" if command is None else hashlib.sha256(command.encode("utf-8", "surrogatepass")).hexdigest()
 
     def documents(self, path: Path, data: bytes) -> list[Document]:

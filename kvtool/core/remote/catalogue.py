@@ -204,7 +204,7 @@ def _chunk(key: str, value: Any, makers: Any, left_out: list[tuple[str, str]]) -
 def _level(name: str, value: Any, layers: int, maker: Any) -> Level:
     size, mark, base = checks.list_of(value, 3)
     if name not in LEVELS:
-        raise ValueError(f"there is no level {name[:20]!r}")
+        raise ValueError(f"there is no level {name[:20]!r} here: a plugin made it, or a newer kvtool")
     if base is not None and base != coarser(name):
         raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
     return Level(

@@ -14,6 +14,8 @@ from kvtool.core.remote.blobs import TIMEOUT, Blobs
 # the sign @ stands before the URLs: one behind a URL would look like the end of its password, which `scrubbed` hides
 _SUCH_AS = "in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///mnt/shared/kv"
 
+_PLUGINS = found("blobs", own=KINDS)
+
 
 def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
     """The tier of a URL; nothing is asked of it yet.
@@ -37,10 +39,9 @@ def _opener(kind: str) -> Callable[[str, float], Blobs]:
     if kind in KINDS:
         backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")
         return cast(Callable[[str, float], Blobs], backend.from_url)
-    plugins = found("blobs", own=KINDS)
-    if kind not in plugins:
-        raise UsageError(f"there is no shared store of the kind {kind}://", f"known: {', '.join([*KINDS, *plugins])}")
-    opener = plugins[kind].load()
+    if kind not in _PLUGINS:
+        raise UsageError(f"there is no shared store of the kind {kind}://", f"known: {', '.join([*KINDS, *_PLUGINS])}")
+    opener = _PLUGINS[kind].load()
     if not callable(opener):
-        raise plugins[kind].broken("it is no function")
+        raise _PLUGINS[kind].broken("it is no function")
     return cast(Callable[[str, float], Blobs], opener)

@@ -22,6 +22,7 @@ _PICKLE = "pytorch_model.bin"
 _BATCH = 64  # texts at once
 _WANTED = ("*.json", "*.txt", "*.model", "*.safetensors")  # configuration, vocabulary, weights
 Encode = Callable[[Sequence[str]], Array]
+_PLUGINS = found("embedders")
 
 
 class Embeds(Protocol):
@@ -51,7 +52,7 @@ def embedder_of(ref: str, offline: bool = False) -> Embeds:
     ------
     ModelError : there is no such model, its package is not installed, or the plugin cannot be used.
     """
-    plugin = found("embedders").get(ref)
+    plugin = _PLUGINS.get(ref)
     return Embedder(ref, offline) if plugin is None or Path(ref).exists() else _Plugged(plugin)
 
 

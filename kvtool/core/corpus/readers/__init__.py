@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePath
 
+from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.corpus.readers import (
     code,
     epub,
@@ -44,6 +45,7 @@ __all__ = [
     "is_foreign",
     "is_image",
     "is_known",
+    "plugin_of",
     "read_documents",
     "source_of",
 ]
@@ -55,16 +57,22 @@ READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for end
 """Lower-case file ending, or whole lower-case name of a file without one → reader."""
 _SEVERAL = (*jsonl.ENDINGS, *mail.ENDINGS)  # of files that may hold several documents
 _BOUNDED_ENDINGS = frozenset(ending for module in _BOUNDED for ending in module.ENDINGS)
+_PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
 
 def is_known(path: PurePath) -> bool:
     """Whether a reader is registered for this name."""
-    return ending_of(path) in READERS
+    return ending_of(path) in READERS or plugin_of(path) is not None
+
+
+def plugin_of(path: PurePath) -> Plugin | None:
+    """The plugin that reads files of this name."""
+    return _PLUGINS.get(path.suffix.lower().removeprefix("."))
 
 
 def is_bounded(path: PurePath) -> bool:
     """Whether files of this name are read in a process of their own, within bounds (`corpus/reading.py`)."""
-    return ending_of(path) in _BOUNDED_ENDINGS
+    return ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None
 
 
 def is_foreign(path: PurePath) -> bool:
@@ -95,7 +103,14 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     UnreadableFile
         If the file is empty, binary, or holds no text.
     """
-    return READERS.get(ending_of(path), text.read)(source_of(path), data)
+    plugin = plugin_of(path)
+    if plugin is None:
+        return READERS.get(ending_of(path), text.read)(source_of(path), data)
+    try:
+        read: Reader = plugin.load()
+        return read(source_of(path), data)
+    except PluginError as error:
+        raise UnreadableFile(error.message, error.hint) from error
 
 
 def ending_of(path: PurePath) -> str:

@@ -1,0 +1,180 @@
+"""Plugins: found by their packages' metadata, imported when they are used, left out when something is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.levels import Level
+from kvtool.core.codec.plugged import Plugged
+from kvtool.core.common import plugins
+from kvtool.core.common.plugins import PluginError, found, listed, troubles
+from kvtool.core.corpus import readers
+from kvtool.core.corpus.readers import UnreadableFile, read_documents
+from kvtool.core.errors import DamagedError, ModelError
+from kvtool.core.retrieval import embed
+from tests.cli.working import kvtool
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """`install(package, group, name, target, module=code)`: as a package manager leaves it behind."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def add(package: str, group: str, name: str, target: str, **modules: str) -> None:
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        with (folder / "entry_points.txt").open("a") as file:
+            file.write(f"[kvtool.{group}]\n{name} = {target}\n")
+        for module, code in modules.items():
+            (tmp_path / f"{module}.py").write_text(code)
+        importlib.invalidate_caches()
+        plugins._all.cache_clear()
+
+    before = set(sys.modules)
+    yield add
+    plugins._all.cache_clear()
+    plugins._troubles.clear()
+    for module in set(sys.modules) - before:
+        if getattr(sys.modules[module], "__file__", None) and str(tmp_path) in str(sys.modules[module].__file__):
+            del sys.modules[module]
+
+
+def test_a_plugin_is_known_by_name_and_imported_when_it_is_used(install: Install) -> None:
+    install("lazy", "readers", "abc", "lazy_plugin:read", lazy_plugin="read = 'the reader'")
+    (plugin,) = found("readers").values()
+    assert (plugin.name, plugin.package) == ("abc", "lazy 1.0")
+    assert "lazy_plugin" not in sys.modules
+    assert plugin.load() == "the reader"
+    assert troubles() == []
+
+
+def test_a_name_of_kvtools_own_is_not_replaced_and_that_is_told(install: Install) -> None:
+    install("bold", "selectors", "epic", "bold_plugin:Epic")
+    assert found("selectors", own=("epic",)) == {}
+    ((text, hint),) = troubles()
+    assert "the plugin 'epic' of bold 1.0" in text
+    assert "kvtool's own" in text
+    assert hint
+    assert "bold 1.0" in kvtool("config").fine().err
+
+
+def test_of_two_packages_with_one_name_the_first_is_taken(install: Install) -> None:
+    install("two", "blobs", "here", "b:x")
+    install("one", "blobs", "here", "a:x")
+    assert found("blobs")["here"].package == "one 1.0"
+    assert "two 1.0" in troubles()[0][0]
+
+
+def test_a_name_that_is_none_is_left_out(install: Install) -> None:
+    install("odd", "codecs", "Über/level", "a:x")
+    assert found("codecs") == {}
+    assert "its name is none" in troubles()[0][0]
+
+
+def test_a_broken_plugin_is_named_and_no_other_is_broken_by_it(install: Install) -> None:
+    install("broken", "embedders", "bad", "broken_plugin:E", broken_plugin="raise RuntimeError('boom')")
+    install("good", "embedders", "good", "good_plugin:E", good_plugin="E = 1")
+    with pytest.raises(PluginError, match=r"'bad' of broken 1\.0 \(broken_plugin:E\) .*RuntimeError: boom"):
+        found("embedders")["bad"].load()
+    assert found("embedders")["good"].load() == 1
+    assert {plugin.name: bool(problem) for plugin, problem in listed()} == {"bad": True, "good": False}
+    rows = kvtool("config", "plugins", "--json").fine().json["plugins"]
+    assert [(row["name"], bool(row["problem"])) for row in rows] == [("bad", True), ("good", False)]
+
+
+def test_a_reader_that_cannot_be_imported_fails_its_files_alone(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install("gone", "readers", "abc", "no_such_module:read")
+    monkeypatch.setattr(readers, "_PLUGINS", found("readers"))
+    assert readers.is_known(Path("x.ABC"))
+    assert readers.is_bounded(Path("x.abc"))
+    with pytest.raises(UnreadableFile, match=r"gone 1\.0"):
+        read_documents(tmp_path / "x.abc", b"text")
+    assert read_documents(tmp_path / "x.txt", b"text")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("class E:\n    digest = 'no-good'", "digest"),
+        ("class E:\n    digest = 'd1'\n    encode = lambda self, texts: [[float('nan')]]", "numbers"),
+        ("class E:\n    digest = 'd1'\n    def encode(self, texts): raise OSError('x')", "OSError"),
+    ],
+)
+def test_an_embedder_that_is_none_is_an_error_of_the_model(
+    install: Install, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    install("vectors", "embedders", "vec", "vec_plugin:E", vec_plugin=code)
+    monkeypatch.setattr(embed, "_PLUGINS", found("embedders"))
+    with pytest.raises(ModelError, match=why):
+        embed.embedder_of("vec").encode(["a"])
+
+
+# ---- codecs ----
+
+_CODEC = """
+import torch
+from kvtool.core.codec.base import SelfContained
+from kvtool.core.codec.raw import Raw
+
+class Good(Raw): pass
+class Lying(Raw):
+    def decode_one(self, *item): return tuple(side + 1 for side in super().decode_one(*item))
+class Shorter(Raw):
+    def decode_one(self, *item): return tuple(side[:, 1:] for side in super().decode_one(*item))
+class Failing(Raw):
+    def decode_one(self, *item): raise KeyError('what')
+class Refusing(Raw):
+    def encode(self, *kv): raise KeyError('what')
+"""
+KV = torch.arange(24.0).reshape(2, 3, 4), -torch.arange(24.0).reshape(2, 3, 4)
+
+
+@pytest.fixture
+def codec(install: Install) -> Callable[..., Plugged]:
+    install("codecs", "codecs", "mine", "codec_plugin:LEVEL", codec_plugin=_CODEC)
+    plugin = found("codecs")["mine"]
+    return lambda kind, lossless=True: Plugged(Level("mine", f"codec_plugin:{kind}", lossless, bits=9), plugin)
+
+
+def test_a_codec_that_keeps_its_promise(codec: Callable[..., Plugged]) -> None:
+    payload = bytearray(b"".join(bytes(part) for part in codec("Good").encode(*KV)))
+    item = Encoded(payload, (2, 3, 4), "float32")
+    (made,) = codec("Good").decode([item])
+    assert all(map(torch.equal, made, KV))
+    assert len(codec("Good").decode_layers([item, item])) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "lossless", "why"),
+    [
+        ("Lying", True, "not lossless"),
+        ("Shorter", False, "another shape"),
+        ("Failing", False, "cannot read what it wrote"),
+        ("Refusing", False, "KeyError"),
+        ("Missing", True, "AttributeError"),
+    ],
+)
+def test_a_codec_that_breaks_its_promise_writes_nothing(
+    codec: Callable[..., Plugged], kind: str, lossless: bool, why: str
+) -> None:
+    with pytest.raises(PluginError, match=why):
+        codec(kind, lossless).encode_layers([KV])
+
+
+@pytest.mark.parametrize("kind", ["Failing", "Shorter", "Missing"])
+def test_a_record_that_it_cannot_read_counts_as_damaged(codec: Callable[..., Plugged], kind: str) -> None:
+    payload = bytearray(b"".join(bytes(part) for part in codec("Good").encode(*KV)))
+    with pytest.raises(DamagedError, match=r"'mine' of codecs 1\.0"):
+        codec(kind).decode([Encoded(payload, (2, 3, 4), "float32")])

@@ -1,0 +1,139 @@
+"""The example plugins, built and installed as a user would, and what stays of them when they are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.working import CHUNKS, PREFIX, damages, environment, kvtool, tiny, write_corpus
+
+__all__ = ["tiny"]
+
+ROOT = Path(__file__).parents[2]
+_CALENDAR = """BEGIN:VCALENDAR
+BEGIN:VEVENT
+SUMMARY:Holiday
+END:VEVENT
+BEGIN:VEVENT
+SUMMARY:Meeting with baker Q\\, the
+  miller
+LOCATION:서울
+END:VEVENT
+END:VCALENDAR
+"""
+# One process for all of it: torch takes seconds to import.
+_SCRIPT = """
+import contextlib, io, json, sys
+from kvtool.cli.app import main
+done = {}
+for name, args in json.load(sys.stdin).items():
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(args)
+    done[name] = [code, json.loads(out.getvalue().splitlines()[-1]), err.getvalue()]
+print(json.dumps(done))
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package of examples, built without a network."""
+    pytest.importorskip("pip")
+    folder = tmp_path_factory.mktemp("plugins")
+    source = shutil.copytree(ROOT / "samples" / "plugins", folder / "source")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    command += ["--disable-pip-version-check", "--no-warn-conflicts", "--target", str(folder / "target"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "target"
+
+
+@pytest.fixture(scope="module")
+def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What commands say with the plugins installed, and the `folder` they worked in."""
+    folder = tmp_path_factory.mktemp("made")
+    corpus = write_corpus(folder / "corpus", 3, 3)
+    (corpus / "work.ics").write_text(_CALENDAR)
+    here, there = ["--store", str(folder / "store")], f"sqlite://{folder}/kv.db"
+    model = ["--model", str(tiny), *CHUNKS, *PREFIX]
+    ask = ["query", "Whom do I meet, baker Q the miller?", "--max-tokens", "2", "--json", "--top-k", "3"]
+    commands = {
+        "plugins": ["config", "plugins", "--json"],
+        "ingest": ["ingest", str(corpus), *here, *model, "--level", "zstd", "--embedder", "letters", "--json"],
+        "query": [*ask, *here, "--fusion", "spread", "--ratio", "30%", "--retriever", "hybrid"],
+        "everything": [*ask, *here, "--compare", "spread", "--ratio", "100%"],
+        "push": ["store", "push", there, *here, "--json"],
+        "query shared": [*ask, "--store", there, "--fusion", "spread"],
+        "verify": ["store", "verify", *here, "--json"],
+    }
+    paths = os.pathsep.join([str(target), str(ROOT)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            input=json.dumps(commands).encode(),
+            capture_output=True,
+            env=environment(PYTHONPATH=paths),
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr.decode()
+    said = json.loads(done.stdout)
+    assert {name: code for name, (code, *_) in said.items()} == dict.fromkeys(said, 0), said
+    return {name: value for name, (_, value, _) in said.items()} | {"folder": folder}
+
+
+@pytest.mark.slow
+def test_there_is_one_of_each_kind(made: dict[str, Any]) -> None:
+    rows = [(row["kind"], row["name"], row["problem"]) for row in made["plugins"]["plugins"]]
+    assert rows == [
+        ("readers", "ics", ""),
+        ("embedders", "letters", ""),
+        ("selectors", "spread", ""),
+        ("codecs", "zstd", ""),
+        ("blobs", "sqlite", ""),
+    ]
+
+
+@pytest.mark.slow
+def test_a_calendar_is_read_found_and_fused_from_records_of_the_codec(made: dict[str, Any]) -> None:
+    assert made["ingest"]["documents"]["added"] == 4
+    reply = made["query"]
+    best = max(reply["chunks"], key=lambda chunk: chunk["score"])
+    assert best["source"].endswith("work.ics")
+    assert reply["fusion"] == "spread"
+    assert 0 < reply["tokens"]["recomputed"] < reply["tokens"]["reused"]
+    assert made["verify"]["damaged"] == []
+
+
+@pytest.mark.slow
+def test_the_mode_keeps_the_law_of_recomputing_everything(made: dict[str, Any]) -> None:
+    (run,) = [run for run in made["everything"]["runs"] if run["fusion"] == "spread"]
+    assert run["kl_answer"] < 1e-6
+
+
+@pytest.mark.slow
+def test_a_shared_store_in_the_database_is_asked(made: dict[str, Any]) -> None:
+    assert made["query shared"]["tokens"]["reused"] > 0
+
+
+@pytest.mark.slow
+def test_without_the_package_nothing_is_lost_and_the_level_is_named(made: dict[str, Any], tmp_path: Path) -> None:
+    folder = made["folder"]
+    store = Path(shutil.copytree(folder / "store", tmp_path / "store"))
+    ask = ("query", "Which mill was built by baker B?", "--store", store, "--max-tokens", "2", "--retriever", "bm25")
+    answered = kvtool(*ask, "--json").fine()
+    assert answered.json["tokens"]["reused"] == 0
+    assert "records at level 'zstd' are not read" in answered.err
+    assert damages(store) == []
+    assert "zstd" in kvtool("inspect", "--store", store).fine().out
+    kvtool(*ask, "--level", "zstd").failed(2, "'zstd'")
+    kvtool(*ask, "--fusion", "spread").failed(2, "'spread'")
+    kvtool("store", "push", f"sqlite://{folder}/kv.db", "--store", store).failed(2, "sqlite")
