@@ -15,7 +15,7 @@ from kvtool.core.errors import UsageError
 def corpus(tmp_path: Path) -> Path:
     root = tmp_path / "corpus"
     (root / "sub").mkdir(parents=True)
-    for name in ("b.md", "a.txt", "sub/c.py", "README", ".hidden.txt", "picture.png"):
+    for name in ("b.md", "a.txt", "sub/c.py", "README", "picture.png"):
         (root / name).write_text(name)
     return root.resolve()
 
@@ -39,16 +39,17 @@ def test_walk_is_sorted_and_takes_known_names(corpus: Path) -> None:
 
 def test_named_files_are_always_tried(corpus: Path) -> None:
     (corpus / "notes.xyz").write_text("text")
+    (corpus / ".hidden.txt").write_text("text")
     assert names(corpus, find_files([corpus / "notes.xyz", corpus / ".hidden.txt"])) == [".hidden.txt", "notes.xyz"]
 
 
 def test_a_named_file_that_its_name_calls_no_text_is_not_read(corpus: Path) -> None:
-    (corpus / "paper.PDF").write_text("looks like text")
-    for path in (corpus / "paper.PDF", corpus / "picture.png"):
+    (corpus / "paper.PS").write_text("looks like text")
+    for path in (corpus / "paper.PS", corpus / "picture.png"):
         found = find_files([path])
         assert found.files == []
         assert kinds(found) == {path.name: Skip.UNSUPPORTED}
-    assert kinds(find_files([corpus], include=["*.PDF"])) == {"paper.PDF": Skip.UNSUPPORTED}
+    assert kinds(find_files([corpus], include=["*.PS"])) == {"paper.PS": Skip.UNSUPPORTED}
 
 
 def test_an_image_is_refused_by_what_it_is(corpus: Path) -> None:
@@ -66,7 +67,7 @@ def test_include_and_exclude(corpus: Path) -> None:
 
 
 def test_what_no_reader_takes_is_named(corpus: Path) -> None:
-    """Hidden names and what `--exclude` or `--include` leaves out are meant to be passed over."""
+    """What `--exclude` or `--include` leaves out is meant to be passed over."""
     assert kinds(find_files([corpus])) == {"picture.png": Skip.UNSUPPORTED}
     assert kinds(find_files([corpus], exclude=["*.png"])) == {}
     assert kinds(find_files([corpus], include=["*.txt"])) == {}

@@ -131,9 +131,9 @@ def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None
     assert not (tmp_path / "fresh").exists()
 
 
-@pytest.mark.parametrize("name", ["paper.pdf", "photo.JPG", "data.xyz"])
+@pytest.mark.parametrize("name", ["paper.ps", "photo.JPG", "data.xyz"])
 def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.pdf" else b"\0\1\2\3" * 99)
+    (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.ps" else b"\0\1\2\3" * 99)
     fresh(tmp_path / name).failed(2, name)
     (folder / "new.txt").write_text("A new mill.")
     done = fresh(tmp_path / name, folder).fine()

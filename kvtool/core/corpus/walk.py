@@ -11,6 +11,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from kvtool.core.corpus.ignoring import Rules, is_hidden, is_lock, is_own, is_secret
 from kvtool.core.corpus.readers import is_archive, is_image
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
@@ -52,6 +53,10 @@ class Skip(StrEnum):
     EMPTY = "empty"  # nothing in it
     LINK = "link"  # broken, a loop, or out of the folder
     UNSUPPORTED = "unsupported"  # no reader for what it is
+    IGNORED = "ignored"  # named by .gitignore or .kvtoolignore
+    HIDDEN = "hidden"  # its name begins with a dot
+    LOCK = "lock"  # written by a package manager
+    SECRET = "secret"  # its name says that it holds keys or passwords
     UNINSTALLED = "uninstalled"  # what reads it is not installed
     SPECIAL = "special"  # a FIFO, a socket, a device
     GONE = "gone"  # there when the folder was listed, and not any more
@@ -92,12 +97,14 @@ def find_files(
     remembered: Callable[[Path], bool] = lambda path: False,
     leave_out: Sequence[Path] = (),
     reading: Reading | None = None,
+    ignore: bool = True,
 ) -> Walked:
     """Find the files below `paths`, sorted, each real file once.
 
     A file named in `paths` is always taken, unless its ending says that it is no text (`.png`). In a folder only names
-    with a registered reader are, or those whose ending an `include` pattern spells out (`*.dat`); hidden names are
-    passed over, folder links are not followed, and a file link only where it stays inside the folder.
+    with a registered reader are, or those whose ending an `include` pattern spells out (`*.dat`); hidden names, lock
+    files, secrets and what ignore files name are passed over, folder links are not followed, and a file link only where
+    it stays inside the folder.
 
     Parameters
     ----------
@@ -107,6 +114,7 @@ def find_files(
     remembered : whether a path that does not exist may be missing, because it was there once.
     leave_out : files that are not taken, wherever they are found.
     reading : knows what is read; None: kvtool's own readers.
+    ignore : heed ignore files, and pass over lock files.
 
     Raises
     ------
@@ -116,7 +124,7 @@ def find_files(
     if not paths:
         raise UsageError("no files or folders given", "name at least one file or folder to read")
     left_out = {os.path.realpath(path) for path in leave_out}
-    search = _Search(tuple(include), tuple(exclude), remembered, left_out, reading or Reading())
+    search = _Search(tuple(include), tuple(exclude), remembered, left_out, reading or Reading(), ignore)
     for path in paths:
         search.take(path)
     return search.result()
@@ -134,6 +142,7 @@ class _Search:
     remembered: Callable[[Path], bool]
     left_out: set[str]  # real paths
     reading: Reading
+    ignore: bool
     # real path → the way it was reached; a file that is no link wins over a link to it
     found: dict[str, FoundFile] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -199,24 +208,41 @@ class _Search:
 
     def _walk(self, root: Path) -> Iterator[Path]:
         """Every wanted non-folder below `root`, without following folder links."""
-        todo = [root]
+        todo = [(root, Rules.above(root) if self.ignore else Rules())]
         while todo:
-            folder = todo.pop()
+            folder, rules = todo.pop()
             try:
                 with os.scandir(folder) as listing:
                     entries = sorted(listing, key=lambda entry: entry.name)
             except OSError as error:
                 self._fail(folder, _reason(error))
                 continue
+            rules = rules.below(folder) if self.ignore else rules
             for entry in entries:
                 path = folder / entry.name
                 below = path.relative_to(root).as_posix()
-                if entry.name.startswith(".") or _matches(below, self.exclude):
+                if _matches(below, self.exclude) or self._left_out(entry, path, rules):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    todo.append(path)
+                    todo.append((path, rules))
                 elif self._wanted(entry, path, below, root):
                     yield path
+
+    def _left_out(self, entry: os.DirEntry[str], path: Path, rules: Rules) -> bool:
+        """Whether a file or a folder is passed over unless it is named itself."""
+        name, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
+        if not is_folder and (is_secret(name) or (entry.is_symlink() and is_secret(_end_of(path)))):
+            self._skip(path, Skip.SECRET, "may hold keys or passwords: name it to have it read")
+        elif is_hidden(name):
+            if not is_own(name):
+                self._skip(path, Skip.HIDDEN, "hidden: name it to have it read")
+        elif self.ignore and rules.names(path, is_folder):
+            self._skip(path, Skip.IGNORED, "named by an ignore file (--no-ignore takes it)")
+        elif self.ignore and not is_folder and is_lock(name):
+            self._skip(path, Skip.LOCK, "a lock file (--no-ignore takes it)")
+        else:
+            return False
+        return True
 
     def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:
         if entry.is_symlink():
@@ -257,6 +283,11 @@ class _Search:
 
     def _skip(self, path: Path, kind: Skip, reason: str) -> None:
         self.skipped.setdefault(str(path), Skipped(str(path), kind, reason))
+
+
+def _end_of(link: Path) -> str:
+    """The name of what a link leads to."""
+    return os.path.basename(os.path.realpath(link))
 
 
 def _absolute(path: Path) -> Path:

@@ -48,6 +48,13 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     paths: tuple[Path, ...] = option((), "Files and folders.", flag=None, setting=False)
     include: tuple[str, ...] = option((), "Take only these files.", group=FILES, setting=False, metavar="GLOB")
     exclude: tuple[str, ...] = option((), "Leave these files out.", group=FILES, setting=False, metavar="GLOB")
+    ignore: bool = option(
+        True,
+        "Leave out what .gitignore and .kvtoolignore name, and lock files.",
+        group=FILES,
+        flag="--ignore/--no-ignore",
+        setting=False,
+    )
     sync: bool = option(False, "Forget documents below PATH that are gone.", group=FILES, setting=False)
     readers: tuple[str, ...] = option(
         (),

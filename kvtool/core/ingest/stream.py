@@ -23,7 +23,9 @@ from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone,
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
     """Find the files that an ingest with these options reads; `remembers` says whether a path may be missing."""
     leave_out = [options.log] if options.log is not None else []
-    return find_files(options.paths, options.include, options.exclude, remembers, leave_out, options.reading)
+    return find_files(
+        options.paths, options.include, options.exclude, remembers, leave_out, options.reading, options.ignore
+    )
 
 
 class Stream:

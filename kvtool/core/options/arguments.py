@@ -20,6 +20,7 @@ class IngestArguments(TypedDict, total=False):
 
     include: str | Iterable[str]
     exclude: str | Iterable[str]
+    ignore: bool
     sync: bool
     readers: str | Iterable[str]
     read_timeout: float | str

@@ -1,0 +1,81 @@
+"""What a walk leaves out: ignore files, hidden names, lock files, secrets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.corpus.walk import Skip, Walked, find_files
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = (tmp_path / "repository").resolve()
+    made.mkdir()
+    return made
+
+
+def put(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+
+
+def names(root: Path, walked: Walked) -> list[str]:
+    return [file.path.relative_to(root).as_posix() for file in walked.files]
+
+
+def skipped(root: Path, walked: Walked) -> dict[str, Skip]:
+    return {Path(one.path).relative_to(root).as_posix(): one.kind for one in walked.skipped}
+
+
+def test_ignore_files_hold_below_their_folder(root: Path) -> None:
+    put(root, "a.md", "draft.md", "build/x.md", "sub/draft.md", "sub/keep.md", "sub/only.md", "other/only.md")
+    (root / ".gitignore").write_text("# made\n!\nbuild/\ndraft.md\n")
+    (root / "sub" / ".gitignore").write_text("/only.md\n!draft.md\n")
+    found = find_files([root])
+    assert names(root, found) == ["a.md", "other/only.md", "sub/draft.md", "sub/keep.md"]
+    assert skipped(root, found) == dict.fromkeys(("build", "draft.md", "sub/only.md"), Skip.IGNORED)
+    everything = find_files([root], ignore=False)
+    assert len(everything.files) == 7
+    assert everything.skipped == []
+
+
+def test_kvtools_own_ignore_file_has_the_last_word(root: Path) -> None:
+    put(root, "docs/a.md", "b.md", "c.md")
+    (root / ".gitignore").write_text("docs/\n")
+    (root / ".kvtoolignore").write_text("!docs/\nc.md\n")
+    assert names(root, find_files([root])) == ["b.md", "docs/a.md"]
+
+
+def test_a_repository_speaks_for_its_folders_but_not_against_one_that_is_named(root: Path) -> None:
+    put(root, "docs/a.md", "docs/draft.md", "build/a.md", ".git/config")
+    (root / ".gitignore").write_text("draft.md\nbuild/\n")
+    assert names(root, find_files([root / "docs"])) == ["docs/a.md"]
+    assert names(root, find_files([root / "build"])) == ["build/a.md"]
+    assert names(root, find_files([root / "docs" / "draft.md"])) == ["docs/draft.md"]
+
+
+def test_outside_a_repository_what_stands_above_is_not_asked(root: Path) -> None:
+    put(root, "docs/a.md", "docs/draft.md")
+    (root / ".gitignore").write_text("draft.md\n")
+    assert names(root, find_files([root / "docs"])) == ["docs/a.md", "docs/draft.md"]
+
+
+def test_hidden_names_lock_files_and_secrets(root: Path) -> None:
+    put(root, "a.md", ".hidden/b.md", ".c.md", "package-lock.json", "Cargo.lock", ".env", "prod.env", "server.pem")
+    put(root, "id_rsa", "Credentials.json", "~$a.docx", ".git/x.md")
+    (root / "link.txt").symlink_to(root / ".env")
+    found = find_files([root])
+    assert names(root, found) == ["a.md"]
+    assert skipped(root, found) == {
+        **dict.fromkeys((".hidden", ".c.md"), Skip.HIDDEN),
+        **dict.fromkeys(("package-lock.json", "Cargo.lock", "~$a.docx"), Skip.LOCK),
+        **dict.fromkeys((".env", "prod.env", "server.pem", "id_rsa", "Credentials.json", "link.txt"), Skip.SECRET),
+    }
+    named = find_files([root / ".env", root / ".hidden"])
+    assert names(root, named) == [".env", ".hidden/b.md"]
+    assert "package-lock.json" in names(root, find_files([root], ignore=False))
+    assert "server.pem" not in names(root, find_files([root], include=["*.pem"], ignore=False))
