@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.answered import show_decision, show_numbers
 from kvtool.cli.commands import new_app
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, takes
@@ -23,7 +24,6 @@ from kvtool.cli.sessions import new_session, open_any_store, open_session
 from kvtool.cli.sources import show_sources
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.common.sizes import counted
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
@@ -56,6 +56,12 @@ class QueryFlags(Options, settings=False):
         unit="size",
         lowest=0,
         instead="1GB",
+    )
+    server: bool = option(
+        True,
+        "Ask a running `kvtool serve` of this store, whose model is loaded already.",
+        group=ANSWER,
+        flag="--server/--no-server",
     )
     compare: str | None = option(None, "Answer in several modes, beside full recompute.", group=INSIDE, metavar="a,b,c")
     timeline: Path | None = option(
@@ -93,6 +99,11 @@ def query(
         _check_writable(flags.timeline)
     if options.defer and modes is not None:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    if flags.server and flags.batch is None and modes is None and flags.timeline is None:
+        from kvtool.cli.resident import answered_beside
+
+        if answered_beside(run, requests[0], passages=flags.show_sources):
+            return None
     with open_any_store(run) as store, _timed(flags.timeline) as timeline:
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
@@ -227,23 +238,12 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
 
     run.out.doing("answering")
     reply = answer(session, request, options, on_text=lambda piece: run.out.print(piece, end=""))
-    run.out.result(reply.to_json(), human=run.out.end_line if reply.answer else run.out.print)
-    _show_decision(run, reply)
-    _show_rounds(run, reply)
-    tokens, timing = reply.tokens, reply.timing_ms
-    run.out.status(
-        f"{reply.fusion}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
-        f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
-        + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
-    )
-    said = reply.generated
-    run.out.detail(f"{said.steps} more tokens in {said.milliseconds:.0f} ms ({said.stepper})")
-    _show_stream(run, reply)
+    facts = reply.to_json()
+    run.out.result(facts, human=run.out.end_line if reply.answer else run.out.print)
+    show_numbers(run.out, facts, reply.generated.steps, reply.generated.stepper)
     if reply.explained:
         show_explained(run.out, reply)
-    show_sources(run.out, reply, passages=run.get(QueryFlags).show_sources)
-    for chunk in reply.chunks:
-        run.out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+    show_sources(run.out, reply.chunks, passages=run.get(QueryFlags).show_sources)
     if options.audit:
         _audit(run, session, reply, options)
 
@@ -273,52 +273,15 @@ def audited(audit: Audit) -> str:
     )
 
 
-def _show_stream(run: Run, reply: Reply) -> None:
-    """Whether the objective was met, and with -v or --explain what was decided for it."""
-    if not reply.slo:
-        return
-    run.out.status(f"objective: {reply.slo['slo_ms']:.0f} ms, {'met' if reply.slo['met'] else 'missed'}")
-    say = run.out.status if reply.explained else run.out.detail
-    for row in reply.stream:
-        rates = ", ".join(
-            f"{what} {row[name]:.1f} Mbit/s"
-            for what, name in (("expected", "estimated_mbps"), ("measured", "measured_mbps"))
-            if row[name] is not None
-        )
-        level = "text" if row["level"] is None else f"level {row['level']}"
-        say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
-
-
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
     from kvtool.core.fusion.selectors import REFERENCE
     from kvtool.core.query.compare import compare
 
     replies = compare(session, request, options, modes)
     for reply in replies:
-        _show_decision(run, reply)
+        show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
     run.out.result(value, human=lambda: _show_runs(run, replies))
-
-
-def _show_decision(run: Run, reply: Reply) -> None:
-    """What `auto` chose; with -v, why."""
-    if not reply.controller:
-        return
-    chosen, expected = reply.controller, reply.controller["expected_ms"]
-    ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
-    level = "" if chosen["level"] is None else f" from level {chosen['level']}"
-    run.out.status(f"auto: {reply.fusion}{ratio}{level}, expected after {expected[reply.fusion]:.0f} ms")
-    for reason in chosen["notes"]:
-        run.out.detail(f"  {reason}")
-
-
-def _show_rounds(run: Run, reply: Reply) -> None:
-    """What was loaded when, and why."""
-    for number, one in enumerate(reply.rounds, 1):
-        loaded = f"{counted(len(one.chunks), 'chunk')}, {one.bytes_read / 1e6:.1f} MB"
-        run.out.status(f"round {number}: {loaded}; {one.verdict.why}")
-    if reply.left:
-        run.out.status(f"{counted(reply.left, 'chunk')} not loaded")
 
 
 def _show_runs(run: Run, replies: list[Reply]) -> None:

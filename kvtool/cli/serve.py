@@ -21,11 +21,16 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
+from kvtool.serve.beside import listen, socket_path
 from kvtool.serve.key import key_file
 from kvtool.serve.options import ACCESS, ServeOptions
 
 if TYPE_CHECKING:
     pass
+
+if TYPE_CHECKING:
+    from kvtool.serve.engine import Engine
+    from kvtool.serve.server import Listener
 
 app = new_app()
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -80,7 +85,7 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
         )
         log = _Log(run, options.request_log)
         app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, log.write)
-        listeners = [Listener(app, bound, tls)]
+        listeners = [Listener(app, bound, tls), *_beside(run, engine, options)]
         address = address_of(bound, tls is not None)
         run.out.doing("loading the model")
         try:
@@ -93,8 +98,31 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
                 run.out.warning,
             )
         finally:
+            for listener in listeners:
+                listener.close()
             engine.close()
             log.close()
+
+
+def _beside(run: Run, engine: Engine, options: ServeOptions) -> list[Listener]:
+    """The socket for the shell, where there can be one; without it `kvtool query` loads the model itself."""
+    from kvtool.serve.server import Listener
+    from kvtool.serve.shell import shell_app
+
+    place = run.get(StoreOptions).place
+    if not options.socket or not isinstance(place, Path):
+        return []
+    path = socket_path(place)
+    try:
+        bound = listen(path)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        run.out.warning(f"no socket for the shell at {path}: {why}", "--no-socket does without")
+        return []
+    if bound is None:
+        run.out.warning("another server of this store answers the shell", "--no-socket does without")
+        return []
+    return [Listener(shell_app(engine), bound, beside=path)]
 
 
 def _ingesting(run: Run) -> IngestOptions:

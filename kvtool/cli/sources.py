@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,20 +10,22 @@ from typing import TYPE_CHECKING
 from kvtool.cli.out import Out
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import Reply, ReplyChunk
+    from kvtool.core.query.reply import ReplyChunk
 
 _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
-def show_sources(out: Out, reply: Reply, passages: bool = False) -> None:
-    """Where the answer comes from, the best first; with the passages themselves, if they are wanted."""
-    best_first = sorted(reply.chunks, key=lambda chunk: -(chunk.score or 0))
+def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
+    """Where an answer comes from, the best first; with the passages themselves, if they are wanted. With -v in the
+    order of the prompt, too."""
+    best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))
     if not passages:
         out.status("sources: " + ", ".join(dict.fromkeys(map(cited, best_first))))
-        return
-    for chunk in best_first:
+    for chunk in best_first if passages else ():
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])
+    for chunk in chunks:
+        out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
 
 
 def cited(chunk: ReplyChunk) -> str:

@@ -63,7 +63,7 @@ class Answers:
         if wanted.stream:
             events = self._streamed(request, wanted, telling)
             first = await while_there(request, anext(events))  # what fails before it has a status of its own
-            return _Events(_after(first, events), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+            return EventStream.of(first, events, "text/event-stream")
         async with listening(self._engine, wanted.ask) as heard:
             answer = await while_there(request, heard.whole())
         facts_of(request).answered(answer)
@@ -101,10 +101,15 @@ async def _after(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str]
             yield text
 
 
-class _Events(StreamingResponse):
+class EventStream(StreamingResponse):
     """A stream that is given up as soon as nobody reads it."""
 
     body_iterator: AsyncGenerator[str]
+
+    @classmethod
+    def of(cls, first: str, events: AsyncGenerator[str], media_type: str) -> EventStream:
+        """Stream events, of which one is there already."""
+        return cls(_after(first, events), media_type=media_type, headers={"Cache-Control": "no-store"})
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.serve.beside import leave
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
 
@@ -28,11 +29,18 @@ _HEADER_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application, and the bound socket at which it is reached."""
+    """An application, and the bound socket at which it is reached; `beside`: the path of one beside a store."""
 
     app: ASGIApp
     socket: socket.socket
     tls: tuple[Path, Path] | None = None
+    beside: Path | None = None
+
+    def close(self) -> None:
+        """Let go of the address."""
+        self.socket.close()
+        if self.beside is not None:
+            leave(self.beside)
 
 
 def bind(options: ServeOptions) -> socket.socket:

@@ -20,8 +20,10 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.app import make_app
+from kvtool.serve.beside import leave, listen, socket_path
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
+from kvtool.serve.shell import shell_app
 from tests.cli.working import built, tiny
 from tests.retrieval.conftest import static_model
 
@@ -80,21 +82,34 @@ def serving(
         patience=wanted.request_timeout,
     )
     bound = socket.create_server(("127.0.0.1", 0))
+    beside = listen(socket_path(store))
     served = Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
     app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, served.log.append)
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    server = _Quiet(config)
-    thread = threading.Thread(target=server.run, args=([bound],))
+    reached = [(app, bound)] + ([(shell_app(engine), beside)] if beside is not None else [])
+    servers = [_Quiet(_config(each)) for each, _ in reached]
+    threads = [
+        threading.Thread(target=server.run, args=([place],))
+        for server, (_, place) in zip(servers, reached, strict=True)
+    ]
     engine.start()
-    thread.start()
+    for thread in threads:
+        thread.start()
     try:
-        wait_until(lambda: server.started)
+        wait_until(lambda: all(server.started for server in servers))
         yield served
     finally:
-        server.should_exit = True
-        thread.join()
+        for server in servers:
+            server.should_exit = True
+        for thread in threads:
+            thread.join()
+        if beside is not None:
+            leave(socket_path(store))
         engine.close()
+
+
+def _config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
 
 
 @pytest.fixture(scope="session")

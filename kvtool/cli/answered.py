@@ -1,0 +1,64 @@
+"""What a terminal is told of an answer, whoever has given it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.sizes import counted
+
+if TYPE_CHECKING:
+    from kvtool.cli.out import Out
+
+Facts = Mapping[str, Any]  # of a reply, as its JSON has them
+
+
+def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
+    """What was chosen, loaded and computed, and how long it took."""
+    show_decision(out, facts)
+    _show_rounds(out, facts)
+    tokens, timing = facts["tokens"], facts["timing_ms"]
+    out.status(
+        f"{facts['fusion']}: first token after {timing['ttft']:.0f} ms; {tokens['prompt']} prompt tokens: "
+        f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
+        + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
+    )
+    out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
+    _show_stream(out, facts)
+
+
+def show_decision(out: Out, facts: Facts) -> None:
+    """What `auto` chose; with -v, why."""
+    if not (chosen := facts.get("controller")):
+        return
+    ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
+    level = "" if chosen["level"] is None else f" from level {chosen['level']}"
+    fusion = facts["fusion"]
+    out.status(f"auto: {fusion}{ratio}{level}, expected after {chosen['expected_ms'][fusion]:.0f} ms")
+    for reason in chosen["notes"]:
+        out.detail(f"  {reason}")
+
+
+def _show_rounds(out: Out, facts: Facts) -> None:
+    """What was loaded when, and why."""
+    for number, one in enumerate(facts.get("rounds", ()), 1):
+        loaded = f"{counted(len(one['chunks']), 'chunk')}, {one['bytes_read'] / 1e6:.1f} MB"
+        out.status(f"round {number}: {loaded}; {one['reason']}")
+    if left := facts.get("left"):
+        out.status(f"{counted(left, 'chunk')} not loaded")
+
+
+def _show_stream(out: Out, facts: Facts) -> None:
+    """Whether the objective was met, and with -v or --explain what was decided for it."""
+    if not (slo := facts.get("slo")):
+        return
+    out.status(f"objective: {slo['slo_ms']:.0f} ms, {'met' if slo['met'] else 'missed'}")
+    say = out.status if "shift" in facts else out.detail
+    for row in facts["stream"]:
+        rates = ", ".join(
+            f"{what} {row[name]:.1f} Mbit/s"
+            for what, name in (("expected", "estimated_mbps"), ("measured", "measured_mbps"))
+            if row[name] is not None
+        )
+        level = "text" if row["level"] is None else f"level {row['level']}"
+        say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")

@@ -1,0 +1,93 @@
+"""The socket beside a store, by which its user's shell finds the server that has the model loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_LONGEST = 100  # bytes of a socket's path that every system takes
+_BACKLOG = 64
+_CONNECT_S = 2.0
+
+
+def socket_path(store: Path) -> Path:
+    """Where the socket of a store stands, whatever links lead to the store."""
+    folder = Path(os.path.realpath(store))
+    return folder.with_name(f"{folder.name}.sock")
+
+
+def listen(path: Path) -> socket.socket | None:
+    """Listen at a socket that its owner alone can reach; None: another server does, or there are no such sockets.
+
+    Raises
+    ------
+    OSError : it cannot be made there, or something else stands in its place.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    if (other := connect(path)) is not None:
+        other.close()
+        return None
+    if _is_own_socket(path):  # of a server that was killed
+        path.unlink()
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # it is never there with other rights
+    try:
+        with _reachable(path) as name:
+            bound.bind(name)
+        bound.listen(_BACKLOG)
+    except BaseException:
+        bound.close()
+        raise
+    finally:
+        os.umask(before)
+    return bound
+
+
+def leave(path: Path) -> None:
+    """Take a socket away that nobody listens at any more."""
+    with suppress(OSError):
+        if _is_own_socket(path) and connect(path) is None:
+            path.unlink()
+
+
+def connect(path: Path) -> socket.socket | None:
+    """Connect to the server at a socket of this user's; None: there is none."""
+    if not hasattr(socket, "AF_UNIX") or not _is_own_socket(path):
+        return None
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.settimeout(_CONNECT_S)
+        with _reachable(path) as name:
+            made.connect(name)
+        made.settimeout(None)
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def _is_own_socket(path: Path) -> bool:
+    """Whether this is a socket that the user has made: whoever else could, would be given the questions."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+
+
+@contextmanager
+def _reachable(path: Path) -> Iterator[str]:
+    """A name of the path that is short enough for a socket: by its folder, opened, where it is not."""
+    if len(os.fsencode(path)) <= _LONGEST or not hasattr(os, "O_PATH"):
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -1,0 +1,87 @@
+"""The application at the socket beside the store: questions of this user's `kvtool query`, with all of its options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import options_of
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request as Question
+from kvtool.serve.answers import EventStream
+from kvtool.serve.client import PATH
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import Answer, Ask, BusyError
+from kvtool.serve.listening import listening, while_there
+from kvtool.serve.wire import Refusal, body_of, refused, texts
+
+_SIGN_OF_LIFE = 10.0  # seconds
+
+
+def shell_app(engine: Engine) -> Starlette:
+    """Put the application together; whoever reaches its socket is the user."""
+
+    async def query(request: Request) -> Response:
+        try:
+            value = await body_of(request)
+            if not _is_same_model(engine.model, value.get("model", {})):
+                raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
+            lines = _lines(engine, _ask(value))
+            first = await while_there(request, anext(lines))
+        except Refusal as refusal:
+            return refused(refusal)
+        except BusyError as error:
+            return JSONResponse({}, 429, {"Retry-After": str(error.retry_after)})
+        return EventStream.of(first, lines, "application/x-ndjson")
+
+    return Starlette(routes=[Route(PATH, query, methods=["POST"])])
+
+
+def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
+    """Whether what the shell wants of the model is what there is: it says nothing else, or the same."""
+    plain = ModelOptions()
+    return all(
+        wanted.get(name) in (getattr(plain, name), getattr(loaded, name)) for name in ("model", "device", "dtype")
+    )
+
+
+def _ask(value: Mapping[str, Any]) -> Ask:
+    options = {name: given for name, given in value["options"].items() if name in options_of(QueryOptions)}
+    question = Question(value["question"], texts(value, "chunks"), texts(value, "documents"))
+    return Ask(question, QueryOptions.of(options))
+
+
+async def _lines(engine: Engine, ask: Ask) -> AsyncGenerator[str]:
+    async with listening(engine, ask) as heard:
+        try:
+            while not isinstance(event := await heard.next(_SIGN_OF_LIFE), Answer):
+                yield _line({} if event is None else {"text": event})
+            yield _line({"answer": told(event)})
+        except BusyError:
+            raise
+        except KvtoolError as error:
+            facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+            yield _line({"error": facts})
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """What a shell shows of an answer."""
+    return {
+        "text": answer.text,
+        "facts": answer.facts,
+        "steps": answer.steps,
+        "stepper": answer.stepper,
+        "warnings": answer.warnings,
+    }

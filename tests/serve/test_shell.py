@@ -1,0 +1,203 @@
+"""`kvtool query` beside a running server of its store: the same answer, by a process that loads no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.cli import query
+from kvtool.serve.beside import connect, leave, listen, socket_path
+from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
+from tests.serve.conftest import Served, serving
+
+IMPORTED = """
+import sys
+from kvtool.cli.app import main
+code = main(sys.argv[1:])
+print([name for name in ("torch", "transformers", "numpy", "starlette") if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def only_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process answers nothing."""
+
+    def never(*_: object) -> Any:
+        raise AssertionError("the model was to be loaded here")
+
+    monkeypatch.setattr(query, "open_any_store", never)
+
+
+def facts(done: Done) -> dict[str, Any]:
+    """What is said of an answer, but for times and what was in memory."""
+    row = done.fine().json
+    for name in ("timing_ms", "bytes_read"):
+        del row[name]
+    return row
+
+
+@pytest.mark.usefixtures("only_the_server")
+def test_the_server_answers_with_all_options(served: Served, ready: Path) -> None:
+    asked = ("query", QUESTION, "--store", ready)
+    said = kvtool(*asked, *SHORT).fine()
+    assert "union: first token after" in said.err
+    assert "mill2.md:1" in said.err
+    row = kvtool(*asked, *SHORT, "--fusion", "epic", "--link-tokens", "3", "--top-k", "2", "--json").fine().json
+    assert (row["fusion"], len(row["chunks"]), row["tokens"]["recomputed"]) == ("epic", 2, 6)
+    auto = kvtool(*asked, *SHORT, "--fusion", "auto", "-v").fine()
+    assert "auto: " in auto.err
+    rounds = kvtool(*asked, *SHORT, "--defer", "--defer-first", "1").fine()
+    assert "round 1: 1 chunk" in rounds.err
+    kvtool("query", "zzyzx", "--store", ready).failed(1, "no chunk matches")
+    kvtool(*asked, "--documents", "nowhere.txt", "--json").failed(2, "nowhere.txt")
+
+
+def test_an_answer_is_the_same_with_a_server_and_without(served: Served, ready: Path) -> None:
+    asked = ("query", QUESTION, "--store", ready, *SHORT, "--json")
+    assert facts(kvtool(*asked)) == facts(kvtool(*asked, "--no-server"))
+
+
+def test_the_shell_imports_no_model(served: Served, ready: Path) -> None:
+    import subprocess
+    import sys
+
+    from tests.cli.working import environment
+
+    command = [sys.executable, "-c", IMPORTED, "query", QUESTION, "--store", str(ready), *SHORT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=True)
+    assert done.stderr.endswith("[]\n"), done.stderr
+    assert done.stdout.strip()
+
+
+def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[bool] = []
+    opened = query.open_any_store
+    monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
+    asked = ("query", QUESTION, "--store", ready, *SHORT)
+    for alone in (["--no-server"], ["--explain"], ["--compare", "epic"], ["--dtype", "bfloat16"]):
+        kvtool(*asked, *alone)
+        assert here.pop()
+    assert not here
+
+
+def test_the_socket_is_its_users_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = socket_path(store)
+    with serving(store):
+        assert path == store.with_name("store.sock")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert listen(path) is None  # of a second server
+        link = store.with_name("link")
+        link.symlink_to(store)
+        assert socket_path(link) == path
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        assert connect(path) is None  # somebody else's
+        monkeypatch.undo()
+    assert not path.exists()
+
+
+def test_what_a_killed_server_left_is_replaced(store: Path) -> None:
+    path = socket_path(store)
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))
+    left.close()
+    assert connect(path) is None
+    kvtool("query", QUESTION, "--store", store, *SHORT).fine()
+    with serving(store):
+        made = connect(path)
+        assert made is not None
+        made.close()
+
+
+def test_a_file_in_its_place_stays(tmp_path: Path) -> None:
+    path = tmp_path / "store.sock"
+    path.write_text("mine")
+    with pytest.raises(OSError):
+        listen(path)
+    leave(path)
+    assert path.read_text() == "mine"
+    assert connect(path) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "O_PATH"), reason="only Linux reaches a socket by its folder's descriptor")
+def test_a_path_longer_than_a_sockets(tmp_path: Path) -> None:
+    folder = tmp_path / ("long " * 30)
+    folder.mkdir()
+    path = folder / "store.sock"
+    bound = listen(path)
+    assert bound is not None
+    with bound:
+        made = connect(path)
+        assert made is not None
+        made.close()
+    leave(path)
+    assert not path.exists()
+
+
+@contextmanager
+def answering(store: Path, data: bytes) -> Iterator[None]:
+    """Something beside a store that is no server of ours, and says this."""
+    bound = listen(socket_path(store))
+    assert bound is not None
+
+    def answer() -> None:
+        made, _ = bound.accept()
+        with made:
+            made.sendall(data)
+            made.shutdown(socket.SHUT_WR)
+            while made.recv(65536):
+                pass
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with bound:
+        yield
+        thread.join()
+    leave(socket_path(store))
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
+BUSY = b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"rubbish\r\n\r\n",
+        b"HTTP/1.1 429 Busy\r\nContent-Length: 0\r\n\r\n",
+        HEAD,
+        HEAD + b"{}\n",
+        HEAD + b"no JSON\n",
+    ],
+    ids=["nothing", "rubbish", "busy", "no line", "no answer", "no json"],
+)
+def test_a_server_that_does_not_answer_is_done_without(store: Path, data: bytes) -> None:
+    asked = ("query", QUESTION, "--store", store, *SHORT, "--json")
+    with answering(store, data):
+        done = kvtool(*asked).fine()
+    assert done.json["chunks"]
+
+
+def test_a_server_that_ends_within_an_answer(store: Path) -> None:
+    piece = json.dumps({"text": "The mill"}).encode() + b"\n"
+    with answering(store, HEAD + piece):
+        done = kvtool("query", QUESTION, "--store", store)
+    assert done.code == 1
+    assert done.out.startswith("The mill")
+    assert "within the answer" in done.err
+
+
+def test_a_first_store_needs_no_server(tiny: Path, built: Path, tmp_path: Path) -> None:
+    place = ("--store", tmp_path / "none")
+    assert process("query", QUESTION, *place).code == 10
+    kvtool("ingest", built / "corpus", *place, "--model", tiny, *CHUNKS).fine()
+    assert not socket_path(tmp_path / "none").exists()
