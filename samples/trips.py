@@ -188,7 +188,7 @@ def main() -> None:
             (corpus / f"{number}.md").write_text(TEXT * (number + 1), encoding="utf-8")
         ingest = ["ingest", str(corpus), "--store", store, "--model", given.model]
         document = follow(TRIPS["document"], ingest)
-        query = ["query", "Who built the mill?", "--store", store, "--max-tokens", "2"]
+        query = ["query", "Who built the mill?", "--store", store, "--max-tokens", "2", "--no-server"]
         found = {name: document if name == "document" else follow(TRIPS[name], query) for name in given.trips}
     if given.json:
         print(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.sizes import counted
 
 if TYPE_CHECKING:
     from kvtool.cli.out import Out
+    from kvtool.core.query.reply import Reply
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
@@ -62,3 +63,24 @@ def _show_stream(out: Out, facts: Facts) -> None:
         )
         level = "text" if row["level"] is None else f"level {row['level']}"
         say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
+
+
+def show_runs(out: Out, replies: Sequence[Reply]) -> None:
+    """Answers of several modes, beside the one of full recompute."""
+    full = replies[0].timing_ms["ttft"]
+    rows = [
+        (
+            reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})",
+            reply.answer,
+            f"{reply.comparison['kl_first']:.3f}",
+            f"{reply.comparison['kl_answer']:.3f}",
+            reply.tokens["reused"],
+            reply.tokens["recomputed"],
+            reply.tokens["fresh"],
+            f"{reply.timing_ms['ttft']:.0f}",
+            f"{full / reply.timing_ms['ttft']:.1f}x",
+        )
+        for reply in replies
+    ]
+    columns = ("mode", "answer", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
+    out.table(columns, rows, title=replies[0].question)

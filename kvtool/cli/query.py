@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.answered import show_decision, show_numbers
+from kvtool.cli.answered import show_decision, show_numbers, show_runs
 from kvtool.cli.commands import new_app
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, takes
@@ -281,24 +281,4 @@ def _compare(run: Run, session: Session, request: Request, options: QueryOptions
     for reply in replies:
         show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
-    run.out.result(value, human=lambda: _show_runs(run, replies))
-
-
-def _show_runs(run: Run, replies: list[Reply]) -> None:
-    full = replies[0].timing_ms["ttft"]
-    rows = [
-        (
-            reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})",
-            reply.answer,
-            f"{reply.comparison['kl_first']:.3f}",
-            f"{reply.comparison['kl_answer']:.3f}",
-            reply.tokens["reused"],
-            reply.tokens["recomputed"],
-            reply.tokens["fresh"],
-            f"{reply.timing_ms['ttft']:.0f}",
-            f"{full / reply.timing_ms['ttft']:.1f}x",
-        )
-        for reply in replies
-    ]
-    columns = ("mode", "answer", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
-    run.out.table(columns, rows, title=replies[0].question)
+    run.out.result(value, human=lambda: show_runs(run.out, replies))

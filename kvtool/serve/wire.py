@@ -13,6 +13,7 @@ from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import (
     KvtoolError,
     NoSpaceError,
+    NothingFoundError,
     RemoteError,
     StoreLockedError,
     StoreNotFoundError,
@@ -26,6 +27,7 @@ _MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
     (BusyError, 429, "rate_limit_error", "busy"),
     (TooSlowError, 504, "timeout_error", "timeout"),
     (LeftError, 499, "client_error", "left"),
+    (NothingFoundError, 404, "invalid_request_error", "nothing_found"),
     (UsageError, 400, "invalid_request_error", "invalid_request"),
     (StoreNotFoundError, 503, "server_error", "no_store"),
     (StoreLockedError, 503, "server_error", "store_locked"),

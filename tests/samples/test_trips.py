@@ -32,7 +32,8 @@ def trips() -> Iterator[ModuleType]:
 
 
 def test_a_question_passes_few_files_and_each_once_or_twice(store: Path, trips: ModuleType) -> None:
-    tracer = trips.follow(trips.TRIPS["question"], ["query", QUESTION, "--store", str(store), "--max-tokens", "2"])
+    asked = ["query", QUESTION, "--store", str(store), "--max-tokens", "2", "--no-server"]
+    tracer = trips.follow(trips.TRIPS["question"], asked)
     assert len(tracer.entries) <= MOST_FILES, list(tracer.entries)
     steps = {here: list(callers) for here, callers in tracer.entries.items() if here not in trips.HELD}
     assert {here: callers for here, callers in steps.items() if len(callers) > MOST_ENTRIES} == {}
