@@ -7,7 +7,7 @@ from kvtool.core.model.stepping import step_together
 
 
 class Together:
-    """Answers of one model that are written together; they come and go between any two steps.
+    """Answers that are written together; they come and go between any two steps.
 
         together = Together()
         together.add(Writing(decoder, fused.cache, [first], sampling, on_text))

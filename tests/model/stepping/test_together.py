@@ -110,6 +110,15 @@ def test_those_without_machine_code_go_beside_the_others() -> None:
         assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 
+def test_two_models_do_not_mix() -> None:
+    decoders = [case("llama").decoder, case("qwen3").decoder]
+    lots = [[steppers(decoder, 2) for decoder in decoders] for _ in range(2)]
+    together, alone = ([one for pair in zip(*lot, strict=True) for one in pair] for lot in lots)
+    found = step_together(together, given(0, 4))
+    expected = [one.step(token) for one, token in zip(alone, given(0, 4), strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
 def test_logits_stay_the_callers() -> None:
     lot = steppers(case("llama").decoder, 3)
     first = step_together(lot, given(0, 3))

@@ -63,14 +63,22 @@ def stepper_for(decoder: Decoder, cache: PromptCache) -> Stepper:
 
 
 def step_together(steppers: Sequence[Stepper], tokens: Sequence[int]) -> list[torch.Tensor]:
-    """Append a token to each of several caches of one model; the logits behind each, as `Stepper.step` gives them.
+    """Append a token to each of several caches, no two of them the same; the logits behind each as from `step`.
 
-    Those in machine code go through the model together, which reads its weights once for all of them; the others one by
-    one. What comes out of a cache does not depend on the others, not in one bit.
+    Those of one model in machine code go through it together, which reads its weights once for all of them; the others
+    one by one. What comes out of a cache does not depend on the others, not in one bit.
     """
     found: dict[int, torch.Tensor] = {}
-    native = {at: one for at, one in enumerate(steppers) if isinstance(one, NativeStepper) and one.trusted}
-    if len(native) > 1:
-        logits = NativeStepper.step_together([*native.values()], [tokens[at] for at in native])
-        found = dict(zip(native, logits, strict=True))
+    for group in _groups(steppers):
+        logits = NativeStepper.step_together([*group.values()], [tokens[at] for at in group])
+        found |= dict(zip(group, logits, strict=True))
     return [found[at] if at in found else one.step(tokens[at]) for at, one in enumerate(steppers)]
+
+
+def _groups(steppers: Sequence[Stepper]) -> list[dict[int, NativeStepper]]:
+    """Those that can go together, by their places; whoever is alone, or not trusted yet, is in none."""
+    by_model: dict[int, dict[int, NativeStepper]] = {}
+    for at, one in enumerate(steppers):
+        if isinstance(one, NativeStepper) and one.engine.verdict == "":
+            by_model.setdefault(id(one.engine), {})[at] = one
+    return [group for group in by_model.values() if len(group) > 1]

@@ -161,55 +161,48 @@ class NativeStepper:
     """Steps in machine code over one cache; by the model's own forward if the first step came out otherwise."""
 
     def __init__(self, decoder: Decoder, engine: Engine, cache: PromptCache) -> None:
-        self._decoder, self._engine, self._cache = decoder, engine, cache
+        self._decoder, self.engine, self._cache = decoder, engine, cache
         self._torch = TorchStepper(decoder, cache)
 
     @property
     def name(self) -> str:
         """ "native", or "torch" after a first step that came out otherwise."""
-        return "torch" if self._engine.verdict else "native"
+        return "torch" if self.engine.verdict else "native"
 
     @property
     def why(self) -> str:
         """The reason, where it is "torch"."""
-        return self._engine.verdict or ""
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the model's first step came out as its own."""
-        return self._engine.verdict == ""
+        return self.engine.verdict or ""
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
         """Append one token; float32 `[vocabulary]`."""
-        with self._engine.lock:
-            if self._engine.verdict is None:
+        with self.engine.lock:
+            if self.engine.verdict is None:
                 return self._compared(token)
-            if self._engine.verdict:
+            if self.engine.verdict:
                 return self._torch.step(token)
-            return self._engine.step(self._decoder, [token], [self._cache])[0]
+            return self.engine.step(self._decoder, [token], [self._cache])[0]
 
     def _compared(self, token: int) -> torch.Tensor:
         """The process's first step with a model: both ways, of which the model's own is right."""
         start = self._cache.buffers[0].length
         expected = self._torch.step(token)
         self._cache.set_length(start)
-        found = self._engine.step(self._decoder, [token], [self._cache])[0]
+        found = self.engine.step(self._decoder, [token], [self._cache])[0]
         apart = float((found - expected).square().mean().sqrt() / expected.std())
         if apart <= _ROUNDING[self._decoder.dtype]:
-            self._engine.verdict = ""
+            self.engine.verdict = ""
             return found
-        self._engine.verdict = (
-            f"the first step in machine code came out otherwise, by {apart:.2g} of the logits' spread"
-        )
+        self.engine.verdict = f"the first step in machine code came out otherwise, by {apart:.2g} of the logits' spread"
         self._cache.set_length(start)
         return self._torch.step(token)
 
     @staticmethod
     @torch.inference_mode()
     def step_together(steppers: Sequence[NativeStepper], tokens: Sequence[int]) -> list[torch.Tensor]:
-        """Append a token to each of several trusted caches of one model; bit by bit what each gives alone."""
-        engine, decoder = steppers[0]._engine, steppers[0]._decoder
+        """Append a token to each of several caches of one engine whose verdict is good: bit by bit as each alone."""
+        engine, decoder = steppers[0].engine, steppers[0]._decoder
         rounds = -(-len(tokens) // MOST_TOGETHER)
         logits: list[torch.Tensor] = []
         for number in range(rounds):  # as even as can be
