@@ -1,0 +1,177 @@
+"""Documents that are broken, locked, or made to hurt: each is refused by name, alone, in bounded time and memory."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.corpus import reading as rooms
+from kvtool.core.corpus.readers import UnreadableFile
+from kvtool.core.corpus.reading import Bounds, Reading
+from samples.office.facts import facts
+from samples.office.portable import pdf
+from samples.office.writers import WRITERS
+
+_LAUGHS = (
+    '<!DOCTYPE x [<!ENTITY a0 "ha">' + "".join(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 20)) + "]>"
+)
+_PACKED = ("docx", "pptx", "xlsx", "odt", "epub")
+_URN = "urn:oasis:names:tc:opendocument:xmlns"
+_ODT = (
+    f'<office:document-content xmlns:office="{_URN}:office:1.0" xmlns:text="{_URN}:text:1.0">'
+    "<office:body><text:p>&a19;</text:p></office:body></office:document-content>"
+)
+
+
+@pytest.fixture(scope="module")
+def reading() -> Iterator[Reading]:
+    with Reading(bounds=Bounds(seconds=600)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A sound file of each format."""
+    folder, fact = tmp_path_factory.mktemp("sound"), next(facts("en"))
+    for ending, write in WRITERS.items():
+        write(folder / f"a.{ending}", fact)
+    return {ending: (folder / f"a.{ending}").read_bytes() for ending in WRITERS}
+
+
+def refused(reading: Reading, name: str, data: bytes) -> str:
+    with pytest.raises(UnreadableFile) as raised:
+        reading.documents(Path("/in") / name, data)
+    return raised.value.message
+
+
+def replaced(data: bytes, name: str, content: str) -> bytes:
+    """A ZIP file with another content of one member."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
+        for each in old.namelist():
+            new.writestr(each, content if each == name else old.read(each))
+    return made.getvalue()
+
+
+def claiming(data: bytes, size: int) -> bytes:
+    """A ZIP file whose directory says that its first member unpacks to so much."""
+    at = data.index(b"PK\1\2") + 24
+    return data[:at] + struct.pack("<I", size) + data[at + 4 :]
+
+
+def locked(data: bytes) -> bytes:
+    """A PDF that asks for a password."""
+    word = "<" + "5a" * 32 + ">"
+    lock = f"/Root 1 0 R /Encrypt << /Filter /Standard /V 1 /R 2 /O {word} /U {word} /P -4 >> /ID [{word} {word}]"
+    return data.replace(b"/Root 1 0 R", lock.encode())
+
+
+@pytest.mark.parametrize("ending", ["pdf", *_PACKED, "eml", "ipynb"])
+def test_broken_files(ending: str, reading: Reading, sound: dict[str, bytes]) -> None:
+    data = sound[ending]
+    assert refused(reading, f"a.{ending}", random.Random(7).randbytes(5000))
+    assert refused(reading, f"a.{ending}", b"")
+    if ending != "eml":  # of a mail any beginning is one
+        assert refused(reading, f"a.{ending}", data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("ending", _PACKED)
+def test_zip_bombs(ending: str, reading: Reading, sound: dict[str, bytes]) -> None:
+    assert "unpacks to" in refused(reading, f"a.{ending}", claiming(sound[ending], 0xF0000000))
+
+
+@pytest.mark.parametrize(
+    ("ending", "name", "body"),
+    [
+        ("odt", "content.xml", _ODT),
+        ("epub", "OEBPS/book.opf", "<package>&a19;</package>"),
+        ("docx", "word/document.xml", "<x>&a19;</x>"),
+        ("pptx", "ppt/presentation.xml", "<x>&a19;</x>"),
+        ("xlsx", "xl/workbook.xml", "<x>&a19;</x>"),
+    ],
+)
+def test_entities_that_expand(ending: str, name: str, body: str, reading: Reading, sound: dict[str, bytes]) -> None:
+    assert refused(reading, f"a.{ending}", replaced(sound[ending], name, _LAUGHS + body))
+
+
+@pytest.mark.parametrize("ending", ["docx", "pptx", "xlsx"])
+def test_passwords(ending: str, reading: Reading, sound: dict[str, bytes]) -> None:
+    office = b"\xd0\xcf\x11\xe0" + bytes(500) + "EncryptedPackage".encode("utf-16-le") + bytes(500)
+    assert "password" in refused(reading, f"a.{ending}", office)
+    assert "password" in refused(reading, "a.pdf", locked(sound["pdf"]))
+
+
+def test_parts_within_parts(reading: Reading) -> None:
+    levels = 3000
+    mail = b"Subject: a\n" + b"".join(
+        b'Content-Type: multipart/mixed; boundary="%d"\n\n--%d\n' % (number, number) for number in range(levels)
+    )
+    assert refused(reading, "a.eml", mail)
+    assert refused(reading, "a.ipynb", b'{"cells": ' + b"[" * 100_000)
+
+
+def test_ten_thousand_pages(reading: Reading) -> None:
+    (document,) = reading.documents(Path("/in/a.pdf"), pdf([[f"This is page {n}."] for n in range(1, 10_001)]))
+    assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]
+
+
+@pytest.mark.parametrize(
+    ("deed", "why"),
+    [
+        ("time.sleep(600)", "takes over 1 s to read"),
+        ("bytearray(10**11)", "takes over 0.5 GB of memory to read"),
+        ("os.kill(os.getpid(), 11)", "has crashed"),
+    ],
+)
+def test_what_a_reader_is_made_to_do_ends_with_its_process(
+    deed: str, why: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]
+) -> None:
+    program = f"import os, time\nfrom kvtool.core.corpus import child\nchild.read_documents = lambda *given: {deed}\n"
+    with Reading(bounds=Bounds(seconds=1, memory=5 * 10**8)) as reading:
+        with monkeypatch.context() as patch:
+            patch.setattr(rooms, "_PROGRAM", f"{program}child.serve(int(sys.argv[1]), int(sys.argv[2]))")
+            assert why in refused(reading, "a.odt", sound["odt"])
+        reading.bounds = Bounds(seconds=600)
+        assert reading.documents(Path("/in/a.odt"), sound["odt"])  # by another process
+
+
+# ---- in a folder ----
+
+
+def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: dict[str, bytes]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "good.odt").write_bytes(sound["odt"])
+    (folder / "bomb.docx").write_bytes(claiming(sound["docx"], 0xF0000000))
+    (folder / "locked.pdf").write_bytes(locked(sound["pdf"]))
+    (folder / "half.pptx").write_bytes(sound["pptx"][:1000])
+    (folder / "all.zip").write_bytes(sound["docx"])
+    done = fresh(folder, "-v", "--read-timeout", "10m").fine(3)
+    assert done.json["documents"]["added"] == 1
+    told = {Path(failure["path"]).name: failure["error"] for failure in done.json["failures"]}
+    assert set(told) == {"bomb.docx", "locked.pdf", "half.pptx"}
+    assert all(name in done.err for name in told)
+    assert done.json["skipped"]["unsupported"] == 1
+    assert "archives are not read" in done.err
+
+
+def test_a_missing_package_is_named_once(
+    fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.docx", "b.docx", "c.pdf", "d.odt"):
+        (folder / name).write_bytes(sound[name[2:]])
+    missing = "sys.modules.update(docx=None, pypdfium2=None)\n"
+    monkeypatch.setattr(rooms, "_PROGRAM", missing + rooms._PROGRAM)
+    done = fresh(folder, "--read-timeout", "10m").fine(0)
+    assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
+    assert done.json["skipped"]["uninstalled"] == 3
+    assert done.err.count("pip install 'kvtool[documents]'") == 1
