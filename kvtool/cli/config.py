@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated, Any
 
 import typer
@@ -10,18 +9,12 @@ import typer
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import SETTINGS, Run, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.plugins import listed
 from kvtool.core.common.urls import for_people, is_url
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.resolve import settings_of
 
 _WHAT = ("show", "plugins")
-# Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
-_REGISTRIES = (
-    *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
-    *("kvtool.core.codec.levels", "kvtool.core.remote.urls"),
-)
 
 app = new_app()
 
@@ -50,11 +43,11 @@ def config(
 
 def _show_plugins(run: Run) -> None:
     """List what other packages add, by kind, and import it to see whether it can be used."""
-    for registry in _REGISTRIES:
-        importlib.import_module(registry)
+    from kvtool.lab.doctor.plugins import all_plugins
+
     rows = [
         {"kind": each.group, "name": each.name, "package": each.package, "target": each.target, "problem": problem}
-        for each, problem in listed()
+        for each, problem in all_plugins()
     ]
     shown = [[row["kind"], row["name"], row["package"], row["problem"] or "ready"] for row in rows]
     run.out.result({"plugins": rows}, lambda: run.out.table(("kind", "name", "package", "state"), shown))

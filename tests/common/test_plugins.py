@@ -19,6 +19,7 @@ from kvtool.core.corpus import readers
 from kvtool.core.corpus.readers import UnreadableFile, read_documents
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval import embed
+from kvtool.lab.doctor.plugins import check_plugins
 from tests.cli.working import kvtool
 
 Install = Callable[..., None]
@@ -90,6 +91,8 @@ def test_a_broken_plugin_is_named_and_no_other_is_broken_by_it(install: Install)
     assert {plugin.name: bool(problem) for plugin, problem in listed()} == {"bad": True, "good": False}
     rows = kvtool("config", "plugins", "--json").fine().json["plugins"]
     assert [(row["name"], bool(row["problem"])) for row in rows] == [("bad", True), ("good", False)]
+    bad, good = check_plugins()
+    assert (bad.state, good.state, good.message) == ("warning", "ok", "of good 1.0")
 
 
 def test_a_reader_that_cannot_be_imported_fails_its_files_alone(

@@ -18,6 +18,7 @@ from kvtool.lab.doctor.finding import Finding, failing
 from kvtool.lab.doctor.installation import check_extras, check_kvtool, check_libraries
 from kvtool.lab.doctor.machine import check_cpu, check_device, check_dtype, check_memory
 from kvtool.lab.doctor.places import check_disk, check_gate, check_store, check_tier
+from kvtool.lab.doctor.plugins import check_plugins
 
 
 def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Callable[[str], None]) -> list[Finding]:
@@ -33,7 +34,7 @@ def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Call
     found = [*check_kvtool(), *(libraries := check_libraries())]
     if any(finding.state == "failed" for finding in libraries):
         return found  # most other checks would only fail for want of these
-    found += [*check_extras(), *check_cpu(), *check_memory(), *check_device(wanted)]
+    found += [*check_extras(), *check_plugins(), *check_cpu(), *check_memory(), *check_device(wanted)]
     doing("writing to the disk and reading back")
     identity = None
     if isinstance(place, Path):
