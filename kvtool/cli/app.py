@@ -44,6 +44,7 @@ COMMANDS = {
     "compress": "Make the stored KV several times smaller, with a measured loss.",
     "fit": "Learn the lead-in from the store's own chunks.",
     "query": "Ask a question over the ingested documents.",
+    "chat": "Hold a conversation over the ingested documents.",
     "eval": "Measure retrieval and fusion modes on your own questions.",
     "mcp": "Give agents the store as tools: search, read, answer.",
     "serve": "Answer over HTTP, as the OpenAI API does.",
@@ -61,6 +62,7 @@ RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
 _LEFT = {
     "query": "the store holds what it held; ask again",
+    "chat": "the store holds what it held",
     "watch": "what was committed stays; started again, it takes in what changed meanwhile",
     "mcp": "",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",

@@ -24,6 +24,7 @@ TOPICS = {
     "json": "What --json prints, field by field, and what changed from schema 1 to 2.",
     "python": "The same from Python.",
     "plugins": "Readers, embedders, fusion modes, codecs and shared stores of other packages.",
+    "conversation": "Chat in a terminal or a pipe: keys, commands, what a turn costs, how a vague one is searched.",
     "agents": "The store as tools of chat programs, editors and agents.",
     "server": "The same over HTTP, as the OpenAI API has it, and for the shell without loading the model.",
     "troubleshooting": "Exit codes, common errors, and what to do about them.",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.answered import show_decision, show_numbers, show_runs
+from kvtool.cli.chat_lines import is_on_terminal
 from kvtool.cli.commands import new_app
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, takes
@@ -91,8 +92,12 @@ def query(
         str | None, typer.Argument(help="What to ask; `-` reads it from stdin.", show_default=False)
     ] = None,
 ) -> int | None:
-    """Answer a question from the store's documents."""
+    """Answer a question from the store's documents; in a terminal without one, hold a conversation."""
     flags, options = run.get(QueryFlags), run.get(QueryOptions)
+    if question is None and flags == QueryFlags() and run.get(ChunkChoice) == ChunkChoice() and is_on_terminal(run.out):
+        from kvtool.cli.chat import hold
+
+        return hold(run)
     modes = _modes(flags.compare)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if flags.timeline is not None:

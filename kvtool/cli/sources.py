@@ -20,7 +20,7 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
     order of the prompt, too."""
     best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))
     if not passages:
-        out.status("sources: " + ", ".join(dict.fromkeys(map(cited, best_first))))
+        out.status("sources: " + (", ".join(dict.fromkeys(map(cited, best_first))) or "what was said before"))
     for chunk in best_first if passages else ():
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])

@@ -285,7 +285,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
         explained=explain(fused, session.tokenizer) if options.explain else [],
-        again=begun.again,
+        again=with_changes(session.store, begun.again),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
         left=len(asked.hits) - len(fused.plan.chunks),

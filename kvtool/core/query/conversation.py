@@ -75,6 +75,11 @@ class Conversation:
         return cls(lambda: nullcontext(session), options)
 
     @property
+    def said(self) -> list[Turn]:
+        """All turns since the conversation began, those before it started over among them."""
+        return [*self._earlier, *self.turns]
+
+    @property
     def tokens(self) -> int:
         """How many tokens of text stand: the next question's prompt begins with them."""
         return 0 if self._stands is None else len(self._stands.standing.tokens.ids) + len(self._stands.pending)
@@ -126,7 +131,7 @@ class Conversation:
         request = Request(question) if isinstance(question, str) else question
         with session.lock, session.store.view():
             if not (request.chunks or request.documents or request.search):
-                before = [turn.question for turn in (*self._earlier, *self.turns)]
+                before = [turn.question for turn in self.said]
                 request = replace(request, search=search_text(request.question, before, session.finder))
             behind = self._behind(session, options)
             asked = lay_out(session, request, options, behind=behind)

@@ -132,10 +132,14 @@ class Reply:
         return AUTO if self.controller else self.fusion
 
     @property
+    def sources(self) -> list[ReplyChunk]:
+        """What the answer was given from, the best first: what was loaded, and what was found and stood already."""
+        return sorted([*self.chunks, *self.again], key=lambda chunk: -(chunk.score or 0))
+
+    @property
     def places(self) -> list[str]:
         """Where the prompt's chunks stand, as `file:line`, each once and the best first."""
-        best_first = sorted([*self.chunks, *self.again], key=lambda chunk: -(chunk.score or 0))
-        return list(dict.fromkeys(chunk.place for chunk in best_first))
+        return list(dict.fromkeys(chunk.place for chunk in self.sources))
 
     @property
     def reasons(self) -> dict[str, int]:

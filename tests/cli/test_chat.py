@@ -1,0 +1,224 @@
+"""`kvtool chat`: from a pipe, at a prompt, its commands, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from kvtool.cli import chat_lines
+from kvtool.cli.chat_lines import HISTORY, PipedLines, TerminalLines
+from kvtool.cli.chat_turns import COMMANDS, Chat, completions
+from kvtool.cli.out import Out
+from kvtool.core.cache.store import Store
+from kvtool.core.common.places import data_dir
+from kvtool.core.errors import UsageError
+from kvtool.core.query.conversation import Conversation
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.session.session import Session
+from tests.cli.working import QUESTION, kvtool
+
+SHORT = ("--max-tokens", "4", "--top-k", "2")
+
+
+# ---- from a pipe ----
+
+
+def test_lines_of_a_pipe_are_questions_that_see_each_other(store: Path) -> None:
+    asked = f"{QUESTION}\n\n/mode epic\nAnd when?\n/quit\nnever asked\n"
+    done = kvtool("chat", "--store", store, *SHORT, "--json", stdin=asked.encode()).fine()
+    first, second = done.lines
+    assert (first["turn"]["number"], second["turn"]["number"]) == (1, 2)
+    assert first["tokens"]["standing"] == 0
+    assert second["tokens"]["standing"] > first["tokens"]["prompt"]
+    assert second["fusion"] == "epic"
+    assert QUESTION in second["turn"]["search"]
+
+
+def test_answers_are_on_stdout_and_the_rest_on_stderr(store: Path) -> None:
+    done = kvtool("chat", "--store", store, *SHORT, stdin=f"{QUESTION}\nAnd when?\n".encode()).fine()
+    assert "sources: " not in done.out
+    assert done.err.count("sources: ") == 2
+    assert done.err.count("tokens kept") == 1
+    assert "Ctrl" not in done.err  # nobody sits there
+
+
+def test_a_line_that_fails_stops_no_other(store: Path) -> None:
+    done = kvtool("chat", "--store", store, *SHORT, "--json", stdin=f"zzyzx\n{QUESTION}\n/nope\n".encode())
+    assert done.code == 3
+    failed, answered, unknown = done.lines
+    assert failed["type"] == unknown["type"] == "error"
+    assert failed["question"] == "zzyzx"
+    assert answered["turn"]["number"] == 1
+    kvtool("chat", "--store", store, *SHORT, stdin=b"zzyzx\n").failed(1, "no chunk matches")
+    kvtool("chat", "--store", store, stdin=b"").fine()
+
+
+def test_what_is_no_text_or_no_store_is_said(store: Path, tmp_path: Path) -> None:
+    kvtool("chat", "--store", store, stdin=b"\xff\xfe\xff\n").failed(2, "not UTF-8")
+    kvtool("chat", "--store", tmp_path / "none", stdin=b"x\n").failed(10)
+    with pytest.raises(UsageError, match="not UTF-8"):
+        PipedLines([b"\xff\n"]).next()
+
+
+def test_settings_for_single_questions_are_left_aside(store: Path, tmp_path: Path) -> None:
+    config = tmp_path / "kvtool.toml"
+    config.write_text("[query]\ndefer = true\naudit = 1.0\n", "utf-8")
+    done = kvtool("chat", "--store", store, *SHORT, "--config", config, "--json", stdin=QUESTION.encode()).fine()
+    assert "rounds" not in done.json
+
+
+# ---- commands ----
+
+
+class Screen:
+    """A chat whose words are kept."""
+
+    def __init__(self, session: Session, aloud: bool = True) -> None:
+        self.stdout, self.stderr = io.StringIO(), io.StringIO()
+        self.out = Out(stdout=self.stdout, stderr=self.stderr)
+        self.talk = Conversation.over(session, QueryOptions(max_tokens=6, top_k=2))
+        self.chat = Chat(self.out, session, self.talk, aloud=aloud)
+
+    def says(self, line: str) -> str:
+        """What a line makes it say on stderr."""
+        self.stderr.seek(0)
+        self.stderr.truncate()
+        assert self.chat.take(line)
+        return self.stderr.getvalue()
+
+
+@pytest.fixture
+def screen(store: Path) -> Iterator[Screen]:
+    with Store.open(store) as opened:
+        yield Screen(Session.open(opened))
+
+
+def test_commands(screen: Screen, tmp_path: Path) -> None:
+    assert all(name in screen.says("/help") for name in COMMANDS)
+    assert "nothing was answered yet" in screen.says("/sources")
+    assert "nothing was said yet" in screen.says("/save")
+    assert "sources: " in screen.says(QUESTION)
+    assert "mode: union" in screen.says("/mode")
+    assert "stays as it is" in screen.says("/mode reuse")
+    assert "'foo' is none of" in screen.says("/mode foo")
+    assert "for a question: 1" in screen.says("/top-k 1")
+    assert "top_k" in screen.says("/top-k nought")
+    assert screen.talk.options.top_k == 1
+    assert "mill2.md" in screen.says("/sources")
+    assert "baker" in screen.stderr.getvalue()  # the passage itself
+    again = screen.says("And when?")
+    assert "reuse: first token" in again
+    assert "tokens kept" in again
+    assert "searched by: " in screen.says("/explain")
+    saved = tmp_path / "talk.md"
+    assert f"saved as {saved}" in screen.says(f"/save {saved}")
+    assert saved.read_text("utf-8").count("**") == 4
+    assert "exists" in screen.says(f"/save {saved}")
+    assert "cannot be written" in screen.says(f"/save {tmp_path / 'none' / 'talk.md'}")
+    assert "did you mean '/reset'" in screen.says("/rest")
+    assert "new conversation" in screen.says("/reset")
+    assert screen.talk.tokens == 0
+    assert not screen.chat.take("/quit")
+
+
+def test_words_are_completed() -> None:
+    assert completions("/m") == ["/mode"]
+    assert completions("/mode e") == ["epic"]
+    assert completions("") == completions("mode") == completions("/top-k e") == []
+
+
+# ---- Ctrl-C, and a full context ----
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, printed = signal.getsignal(signal.SIGINT), screen.out.print
+
+    def interrupting(text: str = "", end: str = "\n") -> None:
+        printed(text, end)
+        if text:
+            signal.raise_signal(signal.SIGINT)
+            monkeypatch.setattr(screen.out, "print", printed)
+
+    monkeypatch.setattr(screen.out, "print", interrupting)
+    assert "ended by Ctrl-C" in screen.says(QUESTION)
+    assert signal.getsignal(signal.SIGINT) is before
+    (turn,) = screen.talk.turns
+    assert 0 < turn.tokens["generated"] < 6
+    assert "tokens kept" in screen.says("And when?")
+
+
+def test_ctrl_c_before_the_first_word_drops_the_question(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fuse(*args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtool.core.query.answer._fuse", fuse)
+        assert "the question is dropped" in screen.says(QUESTION)
+    assert not screen.talk.turns
+    assert "sources: " in screen.says(QUESTION)
+
+
+def test_a_full_context_starts_over_with_a_word(screen: Screen) -> None:
+    screen.says(QUESTION)
+    with screen.talk._lend() as session:
+        before = session.decoder.context
+        session.decoder.context = screen.talk.tokens + 28  # less than two turns, more than one
+        try:
+            told = screen.says(f"{QUESTION} And when was that? And who says so, and why?")
+            session.decoder.context = 10
+            assert "error: the prompt has" in screen.says("/reset") + screen.says(QUESTION)
+        finally:
+            session.decoder.context = before
+    assert "it starts over" in told
+    assert "tokens kept" not in told
+    assert "sources: " in told
+
+
+# ---- at a prompt ----
+
+
+def typed(keys: str) -> list[str | None]:
+    """What lines a terminal gives for these keys, up to its end."""
+    with create_pipe_input() as keyboard:
+        keyboard.send_text(keys)
+        lines = TerminalLines(Out(stderr=io.StringIO()), input=keyboard, output=DummyOutput())
+        found = []
+        while (line := lines.next()) is not None:
+            found.append(line)
+        return found
+
+
+def test_keys() -> None:
+    assert typed("one\r  \r두 번째 질문\r\x04") == ["one", "두 번째 질문"]
+    assert typed("two\x1b\rlines\r\x04") == ["two\nlines"]
+    assert typed("dropped\x03kept\r\x04") == ["kept"]
+    assert typed("\x1b[200~pasted\nlines\x1b[201~\r\x04") == ["pasted\nlines"]
+
+
+def test_the_history_is_the_users_alone() -> None:
+    typed("remembered\r\x04")
+    file = data_dir() / HISTORY
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert typed("\x1b[A\r\x04") == ["remembered"]
+
+
+def test_without_a_place_for_history_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", "utf-8")
+    monkeypatch.setattr(chat_lines, "data_dir", lambda: tmp_path / "file" / "below")
+    assert typed("one\r\x04") == ["one"]
+
+
+def test_a_query_without_a_question_chats_in_a_terminal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvtool("query", "--store", store).failed(2, "no question was given")
+    monkeypatch.setattr("kvtool.cli.query.is_on_terminal", lambda out: True)
+    done = kvtool("query", "--store", store, *SHORT, "--json", stdin=QUESTION.encode()).fine()
+    assert json.loads(done.out)["turn"]["number"] == 1
+    kvtool("query", "--store", store, "--compare", "reuse").failed(2, "no question was given")
