@@ -24,6 +24,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
+    _show_states(out, facts)
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
     _show_stream(out, facts)
 
@@ -38,6 +39,14 @@ def show_decision(out: Out, facts: Facts) -> None:
     out.status(f"auto: {fusion}{ratio}{level}, expected after {chosen['expected_ms'][fusion]:.0f} ms")
     for reason in chosen["notes"]:
         out.detail(f"  {reason}")
+
+
+def _show_states(out: Out, facts: Facts) -> None:
+    """What chunks of a model that keeps states lose by having been computed apart."""
+    if states := facts.get("states"):
+        loss = states["loss"]
+        lost = "what that loses is not measured" if loss is None else f"the gate measured {loss:.3g} nats a token lost"
+        out.status(f"approximate: the model keeps states, and its chunks were computed apart; {lost}")
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:

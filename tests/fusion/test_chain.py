@@ -223,5 +223,3 @@ def test_the_gate_tells_which_models_go_on_from_a_state() -> None:
         with torch.inference_mode(False):
             rounded = decoder_of(tiny_model(name, "bfloat16"))
         assert check_laws(rounded, "tiny", PREFIX, CHUNKS).passed
-    with pytest.raises(ModelError, match="cannot be moved"):
-        _ = decoder("lfm2").rotary

@@ -66,7 +66,7 @@ def test_ingest_computes_nothing(made: Path, model: Path, tmp_path: Path) -> Non
     again = kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--json").fine()
     assert "recurrent" not in again.err  # it was said
     assert again.json["documents"]["unchanged"] == row["documents"]["added"]
-    kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "warm").failed(2, "lead-in")
+    kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "neighbour").failed(2, "lead-in")
     with Store.open(tmp_path / "new") as opened:
         assert verify(opened) == []
         assert all(opened.has_chunk(chunk) and not opened.levels(chunk) for chunk in opened.chunk_ids())
@@ -207,7 +207,7 @@ def test_prune_takes_stretches_first(store: Path) -> None:
     row = kvtool("store", "prune", "--max-size", "1kB", "--yes", "--store", store, "--json").json
     assert row["steps"][0]["step"] == "stretches"
     assert row["steps"][0]["stretches"] > 0
-    assert stretches(store) == {"count": 0, "bytes": 0}
+    assert stretches(store) == {"count": 0, "bytes": 0, "alone": 0}
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
 

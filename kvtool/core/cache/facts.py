@@ -11,6 +11,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.stretches import count_alone
 from kvtool.core.errors import DamagedError
 
 
@@ -94,7 +95,8 @@ class Facts(Opened):
         -------
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
         ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
-        ``stretches {count, bytes}`` (of answered prompts, of a model that keeps states),
+        ``stretches {count, bytes, alone}`` (of answered prompts, of a model that keeps states; `alone`: how many of
+        them are of chunks that were computed alone),
         ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
         ``pins {sources, chunks}``, ``disk_free``.
         """
@@ -110,7 +112,7 @@ class Facts(Opened):
             counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
             counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
             profiles = [size for _, size in snapshot.sizes(tables.PROFILES)]
-            parts = list(snapshot.sizes(tables.STRETCHES))
+            parts, alone = list(snapshot.sizes(tables.STRETCHES)), count_alone(snapshot)
             live = snapshot.live_bytes()
         return {
             "uuid": self.uuid,
@@ -125,6 +127,7 @@ class Facts(Opened):
             "stretches": {
                 "count": sum(len(key) == ID_BYTES for key, _ in parts),
                 "bytes": sum(size for _, size in parts),
+                "alone": alone,
             },
             "file_bytes": self.environment.file_bytes(),
             "live_bytes": live,

@@ -39,6 +39,7 @@ class StretchInfo:
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
+    alone : it is no prompt's, but of one chunk behind the store's lead-in (session/alone.py).
     """
 
     start: int
@@ -48,6 +49,7 @@ class StretchInfo:
     chunks: tuple[bytes, ...]
     own: bool
     size: int
+    alone: bool = False
 
     @property
     def places(self) -> list[Place]:
@@ -67,7 +69,7 @@ class StretchInfo:
             rows, states = (tuple(int(layer) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(bytes.fromhex(one) for one in row["chunks"])
             start, tokens, size = (int(row[name]) for name in ("start", "tokens", "size"))
-            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size)
+            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, bool(row.get("alone", False)))
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"a stored stretch cannot be read: {type(error).__name__}") from error
 
@@ -146,6 +148,11 @@ class Stretches(Opened):
         return data
 
 
+def count_alone(snapshot: Snapshot) -> int:
+    """How many stretches are of chunks alone."""
+    return sum(info.alone for _, info in _described(snapshot))
+
+
 def _described(snapshot: Snapshot) -> Iterator[tuple[bytes, StretchInfo]]:
     for key in _names(snapshot):
         with suppress(DamagedError):
@@ -173,14 +180,19 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """The order in which stretches go: those that were not used for longest first; of a prompt the last first, since it
-    stands on those before it.
+    """The order in which stretches go: those of prompts before those of chunks alone, which were asked for; of either
+    those that were not used for longest first; of a prompt the last first, since it stands on those before it.
 
     Parameters
     ----------
     used : seconds of the last use, by id; none: never.
     """
-    return sorted(stretches, key=lambda stretch: (used.get(stretch, 0), -stretches[stretch].start))
+
+    def turn(stretch: bytes) -> tuple[bool, int, int]:
+        info = stretches[stretch]
+        return info.alone, used.get(stretch, 0), -info.start
+
+    return sorted(stretches, key=turn)
 
 
 def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:

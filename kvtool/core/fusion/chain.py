@@ -158,7 +158,7 @@ def fuse_chain_behind(
     """
     started, stands = time.perf_counter(), plan.segments[0].stop
     cache.reserve(plan.length + reserve)
-    logits = _run(decoder, plan.ids[stands:], stands, cache)
+    logits = pass_of(decoder, plan.ids[stands:], stands, cache)
     took = add_span(timeline, "compute", started) * 1e3
     return Chained(_fused(decoder, plan, selector, cache, logits, 0, (0.0, took)), (), ())
 
@@ -177,12 +177,13 @@ class _Loading:
             info, segment = found.infos[number], plan.segments[number]
             assert info is not None
             try:
-                self._take_one(found.ids[number], info, segment, with_states=number == usable - 1)
+                self.take_one(found.ids[number], info, segment, with_states=number == usable - 1)
             except DamagedError:
                 return number
         return None
 
-    def _take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
+    def take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
+        """Take one stretch. Raises DamagedError."""
         self._cache.set_length(segment.stop)
         expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
         states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
@@ -193,10 +194,10 @@ class _Loading:
             buffer = self._cache.buffers[layer]
             for name in (KEYS, VALUES):
                 there = getattr(buffer, name)[:, :, segment.start : segment.stop]
-                there.copy_(_fitting(tensors.get(name), there))
+                there.copy_(fitting(tensors.get(name), there))
         for layer in info.states if with_states else ():
             tensors = self._part(stretch, ("state", layer))
-            self._cache.buffers[layer].take(_named(tensors, self._decoder.device))
+            self._cache.buffers[layer].take(named_states(tensors, self._decoder.device))
 
     def _part(self, stretch: bytes, place: Place) -> dict[str, torch.Tensor]:
         payload = self._read(stretch, place)
@@ -204,13 +205,28 @@ class _Loading:
         return decode_part(payload)
 
 
-def _fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def take_beginning(decoder: Decoder, cache: StateCache, found: Found, segment: Segment, read: ReadPart) -> int:
+    """Take the stretch of a prompt's first segment into a cache; returns the bytes that were read.
+
+    Raises
+    ------
+    DamagedError : something of it is damaged, or another model's.
+    """
+    loading, info = _Loading(decoder, cache, read), found.infos[0]
+    assert info is not None
+    loading.take_one(found.ids[0], info, segment, with_states=True)
+    return loading.bytes_read
+
+
+def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Rows as they were stored. Raises DamagedError where they cannot stand where `like` does."""
     if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise DamagedError("the rows of another model")
     return tensor
 
 
-def _named(tensors: dict[str, torch.Tensor], device: str) -> States:
+def named_states(tensors: dict[str, torch.Tensor], device: str) -> States:
+    """Name the tensors of a part as a layer does."""
     states: States = {}
     for name, tensor in tensors.items():
         what, _, number = name.partition(" ")
@@ -234,7 +250,7 @@ def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> t
     for number, segment in enumerate(plan.segments[found.usable :], found.usable):
         ids.extend(segment.ids)
         if ids and (number in ends or segment is plan.segments[-1]):
-            logits = _run(decoder, ids, start, cache)
+            logits = pass_of(decoder, ids, start, cache)
             start, ids = start + len(ids), []
         if number in ends:
             states[number] = _copied(cache)
@@ -242,7 +258,8 @@ def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> t
     return logits, [_new(plan, found, number, cache, states.get(number, {})) for number in wanted]
 
 
-def _run(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache) -> torch.Tensor:
+def pass_of(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache) -> torch.Tensor:
+    """Compute rows from place `start` on behind the states as they are; logits of the last, float32 `[vocabulary]`."""
     stop = start + len(ids)
     cache.set_length(stop)
     return decoder.compute(ids, Rows.of(torch.arange(start, stop), decoder.device), cache)[-1]

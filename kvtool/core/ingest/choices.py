@@ -15,7 +15,7 @@ from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL
 from kvtool.core.model.resolve import resolve
-from kvtool.core.session.identity import LeadInIds, StoreIdentity, check_same_model
+from kvtool.core.session.identity import NEIGHBOUR, LeadInIds, StoreIdentity, check_same_model
 from kvtool.core.session.lead_in import LEARNED, learned_lead_in
 
 _NO_LEAD_IN = "none"
@@ -86,7 +86,7 @@ class Choices:
         keeps = self.known.keeps_states if self.known else keeps_states(supported_config(self.files))
         mode, system = self._lead_in()
         if keeps:
-            mode = self._no_lead_in()
+            mode = self._lead_in_of_states(mode)
         dtype = self.known.dtype if self.known else ""
         dtype = dtype or resolve_dtype(self._options.dtype, resolve_device(self._options.device), self.files)
         if self.known and system == self.known.system:  # a template that tells the date says another one today
@@ -94,6 +94,8 @@ class Choices:
         else:
             parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
         fingerprint, ids = model_fingerprint(self.files, dtype), lead_in_ids(mode, self.tokenizer, parts)
+        if keeps and mode != _NO_LEAD_IN and not ids:
+            raise UsageError("there is nothing to compute chunks behind", "use --lead-in warm")
         learned = mode == LEARNED
         return StoreIdentity(
             model=self.files.ref,
@@ -107,8 +109,13 @@ class Choices:
             keeps_states=keeps,
         )
 
-    def _no_lead_in(self) -> str:
-        """The lead-in of a model that keeps states, of whose chunks nothing is computed. Raises UsageError."""
-        if self._options.lead_in not in (None, _NO_LEAD_IN):
-            raise UsageError("a model that keeps a recurrent state takes no lead-in", "leave --lead-in out")
-        return _NO_LEAD_IN
+    def _lead_in_of_states(self, mode: str) -> str:
+        """The lead-in of a model that keeps states: chunks are computed alone only where it is asked for one.
+
+        Raises
+        ------
+        UsageError : a chunk's state would be of more than the chunk, or of rows without tokens.
+        """
+        if mode in (NEIGHBOUR, LEARNED):
+            raise UsageError(f"a model that keeps a recurrent state takes no lead-in {mode}", "use --lead-in warm")
+        return mode if self._options.lead_in or self.known else _NO_LEAD_IN

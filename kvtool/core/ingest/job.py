@@ -29,6 +29,7 @@ from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.lead_in import open_lead_ins
 
 if TYPE_CHECKING:
+    from kvtool.core.ingest.alone import AloneStorer
     from kvtool.core.ingest.compute import ChunkStorer
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.session.session import Session
@@ -138,7 +139,7 @@ class _Job:
         for file in self.stream:
             self.account.count_file(file)
             new = novelties.of(file)
-            if self.choices.identity.keeps_states:
+            if self.choices.identity.keeps_states and not self.choices.identity.keeps_alone:
                 continue
             report.chunks.computed += len(new)
             report.tokens += sum(len(chunk.ids) for chunk in new)
@@ -151,7 +152,8 @@ class _Job:
         report, options = self.account.report, self.options
         self.stream.begin()
         self._say_lead_in_change(store)
-        if self.choices.identity.keeps_states and self.choices.known is None:
+        identity = self.choices.identity
+        if identity.keeps_states and not identity.keeps_alone and self.choices.known is None:
             self.account.warn(*_NO_KV)
         self._take_files(store, writer)
         self._keep_identity(writer)
@@ -193,7 +195,7 @@ class _Job:
             for file in self.stream:
                 new = novelties.of(file)
                 if self.choices.identity.keeps_states:
-                    self._describe(writer, file, new)
+                    self._describe(store, writer, file, new)
                     continue
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
@@ -233,9 +235,18 @@ class _Job:
         self.account.count_file(file)
         self.account.advance(file.entry.size)
 
-    def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
-        """Commit a file of a store whose model keeps states: keys and values of a chunk alone would be of no use, since
-        what stands before it is in the state, too. What is reused is kept of prompts as they are answered."""
+    def _describe(self, store: Store, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+        """Commit a file of a store whose model keeps states. What its chunks are alone is computed only behind a
+        lead-in, and first: what is told of a chunk later is that it is known."""
+        if self.choices.identity.keeps_alone and new:
+            self._keep_identity(writer)
+            try:
+                self._alone(store).take(writer, self.account.report, new)
+            except UsageError as error:  # too long a chunk
+                self.account.fail(Failure(file.entry.path, f"{error.message}: {error.hint}"))
+                self.account.advance(file.entry.size)
+                return
+            self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
         self._changed = True
         writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new})
         self._commit_known(writer, file)
@@ -268,6 +279,14 @@ class _Job:
 
     # ---- the model ----
 
+    def _alone(self, store: Store) -> AloneStorer:
+        """What computes chunks alone; the model is loaded at the first."""
+        from kvtool.core.ingest.alone import AloneStorer
+
+        if self._session is None:
+            self._session = self._open(store)
+        return AloneStorer(self._session)
+
     def _open(self, store: Store) -> Session:
         """Open the store with its model loaded."""
         from kvtool.core.session.session import Session
@@ -291,7 +310,10 @@ class _Job:
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.laws import gate_store
+        from kvtool.core.session.laws import gate_apart, gate_store
+
+        if session.identity.keeps_alone:
+            gate_apart(session.store, session.decoder, session.identity, self._gated)
 
         with session.decoder.turns.turn():
             verdict = gate_store(session.store, session.decoder, session.identity, self._gated)

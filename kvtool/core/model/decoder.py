@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class Decoder:
         self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
         self._attending = tuple(attentions)
         self._rotary: Rotary | None = None
-        if not self.keeps_states:
+        with suppress(ModelError) if self.keeps_states else nullcontext():  # that one can do without
             self._rotary = Rotary(self.base, modules, self.kinds, samples, self.dtype, self.device)
         self._quick: bool | None = None  # whether its layers compute rows the quick way; tried at the first pass
         self.context = context_limit(self.config)
@@ -106,10 +106,10 @@ class Decoder:
 
         Raises
         ------
-        ModelError : it keeps states, which cannot be moved, nor keys without them.
+        ModelError : it keeps states, and its keys cannot be moved.
         """
         if self._rotary is None:
-            raise ModelError("the model keeps a state, so what is stored of a chunk cannot be moved", ONLY_EXACTLY)
+            raise ModelError("keys of the model cannot be moved to another place", ONLY_EXACTLY)
         return self._rotary
 
     @property

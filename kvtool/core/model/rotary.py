@@ -15,7 +15,7 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.model import triton_place
 from kvtool.core.model.kernels import isa_here
-from kvtool.core.model.kinds import LayerKind, Sample, angles_of
+from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
 from kvtool.core.model.triton_place import Piece, Side
 from kvtool.core.native.ir import Isa
@@ -82,7 +82,7 @@ class Rotary:
 
     Parameters
     ----------
-    decoder : the base model that holds `rotary_emb`.
+    decoder : the base model that holds what knows its RoPE.
     attentions : its attention modules, in layer order.
     kinds : what each of them is; `samples`: what they gave for one row at several positions, by the layers' numbers.
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
@@ -102,7 +102,7 @@ class Rotary:
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self._emb = decoder.rotary_emb
+        self._emb = rotary_of(decoder)
         self._parts: dict[tuple[int, int], int | None] = {}
         self._kinds = kinds
         self.names = sorted({kind.rotation for kind in kinds if kind.rotation is not None})

@@ -16,10 +16,11 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.errors import KvtoolError
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
 from kvtool.core.evaluate.reference import Forced, Reference
-from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.model.decoder import out_of_memory_hint
+from kvtool.core.query.chains import answer_chain
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
@@ -86,14 +87,19 @@ def audit(session: Session, reply: Reply, options: QueryOptions) -> Audit:
     with session.lock:
         started = time.perf_counter()
         decoder, fused = session.decoder, reply.fused
-        whole = fuse(
-            decoder, uncached(fused.plan), selector_for(options, REFERENCE), session.source, options.max_tokens
-        )
+        whole = _in_full(session, uncached(fused.plan), options)
         reference = Reference.answered(decoder, whole, options.max_tokens)
         del whole  # its rows are as many as the reply's
         forced = reference.force(fused)
         milliseconds = add_span(session.timeline, "audit", started) * 1e3
     return _audit(session, reply, options, forced, milliseconds)
+
+
+def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
+    full = selector_for(options, REFERENCE)
+    if session.identity.keeps_states:
+        return answer_chain(session, plan, full, options).fused
+    return fuse(session.decoder, plan, full, session.source, options.max_tokens)
 
 
 def uncached(plan: Plan) -> Plan:

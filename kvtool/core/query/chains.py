@@ -4,14 +4,12 @@ of it stored for the next question."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache.identity import chunk_id, ids_digest
-from kvtool.core.cache.stretches import Place, StretchInfo, least_used
-from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.fusion.chain import Chained, Found, NewStretch, fuse_chain
-from kvtool.core.records.parts import encode_part
+from kvtool.core.cache.stretches import least_used
+from kvtool.core.errors import KvtoolError
+from kvtool.core.fusion.chain import Chained, Found, fuse_chain
+from kvtool.core.session.alone import found_in, put, stretch_id
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
@@ -31,27 +29,14 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
 def find(session: Session, plan: Plan) -> Found:
     """Name the stretches of a prompt's segments, and look which are stored."""
     ids = tuple(_names(session, plan))
-    return Found(ids, tuple(_info(session, stretch) for stretch in ids))
+    return Found(ids, tuple(found_in(session.store, stretch) for stretch in ids))
 
 
 def _names(session: Session, plan: Plan) -> Iterator[bytes]:
-    """A stretch's id: of the model, of what it computes in, of all ids before it and of its own."""
-    identity, kind = session.identity, str(session.decoder.dtype).removeprefix("torch.")
     before: list[int] = []
     for segment in plan.segments[:-1]:
-        yield chunk_id(
-            namespace=identity.namespace,
-            model_fingerprint=f"{identity.fingerprint} states in {kind}",
-            lead_in=ids_digest(before),
-            token_ids=segment.ids,
-        )
+        yield stretch_id(session.identity, session.decoder, before, segment.ids)
         before.extend(segment.ids)
-
-
-def _info(session: Session, stretch: bytes) -> StretchInfo | None:
-    with suppress(DamagedError):
-        return session.store.stretch(stretch)
-    return None
 
 
 def keep(session: Session, chained: Chained, limit: int, again: bool = False) -> int:
@@ -86,15 +71,10 @@ def _store(session: Session, chained: Chained, limit: int) -> None:
     needed = sum(info.size for info in infos)
     if needed > limit:
         raise KvtoolError(f"it takes {needed / 1e6:,.1f} MB", f"--keep-states {needed // 10**6 + 1}MB keeps it")
-    others = {stretch: info for stretch, info in stretches.items() if stretch not in own}
+    others = {stretch: info for stretch, info in stretches.items() if stretch not in own and not info.alone}
     with store.writer(session.lock_wait) as writer:
         going = least_used(others, store.last_used(), sum(info.size for info in others.values()) + needed - limit)
         if going:
             writer.drop_stretches(going)
         for one in chained.new:
-            writer.put_stretch(one.id, one.info, _parts(one))
-
-
-def _parts(stretch: NewStretch) -> Iterator[tuple[Place, bytes]]:
-    for place, tensors in stretch.parts.items():
-        yield place, encode_part(tensors)
+            put(writer, one)

@@ -11,6 +11,7 @@ from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, PrefillStopped, prefill_chunks
+from kvtool.core.query.apart import fill_alone
 from kvtool.core.records.making import LeadIns, make
 from kvtool.core.records.reading import read_chunk
 from kvtool.core.records.wanted import WantedChunk
@@ -33,6 +34,8 @@ def fill_holes(session: Session, holes: Sequence[Segment]) -> int:
         chunk_id = segment.source.chunk_id.hex()  # an instruction of one's own has none
         name = f"chunk {chunk_id[:12]}" if chunk_id else "the prompt's beginning"
         warn(f"{name} was computed in place: {segment.reason}", "")
+    if identity.keeps_states:
+        return fill_alone(session, holes)
     wanted = [chunk for segment in holes if (chunk := _wanted(segment, identity)) is not None]
     if not wanted or store.read_only:
         return 0

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
+from kvtool.core.fusion.selectors import APART, AUTO, EXACTLY, FUSIONS, WEIGHED
 from kvtool.core.model.options import NetworkOptions, system_option
+from kvtool.core.model.support import ONLY_EXACTLY
 from kvtool.core.options.option import Options, option
 from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
+APART_LINK = "initial"  # of a chunk only the first rows have a known state before them
+# Nats a token: about the least that `reuse` loses of models without states, on any set of questions that was measured.
+MAX_STATE_LOSS = 0.1
 INSIDE, DEFER, LINK = "Looking inside", "Deferred loading", "Shared store and time limits"
 
 
@@ -89,6 +93,12 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         unit="size",
         lowest=0,
         instead="4GB",
+    )
+    max_state_loss: float = option(
+        MAX_STATE_LOSS,
+        "What `reuse` and `epic` may lose of a model that keeps states, by the gate's measure, in nats a token.",
+        group=FUSION,
+        lowest=0,
     )
     max_loss: float = option(
         MAX_LOSS,
@@ -175,16 +185,31 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 
         Raises
         ------
-        UsageError : the model keeps states, and only a prompt's own beginning can be reused.
+        UsageError : the model keeps states, and a mode needs more than can be known of a chunk alone.
         """
         if not identity.keeps_states:
             return
         for mode in (self.mode(keeps_states=True), *modes):
             if mode not in EXACTLY:
-                identity.check_movable(f"--fusion {mode}")
+                self._check_apart(identity, mode)
         if self.defer:
             raise UsageError(
                 "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
+            )
+
+    def _check_apart(self, identity: StoreIdentity, mode: str) -> None:
+        """Refuse what cannot be made of chunks of a model that keeps states. Raises UsageError."""
+        what = f"--fusion {mode}"
+        if mode not in APART or (mode == "epic" and self.link != APART_LINK):
+            raise UsageError(
+                f"{what} computes rows in the middle of a chunk again, and {identity.model} keeps a recurrent state, "
+                "which is not known there",
+                f"{ONLY_EXACTLY}; or, as an approximation, `--fusion reuse` or `epic`",
+            )
+        if not identity.keeps_alone:
+            raise UsageError(
+                f"{what} needs chunks that were computed alone, and {identity.model} keeps a recurrent state",
+                f"{ONLY_EXACTLY}; ingest with `--lead-in warm` computes chunks alone, as an approximation",
             )
 
     def check(self) -> None:

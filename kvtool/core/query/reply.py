@@ -98,6 +98,7 @@ class Reply:
     again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
         and what it was searched by (query/conversation.py).
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
+    states : of chunks of a model that keeps states, put together: what the mode loses (query/apart.py).
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     selector : the mode with the parameters it was asked with; not in the JSON.
     """
@@ -125,6 +126,7 @@ class Reply:
     left: int = 0
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)
 
     @property
     def asked_mode(self) -> str:
@@ -192,6 +194,7 @@ class Reply:
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
+            **({"states": self.states} if self.states else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
             **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
             **({"resolved": self.resolved} if self.resolved else {}),

@@ -82,6 +82,12 @@ class StoreIdentity:
         """A chunk behind this lead-in, as it is to be made."""
         return WantedChunk(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
+    @property
+    def keeps_alone(self) -> bool:
+        """Whether chunks of a model that keeps states are computed alone, too (session/alone.py): asked for by a
+        lead-in."""
+        return self.keeps_states and bool(self.lead_in.ids)
+
     def check_movable(self, what: str) -> None:
         """Refuse what needs chunks that can stand anywhere. Raises UsageError."""
         if self.keeps_states:

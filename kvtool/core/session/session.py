@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
+    from kvtool.core.session.alone import AloneMaker
     from kvtool.core.session.speeds import SpeedBook
 
 _STORES_OWN = ModelOptions()
@@ -121,6 +122,7 @@ class Session:
         if identity != self.identity:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
+            self.__dict__.pop("alone", None)
         self.losses = MeasuredLosses(self.store)
         if isinstance(source := self.__dict__.get("source"), HotSource):
             source.recheck()
@@ -184,6 +186,13 @@ class Session:
 
         return open_lead_in(self.store, self.decoder, self.identity.lead_in)
 
+    @cached_property
+    def alone(self) -> AloneMaker:
+        """What computes chunks of a model that keeps states, each alone."""
+        from kvtool.core.session.alone import AloneMaker
+
+        return AloneMaker(self.identity, self.decoder)
+
     def check_gate(self) -> None:
         """Run the gate at a model's first meeting with the store, and refuse the model if it failed.
 
@@ -195,6 +204,13 @@ class Session:
             self._verdict = stored_verdict(self.store, self.identity.fingerprint) or self._meet()
         if self._verdict is not None:
             self._verdict.enforce()
+
+    def check_apart(self) -> GateVerdict | None:
+        """What the gate finds of chunks of a model that keeps states, computed apart; measured at the first meeting.
+        None: there is no chunk to check with."""
+        from kvtool.core.session.laws import gate_apart
+
+        return gate_apart(self.store, self.decoder, self.identity)
 
     def _meet(self) -> GateVerdict | None:
         from kvtool.core.session.laws import gate_store

@@ -70,7 +70,8 @@ class Inventory:
     ----------
     documents : the least recently used first.
     loose : chunks that no document refers to, but for the prompt's own beginning.
-    stretches : of answered prompts, each with its seconds of last use and its bytes; the first goes first.
+    stretches : of answered prompts and of chunks alone, each with its seconds of last use and its bytes; the first goes
+        first.
     used : bytes of the folder's files.
     free : bytes of them that a compaction gives back as things are.
     """
@@ -111,17 +112,25 @@ def take_inventory(store: Store) -> Inventory:
     texts = _texts(store)
     documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
-    stretches = _stretches(store, used)
+    stretches = _stretches(store, used, chunks)
     return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free, stretches)
 
 
-def _stretches(store: Store, used: Mapping[bytes, int]) -> tuple[tuple[bytes, int, int], ...]:
+def _stretches(
+    store: Store, used: Mapping[bytes, int], chunks: Mapping[bytes, Holding]
+) -> tuple[tuple[bytes, int, int], ...]:
+    """Those that may go. One of a chunk alone was used when the chunk was, and is pinned with it."""
     sizes: dict[bytes, int] = {}
     with store.snapshot() as snapshot:
         for key, size in snapshot.sizes(tables.STRETCHES):
             sizes[key[:ID_BYTES]] = sizes.get(key[:ID_BYTES], 0) + pages(size)
-    whole = store.stretches()
-    return tuple((one, used.get(one, 0), sizes.get(one, 0)) for one in in_turn(whole, used))
+    whole, times = store.stretches(), dict(used)
+    for stretch, info in [*whole.items()]:
+        own = [chunks[chunk] for chunk in info.chunks if info.alone and chunk in chunks]
+        if any(held.pinned for held in own):
+            del whole[stretch]
+        times |= {stretch: max(held.used for held in own)} if own else {}
+    return tuple((one, times.get(one, 0), sizes.get(one, 0)) for one in in_turn(whole, times))
 
 
 def kept_always(store: Store) -> set[bytes]:

@@ -42,9 +42,9 @@ def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
     """Steps in their order, the least recently used document first within each, and no step beyond the goal.
 
     What nobody refers to goes first, then documents that are to be forgotten whatever the size, then stretches of
-    answered prompts that are cold or in the way, then the fine levels of what is cold. Only then, and only as far as
-    the goal asks: exact records where a level with a measured loss stands, finer levels before coarser, all KV
-    of chunks whose text stays, and last the documents that may be forgotten.
+    answered prompts, and those of chunks alone, that are cold or in the way, then the fine levels of what is cold. Only
+    then, and only as far as the goal asks: exact records where a level with a measured loss stands, finer levels before
+    coarser, all KV of chunks whose text stays, and last the documents that may be forgotten.
     """
     return Planner(inventory, wanted).plan()
 

@@ -9,17 +9,25 @@ from kvtool.lab.reports.report import Desk, Findings, Report
 
 def gate(desk: Desk) -> Findings:
     """Show how near the model is to each law, as it was measured at its first meeting with the store."""
-    from kvtool.core.session.gate import stored_verdict
+    from kvtool.core.session.gate import apart_name, stored_verdict
 
-    verdict = stored_verdict(desk.store, desk.identity.fingerprint)
+    identity = desk.identity
+    verdict = stored_verdict(desk.store, identity.fingerprint)
     if verdict is None:
         raise KvtoolError("the gate has not met this model yet", "it runs at the first ingest or query")
+    apart = stored_verdict(desk.store, apart_name(identity)) if identity.keeps_alone else None
     rows = [
         (f"law {c.law}", c.name, f"{c.difference:.3g}", f"{c.allowed:.3g}", "passed" if c.passed else "FAILED")
-        for c in verdict.checks
+        for c in (*verdict.checks, *(apart.checks if apart else ()))
     ]
-    table = Table(("law", "check", "difference", "allowed", ""), tuple(rows))
-    return Findings("Gate", verdict.to_json(), [table], exit_code=0 if verdict.passed else EXIT_MISFIT)
+    tables = [Table(("law", "check", "difference", "allowed", ""), tuple(rows))]
+    value = verdict.to_json()
+    if apart is not None:
+        value["apart"] = apart.to_json()
+        lost = tuple((mode, f"{loss:.3g}") for mode, loss in apart.losses.items())
+        tables.append(Table(("of chunks apart", "nats a token lost"), lost))
+    passed = verdict.passed and (apart is None or apart.passed)
+    return Findings("Gate", value, tables, exit_code=0 if passed else EXIT_MISFIT)
 
 
 REPORT = Report(gate, examples=("inspect gate", "inspect gate --json"))

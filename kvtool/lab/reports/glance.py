@@ -76,9 +76,10 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
         first = row["level"] in of_beginning
         what = f"{counted(row['chunks'] - first, 'chunk')}{' and the beginning' if first else ''}"
         yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
-    if kept := value["stretches"]["count"]:
-        what = counted(kept, "stretch", "stretches")
-        yield f"prompts  {what} of what was answered, {value['stretches']['bytes'] / 1e6:,.1f} MB"
+    if (kept := value["stretches"])["count"]:
+        what = counted(kept["count"] - kept["alone"], "stretch", "stretches")
+        alone = f", and {counted(kept['alone'], 'chunk')} alone" if kept["alone"] else ""
+        yield f"prompts  {what} of what was answered{alone}, {kept['bytes'] / 1e6:,.1f} MB"
     served = value["served"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]

@@ -1,0 +1,39 @@
+"""Chunks of a model that keeps states, computed alone: what ingest does of them where a lead-in is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtool.core.cache.writer import Writer
+from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.session.alone import keep_beginning, put
+from kvtool.core.session.session import Session
+
+
+@dataclass(frozen=True)
+class AloneStorer:
+    """Computes and stores what is kept of chunks."""
+
+    session: Session
+
+    def take(self, writer: Writer, report: IngestReport, chunks: Sequence[WantedChunk]) -> None:
+        """Store chunks, and before the first of a store the prompt's own beginning; durable on return.
+
+        Raises
+        ------
+        UsageError : a chunk is longer than the model takes.
+        NoSpaceError : there is no room.
+        """
+        maker, store = self.session.alone, self.session.store
+        report.kv_bytes += keep_beginning(maker, store, writer)
+        for chunk in chunks:
+            started = time.perf_counter()
+            made = maker.chunk(chunk.ids)
+            report.prefill_seconds += time.perf_counter() - started
+            put(writer, made)
+            report.kv_bytes += made.info.size
+            report.tokens += len(chunk.ids)
+            report.chunks.computed += 1
