@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtool.core.model.flash.tiling import Tiling
 from kvtool.core.native.ir import Body, Loop, splat
@@ -48,23 +48,16 @@ def cap_function(tiling: Tiling) -> str:
     As sign(s) · (1 - e) / (1 + e) with e = 2^(bend · |s|). Sets `largest` to the largest of `before` and these.
     """
     body, floats, width = Body(), tiling.floats(), tiling.width
-    some = [at * width for at in range(tiling.registers)]
     bend, top, one = _spread(body, tiling, "%bend"), _spread(body, tiling, "%top"), number(1.0)
-    each = Loop(body, "%keys", [(floats, body.load(floats, "%before", lane)) for lane in some])
-    row, found = body(f"mul i64 {each.index}, {tiling.strip}"), []
-    for lane, value in zip(some, each.values, strict=True):
-        place = body(f"add i64 {row}, {lane}")
-        score = body.load(floats, "%scores", place)
+
+    def bent(at: int, score: str) -> str:
         size = body(f"call {floats} @llvm.fabs.v{width}f32({floats} {score})")
         power = _power(body, tiling, body(f"fmul {floats} {size}, {bend}"), _EXACT)
         less, more = body(f"fsub {floats} {one}, {power}"), body(f"fadd {floats} {one}, {power}")
-        bent = body(f"fmul {floats} {body(f'fdiv {floats} {less}, {more}')}, {top}")
-        bent = body(f"call {floats} @llvm.copysign.v{width}f32({floats} {bent}, {floats} {score})")
-        body.store(floats, bent, "%scores", place)
-        found.append(larger(body, tiling, bent, value))
-    for lane, value in zip(some, each.close(found), strict=True):
-        body.store(floats, value, "%largest", lane)
-    body.do("ret void")
+        curve = body(f"fmul {floats} {body(f'fdiv {floats} {less}, {more}')}, {top}")
+        return body(f"call {floats} @llvm.copysign.v{width}f32({floats} {curve}, {floats} {score})")
+
+    _each_score(body, tiling, lambda index: bent)
     arguments = "ptr %scores, i64 %keys, ptr %before, ptr %largest, float %bend, float %top"
     return f"define internal void @cap({arguments}) {{\n{body.text()}\n}}\n"
 
@@ -78,25 +71,43 @@ def mask_function(tiling: Tiling) -> str:
     ints = f"<{tiling.width} x i32>"
     some = [at * tiling.width for at in range(tiling.registers)]
     limits, begins = ([body.load(ints, side, lane) for lane in some] for side in ("%limits", "%begins"))
-    first = [body.load(floats, "%before", lane) for lane in some]
-    each = Loop(body, "%keys", [(floats, value) for value in first])
-    key = body(f"trunc i64 {body(f'add i64 %first, {each.index}')} to i32")
-    lane = body(f"insertelement {ints} poison, i32 {key}, i32 0")
-    key = body(f"shufflevector {ints} {lane}, {ints} poison, {ints} zeroinitializer")
-    row, found = body(f"mul i64 {each.index}, {tiling.strip}"), []
-    for at, limit, begin, value in zip(some, limits, begins, each.values, strict=True):
-        place = body(f"add i64 {row}, {at}")
-        seen = body(f"icmp sle {ints} {key}, {limit}")
-        seen = body(f"and <{tiling.width} x i1> {seen}, {body(f'icmp sge {ints} {key}, {begin}')}")
-        score = body.load(floats, "%scores", place)
-        score = body(f"select <{tiling.width} x i1> {seen}, {floats} {score}, {floats} {number(float('-inf'))}")
-        body.store(floats, score, "%scores", place)
-        found.append(larger(body, tiling, score, value))
-    for at, value in zip(some, each.close(found), strict=True):
-        body.store(floats, value, "%largest", at)
-    body.do("ret void")
+
+    def hidden(index: str) -> Callable[[int, str], str]:
+        key = body(f"trunc i64 {body(f'add i64 %first, {index}')} to i32")
+        lane = body(f"insertelement {ints} poison, i32 {key}, i32 0")
+        key = body(f"shufflevector {ints} {lane}, {ints} poison, {ints} zeroinitializer")
+
+        def hide(at: int, score: str) -> str:
+            seen = body(f"icmp sle {ints} {key}, {limits[at]}")
+            seen = body(f"and <{tiling.width} x i1> {seen}, {body(f'icmp sge {ints} {key}, {begins[at]}')}")
+            return body(f"select <{tiling.width} x i1> {seen}, {floats} {score}, {floats} {number(float('-inf'))}")
+
+        return hide
+
+    _each_score(body, tiling, hidden)
     arguments = "ptr %limits, ptr %begins, i64 %first, i64 %keys, ptr %scores, ptr %before, ptr %largest"
     return f"define internal void @mask({arguments}) {{\n{body.text()}\n}}\n"
+
+
+def _each_score(body: Body, tiling: Tiling, changing: Callable[[str], Callable[[int, str], str]]) -> None:
+    """Change the scores of all keys in their place, and set `largest` to each lane's largest of them and of `before`.
+
+    Parameters
+    ----------
+    changing : by a key's index, what makes a register's new scores of its number and its scores.
+    """
+    floats, some = tiling.floats(), [at * tiling.width for at in range(tiling.registers)]
+    each = Loop(body, "%keys", [(floats, body.load(floats, "%before", lane)) for lane in some])
+    change = changing(each.index)
+    row, found = body(f"mul i64 {each.index}, {tiling.strip}"), []
+    for at, (lane, value) in enumerate(zip(some, each.values, strict=True)):
+        place = body(f"add i64 {row}, {lane}")
+        score = change(at, body.load(floats, "%scores", place))
+        body.store(floats, score, "%scores", place)
+        found.append(larger(body, tiling, score, value))
+    for lane, value in zip(some, each.close(found), strict=True):
+        body.store(floats, value, "%largest", lane)
+    body.do("ret void")
 
 
 def weights_function(tiling: Tiling) -> str:
