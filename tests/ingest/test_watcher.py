@@ -181,6 +181,8 @@ def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, t
         told.taken()
         (folder / "drafts").mkdir()
         (folder / "drafts" / "b.md").write_text("Not yet.")
+        (folder / ".kvtoolignore").write_text("private.md\n")
+        (folder / "private.md").write_text("Not ever.")
         assert watcher.round(told.events) is None
 
 
