@@ -29,7 +29,7 @@ _MAGIC = b"kvtool\0\1"
 _DIGEST = "digest"
 _HEX = re.compile("[0-9a-f]{32}")
 _AT_ONCE = 2**24
-_FOLDERS = ("index", "gate", "speeds", "defer")
+_FOLDERS = ("index", "gate", "speeds", "defer", "seen")
 
 _sound: set[tuple[int, ...]] = set()  # files that this process has checked, as they are
 

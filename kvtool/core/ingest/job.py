@@ -163,6 +163,7 @@ class _Job:
         stale = self._changed or self.stream.gone or self._is_other or not store.is_collected()
         if stale:
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
+        self.stream.seen.keep(store, len(self.stream.walked.files))
         if stale or options.embedder is not None:
             update_index(store, self.account, options.embedder, options.offline)
         if self._session is not None:

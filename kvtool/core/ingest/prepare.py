@@ -40,7 +40,7 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
         size=file.found.size,
         mtime_ns=file.found.mtime_ns,
         digest=file.digest,
-        settings=identity.settings_digest(),
+        settings=file.settings,
         documents=tuple(document.source for document in documents),
         notes=file.notes,
     )

@@ -17,6 +17,7 @@ from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
+from kvtool.core.ingest.seen import Seen
 from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey
 
 
@@ -34,6 +35,7 @@ class Stream:
     Attributes
     ----------
     store : where files are compared; a store that is made only now may be set before the first file is asked for.
+    seen : the files that this run has read, or found as they were.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Stream:
     ) -> None:
         self.store, self._reading = store, reading
         self._options, self._choices, self._account = options, choices, account
+        self.seen = Seen()
         self._outcomes = self._surveyed()
 
     @cached_property
@@ -103,7 +106,7 @@ class Stream:
         bad: list[Outcome] = [*walked.skipped, *walked.failures]
         nothing = not self.gone
         for file in walked.files:
-            outcome = survey(file, self.store, settings, self._reading)
+            outcome = survey(file, self.store, settings, self._reading, self.seen)
             if nothing and isinstance(outcome, Failure | Skipped):
                 bad.append(outcome)
                 continue

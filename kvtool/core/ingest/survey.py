@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingP
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.ingest.seen import Seen
 
 _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of its text are made
 
@@ -23,6 +25,7 @@ class ChangedFile:
 
     found: FoundFile
     digest: str
+    settings: str
     documents: list[Document]
     known: FileEntry | None
 
@@ -42,8 +45,9 @@ class UnchangedFile:
 Outcome = ChangedFile | UnchangedFile | Failure | Skipped
 
 
-def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading) -> Outcome:
-    """Read and hash a file; compare it with the store. Whatever one file does, it fails alone.
+def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading, seen: Seen) -> Outcome:
+    """Compare a file with the store: by a stat where it lies as it was last read, else by its bytes. Whatever one file
+    does, it fails alone.
 
     Parameters
     ----------
@@ -52,7 +56,7 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
     path = file.name
     known = store.file(path) if store is not None else None
     try:
-        return _look(file, known, store, settings, reading)
+        return _look(file, known, store, settings + reading.settings(file.path), reading, seen)
     except FileNotFoundError:
         return Skipped(path, Skip.GONE, "gone since the folder was listed")
     except UnreadableFile as error:
@@ -73,15 +77,20 @@ def reason_of(error: Exception) -> str:
 
 
 def _look(
-    file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading
+    file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading, seen: Seen
 ) -> ChangedFile | UnchangedFile:
+    stands = store and known and known.settings == settings and _is_whole(known, store)
+    if store and known and stands and seen.is_unchanged(store, file.name, known.digest):
+        return UnchangedFile(known)
     if file.size > _LARGEST:
         raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
+    before = os.stat(file.name)
     data = file.path.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
-    if store and known and (known.digest, known.settings) == (digest, settings) and _is_whole(known, store):
+    seen.note(file.name, before, digest)
+    if known and stands and known.digest == digest:
         return UnchangedFile(known)
-    return ChangedFile(file, digest, reading.documents(file.path, data), known)
+    return ChangedFile(file, digest, settings, reading.documents(file.path, data), known)
 
 
 def _unreadable(file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading) -> Failure | Skipped:
