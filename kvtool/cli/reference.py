@@ -1,4 +1,5 @@
-"""The command reference, made from what the commands declare: `python -m kvtool.cli.reference` writes the page."""
+"""The command reference, made from what the commands declare: `python -m kvtool.cli.reference` writes the page, and
+the manual page."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.commands import Described, described
 from kvtool.cli.lazy import LazyGroup
+from kvtool.cli.manual import MANUAL, manual
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 _HEAD = """\
@@ -24,19 +26,25 @@ default. What the words mean: [concepts](concepts.md); what `--json` prints: [JS
 
 def reference() -> str:
     """The whole page, in Markdown."""
-    sections = (section for name in COMMANDS for section in _sections(load_command(name), f"kvtool {name}"))
-    return "\n".join([_HEAD, *sections])
+    pieces = [_HEAD]
+    for path, command, context in each_command():
+        pieces += [f"## {path}\n", *_body(command, path, context)]
+    return "\n".join(pieces)
 
 
-def _sections(command: Any, path: str, group: Any = None) -> Iterator[str]:
+def each_command() -> Iterator[tuple[str, Any, Any]]:
+    """All commands as they are typed, with what they are and a context of each to ask for their options."""
+    for name in COMMANDS:
+        yield from _commands(load_command(name), f"kvtool {name}")
+
+
+def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, Any, Any]]:
     """A command, and behind a group those below it, which take over its flags for help (`group`: its context)."""
-    below = getattr(command, "commands", {})
     context = command.make_context(path, [], parent=group, resilient_parsing=True)
-    yield f"## {path}\n"
-    yield from _body(command, path, context)
-    for name, child in below.items():
+    yield path, command, context
+    for name, child in getattr(command, "commands", {}).items():
         known = command.load(name) if isinstance(command, LazyGroup) else child
-        yield from _sections(known, f"{path} {name}", context)
+        yield from _commands(known, f"{path} {name}", context)
 
 
 def _body(command: Any, path: str, context: Any) -> Iterator[str]:
@@ -76,6 +84,7 @@ def _without_marks(text: str) -> str:
 
 def main() -> None:
     PAGE.write_text(reference(), encoding="utf-8")
+    MANUAL.write_text(manual(each_command()), encoding="utf-8")
 
 
 if __name__ == "__main__":

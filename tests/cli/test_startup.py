@@ -59,15 +59,15 @@ def test_an_understudy_becomes_the_module_when_it_is_asked_for_more() -> None:
         "from transformers import LlamaConfig, Qwen2Config",
         "import transformers",
         "from transformers.processing_utils import ProcessorMixin",
-        "import torch, torch._dynamo.utils, scipy.optimize, torch.distributed.tensor",
+        "import torch, torch._dynamo.utils, torch.distributed.tensor",
         "compiled = torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1)).item()",
         "same = before.Qwen2Config is Qwen2Config is transformers.models.qwen2.Qwen2Config",
         "asked = (transformers, transformers.models, torch._dynamo)",
         "lacks = not any(hasattr(module, 'no_such_name') for module in asked)",
-        "print(sorted(light), same, lacks, ProcessorMixin.__module__, compiled, scipy.optimize.minimize.__name__)",
+        "print(sorted(light), same, lacks, ProcessorMixin.__module__, compiled)",
     )
     light = ["torch._dynamo", "transformers", "transformers.models", "transformers.processing_utils"]
-    assert said.strip() == f"{light} True True transformers.processing_utils 2.0 minimize"
+    assert said.strip() == f"{light} True True transformers.processing_utils 2.0"
 
 
 def test_a_process_that_has_torch_already_is_left_alone() -> None:
