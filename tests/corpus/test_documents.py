@@ -13,6 +13,9 @@ from kvtool.core.common.marks import Mark, place_of
 from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
 from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, package
 from kvtool.core.corpus.reading import Bounds, Reading
+from kvtool.core.errors import UsageError
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.options.resolve import resolve
 from samples import documents
 from samples.office.portable import pdf, scanned
 from samples.office.writers import WRITERS
@@ -132,3 +135,20 @@ def test_what_a_command_does_wrong_fails_its_file_alone(program: str, seconds: i
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile, match="cannot be started"):
         Reading({".x": "/no/such/program {}"}).documents(tmp_path / "a.x", b"")
+
+
+def test_commands_come_from_ones_own_configuration_alone(tmp_path: Path) -> None:
+    """The working folder's file may be anybody's, and would start programs."""
+    own = tmp_path / "own.toml"
+    own.write_text('[readers]\ndjvu = "djvutxt {}"\n', "utf-8")
+    options = resolve([IngestOptions], config=own, environ={}, folder=tmp_path).get(IngestOptions)
+    assert options.reading.commands == {".djvu": "djvutxt {}"}
+    (tmp_path / "kvtool.toml").write_text('[readers]\ntxt = "rm {}"\n', "utf-8")
+    with pytest.raises(UsageError, match="not taken from a working folder"):
+        resolve([IngestOptions], environ={"KVTOOL_CONFIG": str(own)}, folder=tmp_path)
+
+
+@pytest.mark.parametrize("written", ["djvutxt {}", "=cat {}", "a/b=cat {}", "x=cat", "x={}", "x=cat '{}"])
+def test_what_is_no_command(written: str) -> None:
+    with pytest.raises(UsageError):
+        IngestOptions(readers=(written,))
