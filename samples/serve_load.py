@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 import kvtool  # noqa: E402
 
-QUESTIONS = [json.loads(line)["question"] for line in (ROOT / "samples/questions.jsonl").open(encoding="utf-8")]
+QUESTIONS = [
+    json.loads(line)["question"] for line in (ROOT / "samples/questions.jsonl").read_text(encoding="utf-8").splitlines()
+]
 PATIENCE = 600.0  # seconds
 COLUMNS = (
     *("clients", "answers", "errors", "other than serial", "TTFT p50 ms", "p95", "whole p50 ms", "p95"),
@@ -150,19 +152,19 @@ def ask(place: tuple[str, int, str], question: str) -> Told:
     body = json.dumps({"messages": [{"role": "user", "content": question}], "stream": True})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     began, first, text, facts = time.perf_counter(), None, "", {}
-    connection.request("POST", "/v1/chat/completions", body, headers)
-    response = connection.getresponse()
-    if response.status != 200:
-        raise RuntimeError(f"{response.status}: {response.read()[:200]!r}")
-    for event in events(response):
-        if "error" in event:
-            raise RuntimeError(event["error"]["message"])
-        piece = event["choices"][0]["delta"].get("content", "")
-        if piece and first is None:
-            first = time.perf_counter() - began
-        text, facts = text + piece, event.get("kvtool", facts)
+    with closing(connection):
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {response.read()[:200]!r}")
+        for event in events(response):
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
+            piece = event["choices"][0]["delta"].get("content", "")
+            if piece and first is None:
+                first = time.perf_counter() - began
+            text, facts = text + piece, event.get("kvtool", facts)
     whole = time.perf_counter() - began
-    connection.close()
     return Told(question, text, whole if first is None else first, whole, facts["tokens"]["generated"])
 
 
@@ -238,12 +240,12 @@ def page(tables: Sequence[str], command: str) -> str:
     head = [
         "# Server under load",
         "",
-        f"`{command}`, {time.strftime('%Y-%m-%d')}, commit {commit}. {Host.here().line()}. Clients and server share the "
-        f"machine; load average {os.getloadavg()[0]:.1f} at the end.",
+        f"`{command}`, {time.strftime('%Y-%m-%d')}, commit {commit}. {Host.here().line()}. Clients and server share "
+        f"the machine; load average {os.getloadavg()[0]:.1f} at the end.",
         "",
-        "Questions of `samples/questions.jsonl` over the sample corpus, chunks of 128 tokens, five in a prompt, `union`. "
-        "*Other than serial* counts streamed answers that are not, letter by letter, what `kvtool.open(…).query` says of "
-        "the same question. A row of one client is the same questions one after the other.",
+        "Questions of `samples/questions.jsonl` over the sample corpus, chunks of 128 tokens, five in a prompt, "
+        "`union`. *Other than serial* counts streamed answers that are not, letter by letter, what "
+        "`kvtool.open(…).query` says of the same question. A row of one client is the same questions one by one.",
         "",
     ]
     return "\n".join([*head, *tables]).rstrip() + "\n"
