@@ -2,7 +2,7 @@
 
     python samples/serve_load.py                                  # 32 clients x 20, tiny; 4 x 20, smollm2
     python samples/serve_load.py --only tiny --clients 8 --requests 5
-    python samples/serve_load.py --out samples/results/serve.md   # writes the page; on an idle machine
+    python samples/serve_load.py --out PAGE.md                    # writes the results page; on an idle machine
 
 Each question is answered once without a server; every streamed answer has to be that. Then one client asks them one
 after the other, and all clients ask at once, each another question first. Times are the clients', in processes of
