@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, An
         "question": request.question,
         "chunks": request.chunks,
         "documents": request.documents,
+        "folder": os.getcwd() if request.chunks or request.documents else "",
         "options": {name: getattr(options, name) for name in options_of(QueryOptions)},
         "model": {name: getattr(model, name) for name in _MODEL},
     }

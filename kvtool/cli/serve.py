@@ -12,10 +12,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
-from kvtool.cli.out import OutputClosed
+from kvtool.cli.out import Out, OutputClosed
 from kvtool.core.agent.key import read_key
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.json_text import escaped
+from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -24,9 +25,6 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.serve.beside import listen, socket_path
 from kvtool.serve.key import key_file
 from kvtool.serve.options import ACCESS, ServeOptions
-
-if TYPE_CHECKING:
-    pass
 
 if TYPE_CHECKING:
     from kvtool.serve.engine import Engine
@@ -73,11 +71,12 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
     from kvtool.serve.server import serve as run_server
 
     tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
+    warn = warning_to(run.out)
     with bind(options) as bound:
         engine = Engine(
             run.get(StoreOptions).place,
             run.get(ModelOptions),
-            run.out.warning,
+            warn,
             parallel=options.parallel,
             queue=options.queue,
             patience=options.request_timeout,
@@ -95,13 +94,23 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
                 listeners,
                 options.drain_timeout,
                 lambda: _say(run, options, address, key, file),
-                run.out.warning,
+                warn,
             )
         finally:
             for listener in listeners:
                 listener.close()
             engine.close()
             log.close()
+
+
+def warning_to(out: Out) -> Warn:
+    """Warn whoever listens: that nobody does must not end the thread that answers."""
+
+    def warn(text: str, hint: str) -> None:
+        with suppress(OutputClosed, KvtoolError):
+            out.warning(text, hint)
+
+    return warn
 
 
 def _beside(run: Run, engine: Engine, options: ServeOptions) -> list[Listener]:

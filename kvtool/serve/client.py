@@ -20,6 +20,7 @@ from kvtool.core.errors import (
 )
 
 PATH = "/query"
+_PATIENCE = 60.0  # seconds without a sign of life, of which there is one every ten
 _BY_CODE: dict[int, type[KvtoolError]] = {
     each.exit_code: each
     for each in (UsageError, StoreNotFoundError, StoreLockedError, GateError, DamagedError, NoSpaceError)
@@ -54,6 +55,7 @@ def ask(connected: socket.socket, question: Mapping[str, Any]) -> Iterator[str |
     connection = _Connection(connected)
     begun = False
     try:
+        connected.settimeout(_PATIENCE)  # one that was stopped, by Ctrl-Z, takes connections all the same
         connection.request("POST", PATH, json.dumps(question), {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
@@ -72,7 +74,7 @@ def ask(connected: socket.socket, question: Mapping[str, Any]) -> Iterator[str |
     except (OSError, HTTPException, ValueError) as error:
         if not begun:
             raise Declined(str(error)) from error
-        raise KvtoolError("the server has ended within the answer", "ask again") from error
+        raise KvtoolError("the server has ended, or hangs, within the answer", "ask again") from error
     finally:
         connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -74,8 +75,12 @@ class Documents:
 
     def _ingest(self, named: list[Path], sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
         for path, data in sent:
-            make_folder(path.parent)
-            atomic_write(path, data)
+            try:
+                make_folder(path.parent)
+                atomic_write(path, data)
+            except OSError as error:  # a file where a folder is named, or the other way round; too long
+                why = (error.strerror or str(error)).lower()
+                raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
         paths = tuple(dict.fromkeys([*named, *(path for path, _ in sent)]))
         return self._engine.ingest(replace(self._options, paths=paths)).to_json()
 
@@ -91,7 +96,10 @@ class Documents:
 
     def _allowed(self, text: str) -> Path:
         """A path of this machine that a client may have ingested. Others are refused alike, there or not."""
-        path = Path(text).expanduser().resolve()
+        try:
+            path = Path(os.path.realpath(os.path.expanduser(text)))
+        except ValueError as error:
+            raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
         if not any(path.is_relative_to(root) for root in self._roots):
             hint = "start the server with --root FOLDER" if not self._roots else "name one below a --root of the server"
             raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")

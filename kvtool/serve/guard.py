@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import URL, Headers
 from starlette.requests import HTTPConnection
@@ -44,7 +45,7 @@ class Guard:
         if not self._is_let_in(headers.get("origin"), scope):
             return Refusal(403, "origin", "pages of this origin may not ask", "start the server with --cors-origin")
         if self._key is None:
-            host = URL(scope=scope).hostname
+            host = _host(headers)
             if host not in _HERE:
                 return Refusal(403, "host", f"this server is not {host!r}", "ask localhost, or start it with a key")
             return None
@@ -61,6 +62,14 @@ class Guard:
             return True
         own = URL(scope=scope)
         return origin == f"{own.scheme}://{own.netloc}"
+
+
+def _host(headers: Headers) -> str | None:
+    """The host that a request names; None: none. A URL of starlette's has this machine for what it cannot read."""
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname
+    except ValueError:
+        return None
 
 
 class Patience:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ def shell_app(engine: Engine) -> Starlette:
             value = await body_of(request)
             if not _is_same_model(engine.model, value.get("model", {})):
                 raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
+            if not _names_the_same(value):
+                raise Refusal(409, "another_folder", "names of files are read from another folder here")
             lines = _lines(engine, _ask(value))
             first = await while_there(request, anext(lines))
         except Refusal as refusal:
@@ -51,6 +54,12 @@ def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
     return all(
         wanted.get(name) in (getattr(plain, name), getattr(loaded, name)) for name in ("model", "device", "dtype")
     )
+
+
+def _names_the_same(value: Mapping[str, Any]) -> bool:
+    """Whether names of files mean here what they mean to the shell: both stand in one folder, or none is relative."""
+    names = (*texts(value, "chunks"), *texts(value, "documents"))
+    return all(map(os.path.isabs, names)) or value.get("folder") == os.getcwd()
 
 
 def _ask(value: Mapping[str, Any]) -> Ask:

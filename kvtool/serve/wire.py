@@ -55,6 +55,7 @@ def refused(refusal: Refusal) -> JSONResponse:
 def error_facts(message: str, hint: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
     """An error as its JSON has it; what is to be done stands in the message, too, which is all that clients show."""
     text = f"{scrubbed(message)} ({scrubbed(hint)})" if hint else scrubbed(message)
+    param = param and param.encode("utf-8", "replace").decode()  # a name that the client gave
     return {"message": text, "type": kind, "code": code, "param": param, "hint": scrubbed(hint)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import kvtool
 from tests.cli.working import QUESTION, write_corpus
 from tests.serve.conftest import Served, serving, wait_until
 
+JSON = {"Content-Type": "application/json"}
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
 
 
@@ -58,7 +60,27 @@ def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) 
         assert client.post(DOCUMENTS, json={"documents": [{"name": "a.md", "text": "b"}]}).status_code == 403
         for wrong in ({}, {"paths": []}, {"paths": [1]}, {"files": ["a"]}):
             assert client.post(DOCUMENTS, json=wrong).status_code == 400
-        assert client.post(DOCUMENTS, json={"paths": [str(root / "nowhere.md")]}).status_code == 400
+        (loop := root / "loop").symlink_to(loop)
+        for path, status in (
+            (root / "nowhere.md", 400),
+            ("a\0b", 400),
+            ("\ud800", 400),
+            ("~nobody/x", 403),
+            (loop, 400),
+        ):
+            answer = client.post(DOCUMENTS, content=json.dumps({"paths": [str(path)]}), headers=JSON)
+            assert answer.status_code == status, (path, answer.text)
+
+
+def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -> None:
+    """A file is no folder, a folder no file, and a path has an end."""
+    uploads = tmp_path / "sent"
+    (uploads / "folder.md").mkdir(parents=True)
+    (uploads / "file.md").write_text("here")
+    with serving(store, uploads=uploads) as served, served.client as client:
+        for name in ("file.md/a.md", "folder.md", "/".join(["a" * 200] * 30)):
+            answer = client.post(DOCUMENTS, json={"documents": [{"name": name, "text": "x"}]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_name"), answer.text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvtool.cli.out import Out
+from kvtool.cli.serve import warning_to
 from kvtool.core.agent.key import read_key
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
@@ -93,7 +96,12 @@ def test_a_page_of_an_origin_that_is_let_in(ready: Path) -> None:
 def test_without_a_key_no_page_asks_unseen(ready: Path) -> None:
     with serving(ready, key=None) as served:
         assert httpx2.get(f"{served.url}/v1/models").status_code == 200
-        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        for headers in (
+            {"Host": "evil.example"},
+            {"Host": "{a}.evil.example"},
+            {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+        ):
             assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == 403
 
 
@@ -149,6 +157,7 @@ def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": {"embedder": "/x"}}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400),
         ("text/plain", b"{}", 415),
         ("", b"{}", 415),
     ],
@@ -230,6 +239,14 @@ def test_a_client_that_does_not_read() -> None:
 
     assert run(app, never, never).status == 499
     assert ended == [True]
+
+
+def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
+    """It is said in the thread that answers, which has to go on."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as broken:
+        warning_to(Out("jsonl", stdout=broken))("a warning", "a hint")
 
 
 # ---- clients that leave; the engine takes as many turns as a test lets it ----

@@ -10,11 +10,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtool.cli import query
+from kvtool.serve import client, shell
 from kvtool.serve.beside import connect, leave, listen, socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
 from tests.serve.conftest import Served, serving
@@ -140,6 +142,35 @@ def test_a_path_longer_than_a_sockets(tmp_path: Path) -> None:
         made.close()
     leave(path)
     assert not path.exists()
+
+
+def test_names_of_files_are_read_where_the_shell_stands(
+    served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server stands in another folder, where the same name may be another file's."""
+    here: list[bool] = []
+    opened = query.open_any_store
+    monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
+    asked = ("query", QUESTION, "--store", ready, *SHORT)
+    source = kvtool(*asked, "--documents", "mill2.md", "--json").fine().json["chunks"][0]["source"]
+    assert not here
+    monkeypatch.setattr(shell, "os", SimpleNamespace(path=os.path, getcwd=lambda: "/elsewhere"))
+    kvtool(*asked).fine()
+    kvtool(*asked, "--documents", source).fine()
+    assert not here
+    for relative in (["--documents", "mill2.md"], ["--chunks", "mill2.md:1"]):
+        kvtool(*asked, *relative).fine()
+        assert here.pop()
+
+
+def test_a_server_that_was_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections, and never answers."""
+    monkeypatch.setattr(client, "_PATIENCE", 0.01)
+    bound = listen(socket_path(store))
+    assert bound is not None
+    with bound:
+        assert kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json["chunks"]
+    leave(socket_path(store))
 
 
 @contextmanager

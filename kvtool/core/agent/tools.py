@@ -77,7 +77,7 @@ class Tools:
         Parameters
         ----------
         question : what to ask, in a whole sentence.
-            top_k: From how many chunks; the server's default where it is left out.
+        top_k : from how many chunks; the server's default where it is left out.
         only : globs; only documents whose path, or the end of it, matches one of them.
         chunks : ids of chunks to answer from, instead of a search.
         documents : paths of documents to answer from, instead of a search.
