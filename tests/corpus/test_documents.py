@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from kvtool.core.cache.entries import ChunkRef, DocumentEntry
+from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
+from kvtool.core.corpus import reading as reading_room
 from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
 from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, package
 from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options.resolve import resolve
+from kvtool.core.retrieval.places import Places
 from samples import documents
 from samples.office.portable import pdf, scanned
 from samples.office.writers import WRITERS
@@ -152,3 +159,68 @@ def test_commands_come_from_ones_own_configuration_alone(tmp_path: Path) -> None
 def test_what_is_no_command(written: str) -> None:
     with pytest.raises(UsageError):
         IngestOptions(readers=(written,))
+
+
+_HEAD = "Subject: Der Ofen steht\nFrom: a@example.org\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("raw.eml", f"{_HEAD}\n인사말\n가마는 서쪽에 있다.\nBye\n".encode()),  # 8 bits, and no charset is named
+        ("same.eml", f"{_HEAD}X-Note: a\n\n가마는 서쪽에 있다.\na\n".encode()),
+        ("short.eml", "Subject: 가마는\n\n가마는\n".encode()),  # the body stands in its headers, too
+        ("crlf.eml", f"{_HEAD}\nfirst\n\n가마는 서쪽에 있다.\n".replace("\n", "\r\n").encode()),
+        ("feeds.eml", f"{_HEAD}\nfirst\f\u2028\x85page\n가마는 서쪽에 있다.\n".encode()),
+        ("box.mbox", f"From a\r\n{_HEAD}\nlone\rreturn\n가마는 서쪽에 있다.\n".encode()),
+        ("talk.srt", "1\n00:01 --> 00:02\n\n00:00:01,000 --> 00:00:02,000\na\fb\u2028\n가마는 서쪽에 있다.\n".encode()),
+        ("bom.srt", "\ufeff00:00:01,000 --> 00:00:02,000\r\n가마는 서쪽에 있다.\r\n".encode()),
+        ("lines.tex", "tabs \\=\na\n가마는 서쪽에 있다.\n".encode()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_line_is_cited_where_it_stands_in_its_file(name: str, data: bytes) -> None:
+    (document,) = read_documents(Path("/in") / name, data)
+    start = document.text.rindex("가마는")
+    lines = data.decode().split("\n")
+    last = max(number for number, line in enumerate(lines, 1) if "가마는" in line)
+    assert place_of(document.text, document.marks, start, len(document.text)).line == last
+
+
+def test_a_place_names_its_sheet(tmp_path: Path) -> None:
+    sheets = (Mark(0, "Costs row 1"), Mark(10, "Costs row 2"), Mark(20, "Two words row 1"), Mark(30, "Two words row 2"))
+    chunks = tuple(ChunkRef(bytes([number]) * 16, 10 * number, 10 * number + 10, 3) for number in range(4))
+    source = str(tmp_path / "my costs.xlsx")
+    document = DocumentEntry(source, "markdown", "123456789\n" * 4, chunks, sheets)
+    places = Places(cast(Store, _Documents(document)))
+    for number, mark in enumerate(sheets):
+        assert places.of_chunk(f"{source} {mark.place}").index == number
+    assert places.of_chunk(f"{source} Costs row 2 – Two words row 1").index == 1
+    assert places.of_chunk(f"{source} Two words row 1–2").index == 2
+    with pytest.raises(UsageError):
+        places.of_chunk(f"{source} Other row 1")
+
+
+class _Documents:
+    """As much of a store as its places need."""
+
+    def __init__(self, document: DocumentEntry) -> None:
+        self.document = lambda source: document
+        self.sources = lambda: [document.source]
+        self.documents_revision = lambda: 1
+
+
+def test_what_a_reader_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], stdout=2).pid, flush=True)\ninput()"
+    monkeypatch.setattr(reading_room, "_PROGRAM", begun)
+    child = reading_room._Child(Bounds())
+    assert child._process.stdout is not None
+    started = int(child._process.stdout.readline())
+    child.end()
+    status = Path(f"/proc/{started}/stat")
+    for _ in range(3000):  # its parent is gone: somebody else has to take note of its end
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    os.kill(started, 9)
+    pytest.fail("it runs on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -203,3 +204,26 @@ def test_an_empty_folder_makes_no_store_before_there_is_something_in_it(
 def test_a_path_that_is_not_there_is_refused(tiny: Path, folder: Path, place: Path) -> None:
     with pytest.raises(UsageError, match="no such file or folder"):
         Watcher(place, options(tiny, folder, folder / "typo"))
+
+
+def test_a_change_that_keeps_size_and_time_is_one(watcher: Watcher, folder: Path, told: Told) -> None:
+    before = (folder / "a.md").stat()
+    (folder / "a.md").write_text("The other mill grinds flour.")
+    os.utime(folder / "a.md", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (folder / "a.md").stat().st_size == before.st_size
+    watcher.round(told.events)
+    assert told.taken() == [("changed", "a.md")]
+
+
+def test_what_went_while_the_store_was_locked_is_forgotten_later(
+    tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvtool("ingest", folder, "--store", place, "--model", tiny, "--lead-in", "prefix").fine()
+    (folder / "a.md").unlink()
+    monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
+    with closing(Watcher(place, options(tiny, folder))) as watcher:
+        with Store.open(place) as store, store.writer():
+            assert watcher.round(told.events) is None
+        watcher.wait()
+        watcher.round(told.events)
+        assert told.taken() == [("removed", "a.md")]

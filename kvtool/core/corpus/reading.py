@@ -138,7 +138,10 @@ class _Child:
         return dict(answer)
 
     def end(self) -> None:
-        """End it, whatever it does."""
+        """End it, whatever it does, with all that it has started."""
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.communicate()
 

@@ -27,11 +27,13 @@ class FoundFile:
         several times as much memory, and there may be a million of them.
     size : bytes.
     mtime_ns : time of the last change, in nanoseconds.
+    ctime_ns : of the last change also of its rights, its name or that time itself.
     """
 
     name: str
     size: int
     mtime_ns: int
+    ctime_ns: int
 
     @property
     def path(self) -> Path:
@@ -197,7 +199,7 @@ class _Search:
         if self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
             return False
-        file = FoundFile(str(path), status.st_size, status.st_mtime_ns)
+        file = FoundFile(str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         real = os.path.realpath(path)
         if real in self.left_out:
             return False

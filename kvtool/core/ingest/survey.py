@@ -133,6 +133,9 @@ def is_below(entry: FileEntry, roots: set[Path]) -> bool:
 def _exists(path: Path) -> bool:
     """What cannot be looked at may be there: a disk that fails is no reason to forget."""
     try:
-        return path.exists()
+        path.stat()  # `exists` says no of it from Python 3.14 on
+    except (FileNotFoundError, NotADirectoryError):
+        return False
     except OSError:
         return True
+    return True

@@ -18,6 +18,7 @@ from kvtool.core.ingest.stream import walk
 
 _LOOK_S = 1.0  # the named paths themselves are looked at so often: a file that is replaced, a folder that comes back
 _AGAIN_S = 30.0  # what could not be written for now is tried again
+_Stamp = tuple[int, int, int]  # of a file: bytes, time of its change, time of any change of it
 _State = tuple[str, int, int]  # "folder", its device and inode; "file", its bytes and the time of its change
 
 
@@ -42,7 +43,7 @@ class Watcher:
     def __init__(self, place: Path, options: WatchOptions) -> None:
         self._place, self._options = place, options
         self._kept = KeptModel()
-        self._seen: Mapping[str, tuple[int, int]] | None = None  # the files of the last round
+        self._seen: Mapping[str, _Stamp] | None = None  # the files of the last round
         self._told: set[object] = set()
         self._again_at = float("inf")
         self._forgotten: set[Path] = set()  # named files that are gone, and whose documents are to go
@@ -72,22 +73,20 @@ class Watcher:
         self._follow_roots(events)
         paths = tuple(path for path, state in self._roots.items() if state or path in self._forgotten)
         found = self._walked(paths)
-        if found == self._seen and not self._forgotten:
+        if found == self._seen and not self._forgotten and time.monotonic() < self._again_at:
             return None
         if not found and (not paths or is_new(self._place)):
-            self._seen = found
+            self._seen, self._again_at = found, float("inf")
             return None
         return self._ingest(paths, found, events)
 
-    def _walked(self, paths: Sequence[Path]) -> Mapping[str, tuple[int, int]]:
+    def _walked(self, paths: Sequence[Path]) -> Mapping[str, _Stamp]:
         if not paths:
             return {}
         walked = walk(replace(self._options, paths=tuple(paths)), lambda path: True)
-        return {file.name: (file.size, file.mtime_ns) for file in walked.files}
+        return {file.name: (file.size, file.mtime_ns, file.ctime_ns) for file in walked.files}
 
-    def _ingest(
-        self, paths: tuple[Path, ...], found: Mapping[str, tuple[int, int]], events: Events
-    ) -> IngestReport | None:
+    def _ingest(self, paths: tuple[Path, ...], found: Mapping[str, _Stamp], events: Events) -> IngestReport | None:
         is_first, self._again_at = self._seen is None, float("inf")
         report = None
         try:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
     from kvtool.core.cache.store import Store
 
+_LABEL = re.compile(r"(?:p\.|slide|cell|ch\.|¶|.* row) \d")
+
 
 class Places:
     """Where the chunks of a store stand; looked up once for each state of its documents."""
@@ -56,11 +58,25 @@ class Places:
         path, sign, number = place.rpartition(":")
         if sign and number.isdecimal():
             return self._at_number(path, int(number))
-        cited = re.fullmatch(r"(.+?) (?:p\.|slide|cell|ch\.|¶|.* row) (\d+)(?:–\d+)?", place)
-        if cited is not None:
-            return self._at_number(cited[1], int(cited[2]))
+        refused = None
+        for space in re.finditer(" ", place):  # files have spaces in their names, and so have sheets
+            if _LABEL.match(place, space.end()):
+                try:
+                    return self._at_label(place[: space.start()], place[space.end() :])
+                except UsageError as error:
+                    refused = error
+        if refused is not None:
+            raise refused
         hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls` lists ids"
         raise UsageError(f"{place!r} names no chunk", hint)
+
+    def _at_label(self, path: str, label: str) -> Passage:
+        """The passage of a file in which what is cited begins: `p. 12`, `p. 12–13`, `Costs row 9 – Taxes row 2`."""
+        for document in self._documents(path):
+            for mark in document.marks:
+                if label == mark.place or label.startswith((f"{mark.place}–", f"{mark.place} – ")):
+                    return next(passage for passage in passages_in(document) if passage.end > mark.start)
+        raise UsageError(f"{path} has no {label}", "answers cite the places that there are")
 
     def _at_number(self, path: str, number: int) -> Passage:
         """The passage that holds a line, or a page, slide or paragraph, of a file."""

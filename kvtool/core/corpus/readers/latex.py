@@ -16,8 +16,8 @@ _MARKS = {  # a command's name → the mark that Unicode puts behind the letter
     **{"r": "\u030a"},
 }
 _ACCENT = re.compile(
-    r"\\(?:([`'^~\"=.])\s*|([Hcuvdbkr])(?=[\s{]|\\[ij])\s*)"
-    r"(?:\{\s*(\\?[A-Za-z])\s*\}|(\\[ij](?![A-Za-z])|[A-Za-z]))"
+    r"\\(?:([`'^~\"=.])[ \t]*|([Hcuvdbkr])(?=[ \t{]|\\[ij])[ \t]*)"
+    r"(?:\{[ \t]*(\\?[A-Za-z])[ \t]*\}|(\\[ij](?![A-Za-z])|[A-Za-z]))"
 )
 _LETTERS = {
     **{"ss": "ß", "ae": "æ", "AE": "Æ", "oe": "œ", "OE": "Œ", "o": "ø", "O": "Ø"},

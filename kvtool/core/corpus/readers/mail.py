@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import email.policy
+import io
 from collections.abc import Callable, Iterator
 from email.message import EmailMessage, Message
 
@@ -45,7 +46,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     """The messages of a mailbox, each with the line on which it begins."""
-    first, lines = 0, data.splitlines(keepends=True)
+    first, lines = 0, io.BytesIO(data).readlines()
     for number, line in enumerate([*lines, _BEGINS]):
         if line.startswith(_BEGINS) and (number == len(lines) or not number or not lines[number - 1].strip()):
             if number:
@@ -71,13 +72,12 @@ def _document(source: str, data: bytes, line: int) -> Document:
 
 
 def _begin(data: bytes, part: Message, at: int) -> int:
-    """Where the body of a part stands in its message, behind `at`; there, if that cannot be told."""
-    body = part.get_payload()
-    charset = str(part.get_content_charset() or "ascii")
-    try:
-        return max(at, data.find(str(body).encode(charset, "surrogateescape"), at))
-    except (LookupError, UnicodeError):
-        return at
+    """Where the body of a part stands in its message, behind `at` and an empty line; there, if that cannot be told."""
+    body = part.get_payload(decode=True) if _keeps_lines(part) else str(part.get_payload()).encode("ascii", "replace")
+    found = (
+        (data.find(empty + body, at), len(empty)) for empty in (b"\n\n", b"\n\r\n") if isinstance(body, bytes) and body
+    )
+    return min((start + length for start, length in found if start >= 0), default=at)
 
 
 def _header(message: EmailMessage, name: str) -> str:
@@ -86,6 +86,10 @@ def _header(message: EmailMessage, name: str) -> str:
         return " ".join(str(message.get(name, "")).split())
     except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
         return " ".join(str(dict(message.raw_items()).get(name, "")).split())
+
+
+def _keeps_lines(part: Message) -> bool:
+    return str(part.get("Content-Transfer-Encoding", "")).strip().lower() in _AS_IT_IS
 
 
 def _text_parts(message: Message, depth: int) -> Iterator[Message]:
@@ -111,8 +115,7 @@ def _add_lines(made: Parts, part: Message, line: int) -> None:
         return
     kind = part.get_content_type()
     text = _TEXT_KINDS[kind](decode(data, str(part.get_content_charset() or ""))[0])
-    encoding = str(part.get("Content-Transfer-Encoding", "")).lower()
-    step, gap = int(kind == "text/plain" and encoding in _AS_IT_IS), "\n\n"
-    for number, words in enumerate(text.splitlines()):
+    step, gap = int(kind == "text/plain" and _keeps_lines(part)), "\n\n"
+    for number, words in enumerate(text.split("\n")):
         made.add(line + number * step, words, gap)
         gap = "\n" if words.strip() else "\n\n"

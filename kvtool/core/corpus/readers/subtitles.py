@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Iterator
 
-from kvtool.core.corpus.readers.document import Document, joined
+from kvtool.core.corpus.readers.document import Document, cleaned, joined
 from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (".srt", ".vtt")
@@ -31,7 +31,7 @@ def read(source: str, text: str) -> list[Document]:
 def _said(text: str) -> Iterator[tuple[int, str]]:
     """The lines of each cue: those behind its times, up to an empty one."""
     inside = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(cleaned(text).split("\n"), 1):
         if _TIMES.match(line):
             inside = True
         elif not line.strip():
