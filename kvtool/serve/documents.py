@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.core.cache.layout import atomic_write, make_folder
+from kvtool.core.corpus.ignoring import is_open
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
@@ -100,8 +101,12 @@ class Documents:
             path = Path(os.path.realpath(os.path.expanduser(text)))
         except ValueError as error:
             raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
-        if not any(path.is_relative_to(root) for root in self._roots):
-            hint = "start the server with --root FOLDER" if not self._roots else "name one below a --root of the server"
+        if not any(is_open(path, root) for root in self._roots):
+            hint = (
+                "start the server with --root FOLDER"
+                if not self._roots
+                else "name one below a --root, nothing hidden and no secret"
+            )
             raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
         return path
 

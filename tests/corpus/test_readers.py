@@ -175,10 +175,10 @@ def test_html_deep_and_broken() -> None:
     "piece", ["<", "<a ", "</", "<!", "<?", "&", "<a b='", '<a "', "<!--", "<![", "<nav>", "</p", "<script>"]
 )
 def test_hostile_html_takes_linear_time(piece: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()  # what else runs takes none of it
     with contextlib.suppress(UnreadableFile):
         read_documents(Path("/corpus/a.html"), (piece * 60_000).encode())
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def jsonl(*lines: str) -> list[Document]:

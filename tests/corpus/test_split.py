@@ -218,9 +218,9 @@ def test_a_huge_line_is_split_in_linear_time(line: str) -> None:
         longest = max(longest, *map(len, texts), 0)
         return by_bytes(texts)
 
-    begun = time.perf_counter()
+    begun = time.process_time()  # what else runs takes none of it
     parts = chunks(line, SplitSettings(), counter)
-    assert time.perf_counter() - begun < 10
+    assert time.process_time() - begun < 10
     assert "".join(parts) == line
     assert " " in line or longest <= 4000  # a tokenizer never sees the line as a whole
 

@@ -54,7 +54,9 @@ def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) 
     root = write_corpus(tmp_path / "open", 1)
     (root / "link.md").symlink_to(tmp_path / "secret.md")
     with serving(store, root=(root,)) as served, served.client as client:
-        for path in (tmp_path / "secret.md", root / ".." / "secret.md", root / "link.md", "/etc/passwd", "/nowhere"):
+        hidden = (root / ".env", root / ".git" / "config", root / "server.key", root / "Secrets.yaml")
+        outside = (tmp_path / "secret.md", root / ".." / "secret.md", root / "link.md", "/etc/passwd", "/nowhere")
+        for path in (*outside, *hidden):
             assert client.post(DOCUMENTS, json={"paths": [str(path)]}).status_code == 403, path
         assert client.post(DOCUMENTS, json={"paths": [str(root / "mill0.md")]}).json()["documents"]["added"] == 1
         assert client.post(DOCUMENTS, json={"documents": [{"name": "a.md", "text": "b"}]}).status_code == 403

@@ -11,6 +11,7 @@ from kvtool.core.agent.results import Answer, Excerpt, Found, Ingested, Status, 
 from kvtool.core.agent.shelf import Shelf
 from kvtool.core.api import Cache
 from kvtool.core.common.types import Warn
+from kvtool.core.corpus.ignoring import is_open
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
@@ -125,9 +126,10 @@ class Tools:
             real = Path(os.path.realpath(path))
         except ValueError as error:
             raise UsageError(f"not a path: {path!r}", "a path cannot contain NUL") from error
-        if not os.path.isabs(path) or not any(real.is_relative_to(root) for root in self.roots):
+        if not os.path.isabs(path) or not any(is_open(real, root) for root in self.roots):
             raise UsageError(
-                f"{path} may not be ingested", f"allowed is what lies below {', '.join(map(str, self.roots))}"
+                f"{path} may not be ingested",
+                f"allowed is what lies below {', '.join(map(str, self.roots))}, but for hidden names and secrets",
             )
         return real
 

@@ -42,6 +42,13 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".")
 
 
+def is_open(path: Path, root: Path) -> bool:
+    """Whether others than the user may name a path of a folder that is open to them: nothing hidden, no secret."""
+    if not path.is_relative_to(root):
+        return False
+    return not any(map(is_hidden, path.relative_to(root).parts)) and (not is_secret(path.name) or path.is_dir())
+
+
 def is_own(name: str) -> bool:
     """Whether a hidden name is that of an ignore file, or of what git keeps."""
     return name in _OWN
