@@ -133,7 +133,8 @@ class Engine:
         with self._writing:
             kept = KeptModel(self._resident.decoder)
             report = ingest(self.folder, options, events or Events(), kept)
-            self._resident.spare = kept.decoder
+            if self._resident.decoder is None:
+                self._resident.spare = kept.decoder
             return report
 
     def forget(self, source: str) -> tuple[str, ...]:

@@ -208,6 +208,12 @@ def test_after_full_prefill_it_samples_what_transformers_samples(temperature: fl
     assert list(found.script) == expected[0, prompt.shape[1] :].tolist()
 
 
+def test_a_temperature_next_to_nothing_is_greedy() -> None:
+    logits = torch.tensor([40.0, 39.0, 42.0, -torch.inf])
+    for temperature in (1e-9, 1e-45, 1e-300):
+        assert first_token(logits, Sampling(temperature=temperature)) == 2
+
+
 def test_sampling_follows_the_temperature() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0])
     with torch.random.fork_rng(devices=[]):

@@ -41,6 +41,7 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
         shown = client.get(DOCUMENTS, params={"source": place}).json()
         assert shown["chunks"][0]["id"]
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["unchanged"] == 1
+        assert served.engine._resident.spare is None  # a second model, held for nothing, where another store comes
         assert client.delete(DOCUMENTS, params={"source": place}).json()["forgotten"] == [place]
         assert not Path(place).exists()
         assert client.get(DOCUMENTS, params={"source": place}).status_code == 404

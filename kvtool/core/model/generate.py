@@ -17,6 +17,8 @@ from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import prepare
 from kvtool.core.model.text_stream import OnText, TextStream
 
+_COLD = 1e-6  # logits divided by less may be no numbers any more
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -96,7 +98,7 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
 
 def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose a token from logits `[vocabulary]`."""
-    if sampling.temperature <= 0:
+    if sampling.temperature < _COLD:
         return int(logits.argmax())
     chances = torch.softmax(logits / sampling.temperature, -1).cpu()
     return int(torch.multinomial(chances, 1, generator=sampling.draw))
