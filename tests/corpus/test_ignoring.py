@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,15 @@ def test_hidden_names_lock_files_and_secrets(root: Path) -> None:
     assert names(root, named) == [".env", ".hidden/b.md"]
     assert "package-lock.json" in names(root, find_files([root], ignore=False))
     assert "server.pem" not in names(root, find_files([root], include=["*.pem"], ignore=False))
+
+
+def test_an_ignore_file_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("A mill.")
+    os.mkfifo(tmp_path / ".gitignore")
+    found: list[str] = []
+    walk = threading.Thread(
+        target=lambda: found.extend(file.path.name for file in find_files([tmp_path]).files), daemon=True
+    )
+    walk.start()
+    walk.join(120)
+    assert found == ["a.md"]

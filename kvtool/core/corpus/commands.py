@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.corpus.readers import Document, UnreadableFile, source_of
@@ -76,7 +77,8 @@ def read_by(command: str, path: Path, seconds: float, most: int) -> list[Documen
     pages = text.split("\f")
     if len(pages) == 1:
         return [Document(source_of(path), text, "text", notes)]
-    return [joined(source_of(path), "text", ((f"p. {number}", page) for number, page in enumerate(pages, 1)))]
+    document = joined(source_of(path), "text", ((f"p. {number}", page) for number, page in enumerate(pages, 1)))
+    return [replace(document, notes=notes)]
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
