@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import EventStream
@@ -63,9 +62,11 @@ def _names_the_same(value: Mapping[str, Any]) -> bool:
 
 
 def _ask(value: Mapping[str, Any]) -> Ask:
-    options = {name: given for name, given in value["options"].items() if name in options_of(QueryOptions)}
     question = Question(value["question"], texts(value, "chunks"), texts(value, "documents"))
-    return Ask(question, QueryOptions.of(options))
+    try:
+        return Ask(question, QueryOptions.of(value["options"]))
+    except UsageError as error:  # options of another version, or of plugins that are not here
+        raise Refusal(409, "other_options", error.message, error.hint) from error
 
 
 async def _lines(engine: Engine, ask: Ask) -> AsyncGenerator[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvtool.cli import query
+from kvtool.core.model.options import ModelOptions
 from kvtool.serve import client, shell
 from kvtool.serve.beside import connect, leave, listen, socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
@@ -161,6 +162,17 @@ def test_names_of_files_are_read_where_the_shell_stands(
     for relative in (["--documents", "mill2.md"], ["--chunks", "mill2.md:1"]):
         kvtool(*asked, *relative).fine()
         assert here.pop()
+
+
+def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> None:
+    """The shell's kvtool is newer, or has plugins that the server has not: nothing is left out without a word."""
+    for options in ({"from_the_future": 1}, {"fusion": "of a plugin"}):
+        connected = connect(socket_path(ready))
+        assert connected is not None
+        asked = {"question": QUESTION, "chunks": [], "documents": [], "options": options, "model": vars(ModelOptions())}
+        with pytest.raises(client.Declined, match="409"):
+            list(client.ask(connected, asked))
+    assert served.warnings == []
 
 
 def test_a_server_that_was_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
