@@ -33,6 +33,7 @@ VOCABULARY, QUESTION = 512, 32
 SMALL: dict[str, int] = {
     **{"hidden_size": 64, "intermediate_size": 64, "vocab_size": VOCABULARY, "moe_intermediate_size": 16},
     **{"num_local_experts": 2, "num_experts": 2, "n_routed_experts": 2, "num_experts_per_tok": 1},
+    **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
 }
 LEFT_OUT = ("tiny",)
 BYTES = 2  # of a number in a raw record

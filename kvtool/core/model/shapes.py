@@ -116,6 +116,18 @@ def _gemma3_ropes(factor: float) -> dict[str, Any]:
     return {_SLIDING: {**_ROPE, "rope_theta": 1e4}, _FULL: {**stretched, "rope_theta": 1e6}}
 
 
+# Gemma 4 E2B: four windowed layers, then a full one with wider heads; the last 20 keep no keys and values of their own,
+# and have twice the MLP. A quarter of a full layer's head turns with the position.
+_E2B_ROPES = {
+    _SLIDING: {**_ROPE, "rope_theta": 1e4},
+    _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+_E2B: dict[str, Any] = {
+    "layer_types": [_FULL if layer % 5 == 4 else _SLIDING for layer in range(35)],
+    **{"sliding_window": 512, "global_head_dim": 512, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "final_logit_softcapping": 30.0},
+}
+
 _GPT_OSS_YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -161,6 +173,10 @@ SHAPES: dict[str, Shape] = {
         *(2560, 34, 8, 4, 256, 10240, 262208, 131072, 1e6, _gemma3_ropes(8.0)),
         epsilon=1e-6,
         more=_gemma3(34, 1024),
+    ),
+    # The text of google/gemma-4-E2B-it.
+    "gemma-4-e2b": Shape(
+        "Gemma4TextConfig", 1536, 35, 8, 1, 256, 6144, 262144, 131072, 1e6, _E2B_ROPES, epsilon=1e-6, more=_E2B
     ),
     # openai/gpt-oss-20b: full and windowed layers take turns.
     "gpt-oss-20b": Shape(
