@@ -12,7 +12,9 @@ def test_codes_are_the_contract() -> None:
         if isinstance(cls, type) and issubclass(cls, errors.KvtoolError)
     } == {
         "KvtoolError": 1,
+        "NothingFoundError": 1,
         "UsageError": 2,
+        "ContextFullError": 2,
         "StoreNotFoundError": 10,
         "StoreLockedError": 11,
         "StoreFormatError": 12,

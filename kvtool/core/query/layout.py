@@ -211,7 +211,8 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
             _tell_of_loss(session, str(best), losses[str(best)], max_loss)
     if best is None or best not in levels:
         _tell_of_unknown(session, levels)
-        return replace(wanted, reason=_why_not(level, bool(levels), max_loss), stored=bool(levels))
+        why = _why_not(level, bool(levels), max_loss)  # it may be computed as it was stored, and counts as such then
+        return replace(wanted, reason=why, stored=bool(levels), sensitivity=info.sensitivity)
     return replace(wanted, level=best, sensitivity=info.sensitivity)
 
 
