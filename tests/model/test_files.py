@@ -187,7 +187,7 @@ def test_no_network_fails_fast(tmp_path: Path) -> None:
     text, seconds = ask_hub("http://127.0.0.1:9", tmp_path)
     assert text.startswith("refused:")
     assert "smollm2" in text
-    assert seconds < 8
+    assert seconds < 30  # not as long as a hub is asked again and again
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_silent_network_fails_fast(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         text, seconds = ask_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
     assert text.startswith("refused:")
-    assert seconds < 12
+    assert seconds < 30
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -269,7 +269,7 @@ def test_unknown_on_the_hub(served: str, folder: Path, tmp_path: Path) -> None:
     folder.mkdir()
     text, seconds = ask_hub(served.replace("127.0.0.1", "localhost") + "/nowhere", tmp_path / "hub")
     assert "the hub has no model 'org/model'" in text
-    assert seconds < 8
+    assert seconds < 30  # not as long as a hub is asked again and again
 
 
 def test_published_without_safetensors() -> None:
