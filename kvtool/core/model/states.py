@@ -7,6 +7,7 @@ tokens that made it, cannot be moved, and cannot be taken back to an earlier tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,23 +31,10 @@ class StateLayer(LinearAttentionLayer):
 
     Attributes
     ----------
-    length : how many tokens the state is behind. It may be set back to where `mark` was called last, nowhere else.
+    length : how many tokens the state is behind.
     """
 
-    def __init__(self, number_of_states: int = 1) -> None:
-        super().__init__(number_of_states)
-        self._length = 0
-        self._marked: tuple[int, States] | None = None
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @length.setter
-    def length(self, length: int) -> None:
-        if length < self._length:
-            self._go_back(length)
-        self._length = length
+    length = 0
 
     def reserve(self, length: int) -> None:
         """Nothing to do: a state has no rows."""
@@ -70,22 +58,12 @@ class StateLayer(LinearAttentionLayer):
             else:
                 self.update_recurrent_state(tensor, number)
 
-    @torch.inference_mode()
-    def mark(self) -> None:
-        """Keep the state as it is now, so that the length can be set back to here."""
-        self._marked = self._length, {name: tensor.clone() for name, tensor in self.states().items()}
-
-    def _go_back(self, length: int) -> None:
-        if self._marked is None or self._marked[0] != length:
-            raise ModelError(f"a state behind {self._length} tokens cannot go back to {length}", "a bug in kvtool")
-        self.take(self._marked[1])
-
 
 class StateAndRowsLayer(StateLayer, BufferLayer):
     """A layer that keeps both: attention and a recurrence beside each other (Falcon-H1)."""
 
     def __init__(self, number_of_states: int, *rows: Any) -> None:
-        StateLayer.__init__(self, number_of_states)
+        LinearAttentionLayer.__init__(self, number_of_states)
         BufferLayer.__init__(self, *rows)
 
     lazy_initialization = StateLayer.lazy_initialization
@@ -104,10 +82,19 @@ class NothingLayer(DummyLayer):
         """Nothing to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """All states of a prompt cache as they were behind its first `length` tokens."""
+
+    length: int
+    states: tuple[States, ...]
+
+
 class StateCache(PromptCache):
     """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
 
     Rows are computed in their order from the first on: what stands before the one that comes next is in the states.
+    They can be taken back to where they were marked, nowhere else.
 
     Parameters
     ----------
@@ -120,11 +107,28 @@ class StateCache(PromptCache):
         self.buffers: list[Any] = [_layer(kind, rows, number) for number, kind in enumerate(kinds)]
         Cache.__init__(self, layers=list(self.buffers))
         self._without_hooks()
+        self._marked: Marked | None = None
 
-    def mark(self) -> None:
-        """Keep the states as they are now: `set_length` can then come back to here."""
-        for layer in self.state_layers:
-            layer.mark()
+    @torch.inference_mode()
+    def mark(self) -> Marked:
+        """Keep the states as they are now: `set_length` can then come back to here, and `go_back` whenever it may."""
+        copies = [{key: tensor.clone() for key, tensor in layer.states().items()} for layer in self.state_layers]
+        self._marked = Marked(self.length, tuple(copies))
+        return self._marked
+
+    def go_back(self, marked: Marked) -> None:
+        """Stand where this cache was marked once. Where that is cut off, it can be done again."""
+        self._marked = marked
+        self.set_length(marked.length)
+
+    def set_length(self, length: int) -> None:
+        """Declare the first `length` rows of every layer filled; fewer than there are only back to the last mark."""
+        if any(layer.length > length for layer in self.state_layers):
+            if self._marked is None or self._marked.length != length:
+                raise ModelError(f"states behind {self.length} tokens cannot go back to {length}", "a bug in kvtool")
+            for layer, states in zip(self.state_layers, self._marked.states, strict=True):
+                layer.take(states)
+        super().set_length(length)
 
     @property
     def state_layers(self) -> Sequence[StateLayer]:

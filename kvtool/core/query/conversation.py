@@ -18,7 +18,7 @@ from kvtool.core.fusion.plan import Candidate, standing
 from kvtool.core.fusion.rounds import copied
 from kvtool.core.model.generate import Generated, generate
 from kvtool.core.model.prompt import turn_header
-from kvtool.core.model.states import StateCache
+from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import Begun, OnText, begin_answer
 from kvtool.core.query.follow_up import search_text
 from kvtool.core.query.layout import Standing, lay_out
@@ -57,17 +57,12 @@ class Conversation:
     lend : gives the session for one question.
     options : of all questions that bring none of their own.
 
-    Attributes
-    ----------
-    turns : those that stand, the first one first.
     """
 
     def __init__(self, lend: Lend, options: QueryOptions | None = None) -> None:
         self._lend = lend
         self.options = options or QueryOptions()
-        self.turns: list[Turn] = []
-        self._earlier: list[Turn] = []  # they stand no more, and still say what is talked about
-        self._stands: _Stands | None = None
+        self._now = _Now()
 
     @classmethod
     def over(cls, session: Session, options: QueryOptions | None = None) -> Conversation:
@@ -75,24 +70,28 @@ class Conversation:
         return cls(lambda: nullcontext(session), options)
 
     @property
-    def said(self) -> list[Turn]:
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns that stand, the first one first."""
+        return self._now.turns
+
+    @property
+    def said(self) -> tuple[Turn, ...]:
         """All turns since the conversation began, those before it started over among them."""
-        return [*self._earlier, *self.turns]
+        return (*self._now.earlier, *self._now.turns)
 
     @property
     def tokens(self) -> int:
         """How many tokens of text stand: the next question's prompt begins with them."""
-        return 0 if self._stands is None else len(self._stands.standing.tokens.ids) + len(self._stands.pending)
+        stands = self._now.stands
+        return 0 if stands is None else len(stands.standing.tokens.ids) + len(stands.pending)
 
     def reset(self) -> None:
         """Forget all turns, and what they were about."""
-        self.start_over()
-        self._earlier.clear()
+        self._now = _Now()
 
     def start_over(self) -> None:
         """Let go of what stands. The next question sees no turn, but is still searched by what was talked about."""
-        self._earlier += self.turns
-        self.turns, self._stands = [], None
+        self._now = _Now(earlier=self.said)
 
     def ask(
         self,
@@ -135,22 +134,22 @@ class Conversation:
                 request = replace(request, search=search_text(request.question, before, session.finder))
             behind = self._behind(session, options)
             asked = lay_out(session, request, options, behind=behind)
-            if self._stands is not None:
-                self._stands.is_whole = False
+            if self._now.stands is not None:
+                self._stand_on(replace(self._now.stands, is_whole=False))
             return begin_answer(session, asked, options)
 
     def take(self, begun: Begun, said: Generated) -> Reply:
         """The second half of `ask`: the answer becomes a turn."""
         reply = begun.reply(said)
-        self._stands = _Stands.after(begun, reply)
         request = begun.asked.request
         reply.turn = {"number": len(self.turns) + 1, "search": request.search or request.question}
-        self.turns.append(Turn(reply.question, reply.answer, tuple(reply.places), reply.tokens))
+        turn = Turn(reply.question, reply.answer, tuple(reply.places), reply.tokens)
+        self._now = replace(self._now, turns=(*self.turns, turn), stands=_Stands.after(begun, reply))
         return reply
 
     def _behind(self, session: Session, options: QueryOptions) -> Standing | None:
         """What the question comes behind, with the user's turn begun; None: it is the first."""
-        stands = self._stands
+        stands = self._now.stands
         if stands is None:
             return None
         if stands.session is not session:
@@ -159,24 +158,33 @@ class Conversation:
             return None
         if options.system != stands.system:
             raise UsageError("the instruction stands at the beginning of the conversation", "start a new one")
-        stands.settle()
+        stands = stands.whole()
+        self._stand_on(replace(stands, is_whole=False))
+        stands = stands.settled()
+        self._stand_on(stands)
         return stands.standing
 
+    def _stand_on(self, stands: _Stands) -> None:
+        self._now = replace(self._now, stands=stands)
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class _Stands:
     """What a conversation holds between two questions.
 
     Attributes
     ----------
+    states : of a model that keeps some, as they are behind the rows of `standing`.
     pending : tokens behind those of `standing` that no row was computed for yet: the answer's last one, and what the
         template has between two turns.
-    is_whole : nothing was written behind the rows that stand; else a question was begun there, and came to nothing.
+    is_whole : nothing was written behind the rows that stand; else a question may have been begun there, and came to
+        nothing.
     """
 
     session: Session
     system: str | None
     standing: Standing
+    states: Marked | None
     pending: Ids
     is_whole: bool = True
 
@@ -187,36 +195,51 @@ class _Stands:
         computed = fused.cache.buffers[0].length - fused.plan.length
         chunks = {one.source.chunk_id: len(one.source.ids) for one in fused.plan.chunks if one.source.chunk_id}
         tokens = standing(fused.plan.segments, said[:computed])
-        _mark(fused.cache)
         known = {**before.chunks, **chunks} if before is not None else chunks
         pending = (*said[computed:], *turn_header(begun.session.tokenizer))
-        return cls(begun.session, begun.options.system, Standing(tokens, fused.cache, known), pending)
+        stands = Standing(tokens, fused.cache, known)
+        return cls(begun.session, begun.options.system, stands, _marked(fused.cache), pending)
 
-    def settle(self) -> None:
-        """Bring the cache to where the next question begins."""
-        if not self.is_whole:
-            self._go_back()
-        if not self.pending:
-            return
-        tokens, self.is_whole = self.standing.tokens, False
-        self.session.decoder.append(self.pending, self.standing.cache)
-        _mark(self.standing.cache)
-        grown = range(len(tokens.ids), len(tokens.ids) + len(self.pending))
-        kept = None if tokens.kept is None else (*tokens.kept, *grown)
-        self.standing = replace(self.standing, tokens=Candidate((*tokens.ids, *self.pending), kept=kept))
-        self.pending, self.is_whole = (), True
-
-    def _go_back(self) -> None:
-        """Drop what is behind the rows that stand."""
+    def whole(self) -> _Stands:
+        """The same without what is behind the rows that stand."""
+        if self.is_whole:
+            return self
         cache, rows = self.standing.cache, len(self.standing.tokens.rows)
         if isinstance(cache, StateCache):
-            cache.set_length(rows)
-        else:  # a thread that reads a slow record may still write into the old one
-            self.standing = replace(self.standing, cache=copied(self.session.decoder, cache, rows))
-        self.is_whole = True
+            assert self.states is not None
+            cache.go_back(self.states)
+            return replace(self, is_whole=True)
+        # A thread that reads a slow record may still write into the old one.
+        return replace(
+            self, standing=replace(self.standing, cache=copied(self.session.decoder, cache, rows)), is_whole=True
+        )
+
+    def settled(self) -> _Stands:
+        """The same with its cache brought to where the next question begins; it has to be whole."""
+        if not self.pending:
+            return self
+        tokens, cache = self.standing.tokens, self.standing.cache
+        self.session.decoder.append(self.pending, cache)
+        grown = range(len(tokens.ids), len(tokens.ids) + len(self.pending))
+        kept = None if tokens.kept is None else (*tokens.kept, *grown)
+        stands = replace(self.standing, tokens=Candidate((*tokens.ids, *self.pending), kept=kept))
+        return replace(self, standing=stands, states=_marked(cache), pending=())
 
 
-def _mark(cache: object) -> None:
-    """States can be set back to where they are marked."""
-    if isinstance(cache, StateCache):
-        cache.mark()
+def _marked(cache: object) -> Marked | None:
+    """Where states can be set back to."""
+    return cache.mark() if isinstance(cache, StateCache) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """All that a conversation is at one moment. What changes it is one assignment, so Ctrl-C finds it before or after.
+
+    Attributes
+    ----------
+    turns : those that stand. `earlier`: they stand no more, and still say what is talked about.
+    """
+
+    turns: tuple[Turn, ...] = ()
+    earlier: tuple[Turn, ...] = ()
+    stands: _Stands | None = None
