@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
+from kvtool.serve.ending import Ending
 from kvtool.serve.job import Answer, Ask, Event, Job, Tell
 from kvtool.serve.resident import Resident
 from kvtool.serve.scheduler import Scheduler
@@ -50,6 +50,7 @@ class Engine:
         self._warn = warn
         self._resident = Resident(place, model, hot_memory, self._warned)
         self.scheduler = Scheduler(self._resident, warn, parallel, queue, patience)
+        self.ending = Ending()
         self._writing = threading.Lock()
         self._embedding = threading.Lock()
         self._embedder: Embedder | None = None
@@ -77,11 +78,17 @@ class Engine:
         self.scheduler.start()
 
     def refuse(self) -> None:
-        """Take no more questions; those that were taken are answered."""
+        """Take no more questions; those that were taken are answered, an ingest stops behind its document."""
+        self.ending.behind_a_document = True
         self.scheduler.refuse()
+
+    def halt(self) -> None:
+        """An ingest stops behind the chunks that are computed just now."""
+        self.ending.at_once = True
 
     def close(self) -> None:
         """End; what was not answered is told so."""
+        self.halt()
         self.scheduler.close()
         self._resident.close()
 
@@ -126,13 +133,18 @@ class Engine:
             raise UsageError("a shared store can only be asked", "serve a local one, and push it")
         return self.place
 
-    def ingest(self, options: IngestOptions, events: Events | None = None) -> IngestReport:
-        """Bring the store up to date with files and folders; questions are answered between two batches of chunks."""
+    def ingest(self, options: IngestOptions) -> IngestReport:
+        """Bring the store up to date with files and folders; questions are answered between two batches of chunks.
+
+        Raises
+        ------
+        EndedError : the server ends; what was kept so far stands.
+        """
         from kvtool.core.ingest.job import KeptModel, ingest
 
         with self._writing:
             kept = KeptModel(self._resident.decoder)
-            report = ingest(self.folder, options, events or Events(), kept)
+            report = ingest(self.folder, options, self.ending.events(), kept)
             if self._resident.decoder is None:
                 self._resident.spare = kept.decoder
             return report

@@ -12,9 +12,10 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvtool.serve.facts import facts_of
+from kvtool.serve.job import EndedError
 from kvtool.serve.key import is_key
 from kvtool.serve.options import ANY_ORIGIN
-from kvtool.serve.wire import Refusal, refused
+from kvtool.serve.wire import Refusal, failed, refused
 
 _OPEN = ("/health",)  # for whoever looks whether it runs
 _HERE = ("localhost", "127.0.0.1", "::1")
@@ -134,5 +135,11 @@ class Noted:
             await self._app(scope, receive, sending)
         except OSError:  # the client has left, or does not read: there is nobody to tell
             facts.status = 499
+        except asyncio.CancelledError:  # the server has waited for it as long as it may
+            begun, error = facts.status != 0, EndedError("the server ends before this was done", "ask again")
+            facts.failed(error, 503)
+            if begun:
+                raise
+            await failed(error)(scope, receive, sending)
         finally:
             self._note(scope)

@@ -37,6 +37,10 @@ class LeftError(KvtoolError):
     """Whoever asked has left."""
 
 
+class EndedError(KvtoolError):
+    """The server ends before the work is done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A question with its options; `stop`: texts that end the answer."""
@@ -97,10 +101,11 @@ class Job:
 
     Attributes
     ----------
-    tell : called with each event, in the thread that answers; it must not wait.
-    arrived, deadline : by `time.monotonic()`.
+    tell : called with each event, in the thread that answers; it must not wait. Raises LeftError where nobody listens.
+    arrived : by `time.monotonic()`.
     begun, writing : once its prompt is there.
     left : whoever asked does not wait any more.
+    failed : what went wrong in telling; `ended`: nothing more will be told.
     """
 
     ask: Ask
@@ -112,10 +117,14 @@ class Job:
     begun: Begun | None = None
     writing: Writing | None = None
     left: bool = False
+    failed: KvtoolError | None = None
+    ended: bool = False
 
     @property
     def lost(self) -> KvtoolError | None:
         """Why it need not go on; None: it has to."""
+        if self.failed is not None:
+            return self.failed
         if self.left:
             return LeftError("the client has left")
         if time.monotonic() - self.arrived > self.patience:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError
-from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, Tell
+from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell
 from kvtool.serve.resident import Resident
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Scheduler:
             begun = job.begun = self._begun(job)
             sampling = replace(begun.sampling, stop=job.ask.stop)
             cache, decoder = begun.outcome.fused.cache, begun.session.decoder
-            job.writing = Writing(decoder, cache, begun.known, sampling, lambda piece: _tell(job, piece))
+            job.writing = Writing(decoder, cache, begun.known, sampling, lambda piece: self._tell(job, piece))
             together.add(job.writing)
         except Exception as error:
             self._end(job, _as_error(error))
@@ -223,7 +223,21 @@ class Scheduler:
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8
-        _tell(job, event)
+        failed = job.failed
+        self._tell(job, failed or event)
+        if job.failed is not None and job.failed is not failed:
+            self._tell(job, job.failed)  # in its place
+        job.ended = True
+
+    def _tell(self, job: Job, event: Event) -> None:
+        """Tell an event. A job whose listener has left ends; one that cannot be told for another reason fails."""
+        try:
+            job.tell(event)
+        except LeftError:
+            job.left = True
+        except Exception as error:
+            job.failed = _as_error(error)
+            self._warn(f"an event could not be told: {job.failed.message}", job.failed.hint)
 
 
 def _begun(session: Session, ask: Ask) -> Begun:
@@ -232,14 +246,6 @@ def _begun(session: Session, ask: Ask) -> Begun:
 
     with session.lock, session.store.view():
         return begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
-
-
-def _tell(job: Job, event: Event) -> None:
-    """Tell an event; who cannot be told has left."""
-    try:
-        job.tell(event)
-    except Exception:
-        job.left = True
 
 
 def _as_error(error: Exception) -> KvtoolError:

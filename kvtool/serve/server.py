@@ -112,6 +112,7 @@ async def _until_signalled(
             server.should_exit = True
         await asyncio.gather(*running)
     finally:
+        engine.halt()  # whatever still runs would be waited for
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

@@ -19,13 +19,14 @@ from kvtool.core.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from kvtool.serve.job import BusyError, LeftError, TooSlowError
+from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
 _DEEPEST = 64  # brackets in brackets
 # What an error means to a client: status, type, code. The first class that fits.
 _MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
     (BusyError, 429, "rate_limit_error", "busy"),
     (TooSlowError, 504, "timeout_error", "timeout"),
+    (EndedError, 503, "server_error", "ending"),
     (LeftError, 499, "client_error", "left"),
     (NothingFoundError, 404, "invalid_request_error", "nothing_found"),
     (UsageError, 400, "invalid_request_error", "invalid_request"),
@@ -61,7 +62,7 @@ def error_facts(message: str, hint: str, kind: str, code: str, param: str | None
 
 def failed(error: KvtoolError) -> JSONResponse:
     """The response of an error."""
-    retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5}.get(type(error))
+    retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
     headers = None if retry is None else {"Retry-After": str(retry)}
     return JSONResponse({"error": failure(error)}, status_of(error), headers)
 

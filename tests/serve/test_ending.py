@@ -1,0 +1,159 @@
+"""Events that cannot be told, and an end of the server in the middle of an ingest."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from kvtool.core.ingest import compute
+from kvtool.core.ingest.compute import ChunkStorer
+from kvtool.serve.job import Answer
+from kvtool.serve.listening import Listening
+from tests.cli.working import QUESTION, kvtool
+from tests.serve.conftest import KEY, PATIENCE, serving, wait_until
+from tests.serve.test_process import running
+
+CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
+BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
+
+
+# ---- events that cannot be told ----
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
+    """Events of these kinds cannot be told, by a mistake in the server."""
+    tell = Listening.tell
+
+    def broken(self: Listening, event: Any) -> None:
+        if isinstance(event, kinds):
+            raise TypeError("of the tests")
+        tell(self, event)
+
+    monkeypatch.setattr(Listening, "tell", broken)
+
+
+@pytest.mark.parametrize("kind", [str, Answer])
+def test_a_mistake_in_telling_ends_the_request_and_is_told(
+    ready: Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    with serving(ready) as served, served.client as client:
+        breaking(monkeypatch, kind)
+        answer = client.post(CHAT, json=BODY)
+        assert answer.status_code == 500, answer.text
+        assert "unexpected TypeError: of the tests" in answer.json()["error"]["message"]
+        text = client.post(CHAT, json={**BODY, "stream": True}).text
+        if kind is Answer:  # it had begun
+            assert text.endswith("data: [DONE]\n\n")
+        assert "unexpected TypeError" in text
+        monkeypatch.undo()
+        assert client.post(CHAT, json=BODY).status_code == 200
+        rows = served.logged(3)
+    assert [row.get("error", "")[:20] for row in rows] == ["unexpected TypeError", "unexpected TypeError", ""]
+    assert served.warnings
+    assert all("unexpected TypeError" in warning for warning in served.warnings)
+
+
+def test_an_answer_of_which_nothing_can_be_told_ends_all_the_same(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.serve.listening._LOOKED_AFTER", 0.05)
+    with serving(ready) as served, served.client as client:
+        breaking(monkeypatch, object)
+        answer = client.post(CHAT, json=BODY)
+        assert answer.status_code == 500
+        assert "has no end" in answer.json()["error"]["message"]
+        assert served.engine.scheduler.running == 0
+
+
+# ---- an end in an ingest ----
+
+
+def texts(count: int) -> dict[str, Any]:
+    return {"documents": [{"name": f"n{n}.md", "text": f"# Number {n}\n\nWord {n} flew. " * 20} for n in range(count)]}
+
+
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Semaphore]:
+    """Small batches, each of which takes a permit; the event is set when the first one asks."""
+    asked, permits, prefill = threading.Event(), threading.Semaphore(0), ChunkStorer._prefill
+
+    def wait(self: ChunkStorer, batch: Any) -> Any:
+        asked.set()
+        permits.acquire()
+        return prefill(self, batch)
+
+    monkeypatch.setitem(compute.BATCH_TOKENS, "cpu", 64)
+    monkeypatch.setattr(ChunkStorer, "_prefill", wait)
+    return asked, permits
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_ingest_stops_where_the_server_ends(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Behind the file that it is at; where there is no more time, behind a batch. The next one goes on from there."""
+    asked, permits = held(monkeypatch)
+    with serving(store, uploads=tmp_path / "sent") as served, served.client as client, ThreadPoolExecutor(1) as pool:
+        before = len(client.get(DOCUMENTS).json()["data"])
+        done = pool.submit(client.post, DOCUMENTS, json=texts(4))
+        assert asked.wait(PATIENCE)
+        served.engine.refuse()
+        if at_once:
+            served.engine.halt()
+        permits.release(10**6)
+        answer = done.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ending"), answer.text
+        kept = 0 if at_once else 1
+        assert f"{kept} {'file was' if kept == 1 else 'files were'} kept" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) > 0
+        assert len(client.get(DOCUMENTS).json()["data"]) == before + kept
+        (row,) = [row for row in served.logged(2) if row["method"] == "POST"]
+        assert "the ingest has stopped" in row["error"]
+    with serving(store, uploads=tmp_path / "sent") as served, served.client as client:
+        counts = client.post(DOCUMENTS, json=texts(4)).json()["documents"]
+        assert (counts["unchanged"], counts["added"]) == (kept, 4 - kept)
+        asked_of = {"messages": [{"role": "user", "content": "What flew with number 3?"}], "max_tokens": 2}
+        assert client.post(CHAT, json=asked_of).status_code == 200
+
+
+def test_sigterm_ends_a_process_that_ingests(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes while the second of three files is read."""
+    key, log, script = tmp_path / "key", tmp_path / "log", tmp_path / "read.sh"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    script.write_text(f"touch {tmp_path}/asked; until test -e {tmp_path}/go; do sleep 0.02; done; cat $1")
+    monkeypatch.setenv("KVTOOL_READERS", f"slow=sh {script} {{}}")
+    sent = {"documents": [{"name": name, "text": f"{name} flew."} for name in ("a.md", "b.slow", "c.md")]}
+    with (
+        running("--store", store, "--uploads", tmp_path / "sent", "--key-file", key, "--request-log", log) as begun,
+        httpx2.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        process, url = begun
+        done = pool.submit(client.post, f"{url}{DOCUMENTS}", json=sent)
+        wait_until((tmp_path / "asked").exists)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: refuses(url))
+        (tmp_path / "go").touch()
+        answer = done.result()
+        _, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, answer.status_code) == (0, 503), err + answer.text
+    (row,) = [json.loads(line) for line in log.read_text().splitlines()]
+    assert row["status"] == 503
+    assert "the ingest has stopped, 1 file was kept" in row["error"]
+    kvtool("store", "verify", "--store", store).fine()
+
+
+def refuses(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except ConnectionRefusedError:
+        return True
+    return False
