@@ -35,6 +35,7 @@ TOPICS = {
     "listing": "Which chunks a store holds: filters and order.",
     "packs": "A store, or a part of it, as one file.",
     "tiers": "Stores that several machines share.",
+    "many-machines": "One corpus ingested on several machines or GPUs, and put together.",
     "consistency": "What a question sees while others write.",
     "threat-model": "What is trusted, what is checked, and what is not.",
     "gpu": "What is ready for a GPU, and how the first hour on one is spent.",

@@ -1,4 +1,4 @@
-"""`kvtool store export|import`: a store, or a part of it, as one file."""
+"""`kvtool store export|import|merge`: a store, or a part of it, as one file; several stores as one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
 from kvtool.core.pack.options import ExportOptions, ImportOptions
 
+Sources = Annotated[list[Path], typer.Argument(metavar="STORE|FILE.kvpack...", help="Stores' folders, or packs.")]
 Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 
 
@@ -57,3 +58,24 @@ def import_(run: Run, pack: Pack) -> int | None:
         report = take(run.folder, pack, lock_wait=options.lock_wait, max_size=options.max_size, events=view.events)
     report.direction = "import"
     return told(run, [report], report.to_json())
+
+
+@takes(
+    ImportOptions,
+    StoreOptions,
+    examples=("store merge ./kv-1 ./kv-2 --store ./kv", "store merge night.kvpack ./kv-2"),
+)
+def merge(run: Run, sources: Sources) -> int | None:
+    """Take other stores of the same model and settings into a store, such as the parts of `ingest --shard`.
+
+    The store is made where there is none. The others stay as they are.
+    """
+    from kvtool.core.pack.merge import merge as run_merge
+
+    options = run.get(ImportOptions)
+    tell_budget(run, options.max_size)
+    with JobView(run) as view:
+        reports = run_merge(
+            run.folder, sources, lock_wait=options.lock_wait, max_size=options.max_size, events=view.events
+        )
+    return told(run, reports, {"merged": [report.to_json() for report in reports]})

@@ -7,7 +7,7 @@ from typing import Any
 from kvtool.cli.commands import new_app
 from kvtool.cli.listing import ls
 from kvtool.cli.options import Run, takes
-from kvtool.cli.pack import export, import_
+from kvtool.cli.pack import export, import_, merge
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
@@ -37,7 +37,7 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-for _command in (stats, ls, verify, repair, forget, pin, unpin, budget, prune, compact, push, pull, sync):
+for _command in (stats, ls, verify, repair, forget, pin, unpin, budget, prune, compact, push, pull, sync, merge):
     app.command()(_command)
 app.command(cls=ManyValues)(export)
 app.command("import")(import_)

@@ -93,6 +93,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "store sync": ("store", "sync", tier, *here, "--json"),
             "store export": ("store", "export", pack, *here, "--json"),
             "store import": ("store", "import", pack, "--store", folder / "taken", "--json"),
+            "store merge": ("store", "merge", pack, "--store", folder / "merged", "--json"),
             "store forget": ("store", "forget", "*mill5.md", *here, "--json"),
             "store prune": ("store", "prune", "--max-size", "1", *there, "--dry-run", "--json"),
             "store compact": ("store", "compact", *here, "--json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -93,3 +94,19 @@ class Sharing(Held):
         told = self._events(events)
         with self._beside() as folder:
             return take(folder, Path(pack), lock_wait=wanted.lock_wait, max_size=wanted.max_size, events=told)
+
+    @alone(ImportOptions)
+    def merge(
+        self,
+        sources: Sequence[str | Path],
+        *,
+        events: Events | None = None,
+        **options: Unpack[arguments.ImportArguments],
+    ) -> list[TransferReport]:
+        """Take other stores and packs into the store, as `store merge` does; `options` are of `ImportOptions`."""
+        from kvtool.core.pack.merge import merge
+
+        wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]
+        told = self._events(events)
+        with self._beside() as folder:
+            return merge(folder, paths, lock_wait=wanted.lock_wait, max_size=wanted.max_size, events=told)

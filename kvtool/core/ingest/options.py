@@ -11,6 +11,7 @@ from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
 from kvtool.core.corpus.commands import commands_of, complaint
 from kvtool.core.corpus.reading import Bounds, Reading
+from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions, system_option
@@ -56,6 +57,15 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         setting=False,
     )
     sync: bool = option(False, "Forget documents below PATH that are gone.", group=FILES, setting=False)
+    shard: str | None = option(
+        None,
+        "Take the I-th of N parts of the files, told by their paths; `kvtool store merge` puts the stores together.",
+        group=FILES,
+        setting=False,
+        metavar="I/N",
+        check=shard_complaint,
+        instead="all files",
+    )
     readers: tuple[str, ...] = option(
         (),
         "Read files of an ending by a command; `{}` stands for the file, and its text goes to stdout.",

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.reading import Reading
+from kvtool.core.corpus.shard import Shard
 from kvtool.core.corpus.walk import Failure, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
@@ -24,9 +25,10 @@ from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone,
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
     """Find the files that an ingest with these options reads; `remembers` says whether a path may be missing."""
     leave_out = [options.log] if options.log is not None else []
-    return find_files(
+    walked = find_files(
         options.paths, options.include, options.exclude, remembers, leave_out, options.reading, options.ignore
     )
+    return walked if options.shard is None else Shard.read(options.shard).of(walked)
 
 
 class Stream:
@@ -114,9 +116,15 @@ class Stream:
             yield from bad
             bad = []
             yield outcome
-        if nothing and not (self._options.sync and self.store is not None):
+        if nothing and not self._may_be_nothing(bad):
             raise _nothing(walked, bad)
         yield from bad
+
+    def _may_be_nothing(self, bad: Sequence[Outcome]) -> bool:
+        """Whether a run without a file is no mistake: files are gone, or all are in other shards."""
+        if self._options.sync and self.store is not None:
+            return True
+        return self._options.shard is not None and not bad and not self.walked.bare
 
     def _prepared(self, changed: ChangedFile) -> PreparedFile | None:
         """Cut a changed file into chunks. Whatever one file does, it fails alone."""

@@ -22,6 +22,7 @@ class IngestArguments(TypedDict, total=False):
     exclude: str | Iterable[str]
     ignore: bool
     sync: bool
+    shard: str | None
     readers: str | Iterable[str]
     read_timeout: float | str
     read_memory: int | str

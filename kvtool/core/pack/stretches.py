@@ -6,14 +6,15 @@ They are not in the catalogue, which shared tiers have, too: whoever does not kn
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, named_part, opened_info, opened_part, part_name
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError
-from kvtool.core.pack.container import PackReader, PackWriter
+from kvtool.core.pack.container import PackWriter
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.transfer_report import TransferReport
 
@@ -39,7 +40,20 @@ def give(store: Store, out: PackWriter, stretch: bytes, info: StretchInfo) -> No
         out.add(f"stretch/{stretch.hex()}/{name}", value)
 
 
-def take(store: Store, writer: Writer, pack: PackReader, report: TransferReport) -> None:
+class Members(Protocol):
+    """What stretches are taken from: a pack, or a store."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of all members, or of the stretches alone."""
+        ...
+
+    def get(self, name: str, most: int) -> bytes | None:
+        """A member, None where there is none; empty where it is damaged or larger than `most`."""
+        ...
+
+
+def take(store: Store, writer: Writer, pack: Members, report: TransferReport) -> None:
     """Take in what a pack has and the store has not; of what is damaged nothing is taken, and it is said."""
     chunks = {*store.chunk_ids()}
     for stretch in [bytes.fromhex(found[1]) for name in pack.names if (found := _INFO.fullmatch(name))]:
@@ -58,7 +72,7 @@ def _is_here(store: Store, stretch: bytes, info: StretchInfo) -> bool:
     return here is not None and len(here.states) >= len(info.states)
 
 
-def _part(pack: PackReader, stretch: bytes, place: Place) -> bytes:
+def _part(pack: Members, stretch: bytes, place: Place) -> bytes:
     value = pack.get(f"stretch/{stretch.hex()}/{part_name(place)}", MOST_BYTES)
     if not value:
         raise DamagedError(f"the {named_part(place)} are missing")

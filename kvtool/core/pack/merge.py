@@ -1,0 +1,79 @@
+"""Stores → store: what several runs made apart, put together by the rules of a pull."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvtool.core.cache.store import Store
+from kvtool.core.common.progress import Events
+from kvtool.core.errors import StoreNotFoundError, UsageError
+from kvtool.core.pack import stretches
+from kvtool.core.pack.beside import StoreBlobs
+from kvtool.core.pack.take import take
+from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.survey import survey
+from kvtool.core.remote.transfer_report import TransferReport
+
+_SECONDS = 600.0  # for a value to come off the disk
+
+
+def merge(
+    path: Path,
+    sources: Sequence[Path],
+    *,
+    lock_wait: float = 0.0,
+    max_size: int | None = None,
+    events: Events | None = None,
+) -> list[TransferReport]:
+    """Take other stores, and packs, into a store, which is made where there is none. Run again to resume.
+
+    Sources stay as they are, and may be written to meanwhile. Of a file that two have in two versions the one changed
+    last stays, whichever comes first. What of a source is damaged is left out, and in its report.
+
+    Raises
+    ------
+    UsageError : a source is the store itself, or is no store and no pack; nothing was written then.
+    StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
+    StoreFormatError : a source was made with another model or other settings; the sources before it were taken.
+    NoSpaceError, StoreLockedError : what came stays.
+    """
+    for source in sources:
+        _check(path, source)
+    reports = []
+    for source in sources:
+        if source.is_dir():
+            reports.append(_take_store(path, source, lock_wait, max_size, events))
+        else:
+            reports.append(take(path, source, lock_wait=lock_wait, max_size=max_size, events=events))
+        reports[-1].direction = "merge"
+    return reports
+
+
+def _check(path: Path, source: Path) -> None:
+    if not source.is_dir():
+        if not source.is_file():
+            raise UsageError(f"there is no store and no pack at {source}", "name folders of stores, or .kvpack files")
+        return
+    if path.exists() and path.samefile(source):
+        raise UsageError(f"{source} is the store to merge into", "name others, or another --store")
+    with Store.open(source) as store:
+        if not store.manifest():
+            raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
+
+
+def _take_store(
+    path: Path, source: Path, lock_wait: float, max_size: int | None, events: Events | None
+) -> TransferReport:
+    with (
+        Store.open(source) as other,
+        Store.create_or_open(path) as store,
+        store.writer(lock_wait, max_size) as writer,
+    ):
+        lost: list[tuple[str, str]] = []
+        catalogue, blobs = survey(other, None, lambda what, why: lost.append((what, why))), StoreBlobs(other)
+        report = adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
+        for what, why in lost:
+            report.note_damage(what, why)
+        stretches.take(store, writer, blobs, report)
+        return report

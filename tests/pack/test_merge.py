@@ -1,0 +1,154 @@
+"""Parts that are ingested apart and merged are the store that one run makes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.corpus.shard import Shard, complaint
+from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.pack.give import export
+from kvtool.core.pack.merge import merge
+from tests.cli.working import (
+    CHUNKS,
+    PREFIX,
+    break_record,
+    chunks_of,
+    damages,
+    kvtool,
+    state,
+    write_corpus,
+)
+
+PARTS = 3
+
+
+@pytest.fixture(scope="module")
+def parts(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, `whole`, made by one run, and `part-1` and so on, each by a run of its own."""
+    folder = tmp_path_factory.mktemp("parts")
+    write_corpus(folder / "corpus")
+    _ingest(folder, "whole", tiny)
+    for number in range(1, PARTS + 1):
+        _ingest(folder, f"part-{number}", tiny, "--shard", f"{number}/{PARTS}")
+    return folder
+
+
+def _ingest(folder: Path, name: str, model: Path, *more: str) -> None:
+    args = ("--store", folder / name, "--model", model, *CHUNKS, *PREFIX, *more)
+    kvtool("ingest", folder / "corpus", *args).fine()
+
+
+def _all(folder: Path) -> list[Path]:
+    return [folder / f"part-{number}" for number in range(1, PARTS + 1)]
+
+
+def test_every_path_is_in_one_part(tmp_path: Path) -> None:
+    paths = [f"/corpus/{number}/주요 문서 {number}.md" for number in range(500)]
+    for count in (1, 2, 7):
+        held = [[path for path in paths if Shard(index, count).holds(path)] for index in range(count)]
+        assert sorted(path for part in held for path in part) == sorted(paths)
+        assert min(map(len, held)) > 500 / count / 2
+
+
+@pytest.mark.parametrize("value", ["0/3", "4/3", "1", "1/0", "a/b", "1/3/5", "-1/3", " 1/3", ""])
+def test_what_is_no_part_is_said(value: str) -> None:
+    assert "I/N" in complaint(value)
+
+
+def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> None:
+    merge(tmp_path / "all", _all(parts))
+    assert state(tmp_path / "all") == state(parts / "whole")
+    assert damages(tmp_path / "all") == []
+    merge(tmp_path / "other", _all(parts)[::-1])
+    assert state(tmp_path / "other") == state(parts / "whole")
+    again = merge(tmp_path / "all", _all(parts))
+    assert [report.files.moved + report.chunks.moved + report.bytes for report in again] == [0] * PARTS
+
+
+def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tiny: Path) -> None:
+    merge(tmp_path / "all", _all(parts))
+    done = kvtool("ingest", parts / "corpus", "--store", tmp_path / "all", "--sync", "--json").fine().json
+    assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
+    reply = kvtool(
+        "query", "Who built the third mill?", "--store", tmp_path / "all", "--max-tokens", "2", "--json"
+    ).json
+    assert reply["tokens"]["reused"] > 0
+
+
+def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
+    first, *others = _all(parts)
+    export(first, tmp_path / "first.kvpack")
+    merge(tmp_path / "all", [*others, tmp_path / "first.kvpack"])
+    assert state(tmp_path / "all") == state(parts / "whole")
+
+
+def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: Path) -> None:
+    folder = shutil.copytree(parts / "corpus", tmp_path / "corpus")
+    _ingest(tmp_path, "old", tiny)
+    changed = folder / "mill0.md"
+    changed.write_text("The first mill was sold.\n", encoding="utf-8")
+    _ingest(tmp_path, "new", tiny)
+    for order in (["old", "new"], ["new", "old"]):
+        path = tmp_path / "-".join(order)
+        merge(path, [tmp_path / name for name in order])
+        with Store.open(path) as store:
+            document = store.document(str(changed))
+            assert document is not None
+            assert document.text == "The first mill was sold.\n"
+
+
+def test_a_shard_forgets_only_what_is_gone(parts: Path, tmp_path: Path, tiny: Path) -> None:
+    shutil.copytree(parts / "corpus", tmp_path / "corpus")
+    _ingest(tmp_path, "whole", tiny)
+    (tmp_path / "corpus" / "mill3.md").unlink()
+    removed = 0
+    for number in range(1, PARTS + 1):
+        args = ("--store", tmp_path / "whole", "--shard", f"{number}/{PARTS}", "--sync", "--json")
+        removed += kvtool("ingest", tmp_path / "corpus", *args).fine().json["documents"]["removed"]
+    assert removed == 1
+
+
+def test_a_part_without_files_is_a_store(parts: Path, tmp_path: Path, tiny: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    shutil.copy(parts / "corpus" / "mill0.md", tmp_path / "corpus")
+    for number in range(1, PARTS + 1):
+        _ingest(tmp_path, f"part-{number}", tiny, "--shard", f"{number}/{PARTS}")
+    merge(tmp_path / "all", _all(tmp_path))
+    assert [len(chunks_of(tmp_path / "all", "mill0.md"))] == [len(chunks_of(parts / "whole", "mill0.md"))]
+
+
+def test_an_empty_folder_is_a_mistake_for_a_shard_too(tmp_path: Path, tiny: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    args = ("--store", tmp_path / "none", "--model", tiny, "--shard", "1/2")
+    kvtool("ingest", tmp_path / "corpus", *args).failed(2, "no readable file in this folder")
+
+
+def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(parts / "whole", tmp_path / "broken"))
+    (chunk, *_) = chunks_of(broken, "mill2.md")
+    break_record(broken, chunk, 1)
+    (report,) = merge(tmp_path / "all", [broken])
+    assert [row["what"] for row in report.damaged] == [f"chunk {chunk} at level raw"]
+    assert damages(tmp_path / "all") == []
+    (report,) = merge(tmp_path / "all", [parts / "whole"])
+    assert report.chunks.moved == 1
+    assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
+
+
+def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny: Path) -> None:
+    path, first = tmp_path / "all", _all(parts)[0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no store and no pack"):
+        merge(path, [first, tmp_path / "nowhere"])
+    with pytest.raises(StoreNotFoundError):
+        merge(path, [first, tmp_path / "empty"])
+    assert not path.exists()
+    with pytest.raises(UsageError, match="is the store to merge into"):
+        merge(parts / "whole", [parts / "whole"])
+    kvtool("ingest", parts / "corpus", "--store", tmp_path / "bos", "--model", tiny, *CHUNKS, "--lead-in", "bos").fine()
+    with pytest.raises(StoreFormatError, match="lead_in"):
+        merge(tmp_path / "bos", [first])
