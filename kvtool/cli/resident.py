@@ -16,7 +16,7 @@ from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import ReplyChunk, Request
 from kvtool.serve.beside import connect, socket_path
-from kvtool.serve.client import Declined, ask
+from kvtool.serve.client import Declined, ask, placed
 
 _MODEL = ("model", "device", "dtype")
 
@@ -50,13 +50,14 @@ def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
 
 def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, Any]:
     model = run.get(ModelOptions)
+    named = {name: getattr(options, name) for name in options_of(QueryOptions)}
     return {
         "question": request.question,
         "chunks": request.chunks,
         "documents": request.documents,
-        "folder": os.getcwd() if request.chunks or request.documents else "",
-        "options": {name: getattr(options, name) for name in options_of(QueryOptions)},
-        "model": {name: getattr(model, name) for name in _MODEL},
+        "folder": os.getcwd(),
+        "options": named | {"embedder": placed(options.embedder)},
+        "model": {name: getattr(model, name) for name in _MODEL} | {"model": placed(model.model)},
     }
 
 

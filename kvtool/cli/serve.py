@@ -27,6 +27,8 @@ from kvtool.serve.key import key_file
 from kvtool.serve.options import ACCESS, ServeOptions
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from kvtool.serve.engine import Engine
     from kvtool.serve.server import Listener
 
@@ -70,8 +72,8 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
     from kvtool.serve.server import Listener, address_of, bind
     from kvtool.serve.server import serve as run_server
 
-    tls = None if options.tls_cert is None or options.tls_key is None else (options.tls_cert, options.tls_key)
     warn = warning_to(run.out)
+    tls = _tls(options, warn)
     with bind(options) as bound:
         engine = Engine(
             run.get(StoreOptions).place,
@@ -101,6 +103,14 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
                 listener.close()
             engine.close()
             log.close()
+
+
+def _tls(options: ServeOptions, warn: Warn) -> SSLContext | None:
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    from kvtool.serve.certificate import Certificate
+
+    return Certificate(options.tls_cert, options.tls_key, warn).context
 
 
 def warning_to(out: Out) -> Warn:

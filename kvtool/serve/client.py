@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,12 @@ class Declined(Exception):
     """The server does not answer this one; the asking process has to do it itself."""
 
     why: str
+
+
+def placed(ref: str | None) -> str | None:
+    """What a model is called in every folder: its whole path where it is one, of what is there; else its name."""
+    path = os.path.expanduser(ref) if ref else None
+    return os.path.abspath(path) if path and os.path.exists(path) else ref
 
 
 class _Connection(HTTPConnection):

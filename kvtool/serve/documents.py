@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from kvtool.core.cache.layout import atomic_write, make_folder
 from kvtool.core.corpus.ignoring import is_open
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
 from kvtool.serve.wire import Refusal, body_of, taken, texts
@@ -65,11 +66,18 @@ class Documents:
         raise Refusal(404, "no_document", f"{wanted!r} is no document of the store", "GET /v1/documents lists them")
 
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/documents?source=`: forget a document; a file that a client sent goes, too."""
+        """`DELETE /v1/documents?source=`: forget a document; a file that a client sent goes, too.
+
+        More than half of several documents go with `all=true` alone: a pattern soon means more than was thought of.
+        """
         source = request.query_params.get("source", "")
         if not source:
             raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
-        gone = await asyncio.to_thread(self._forget, source)
+        much = _is_true(request, "all")
+        try:
+            gone = await asyncio.to_thread(self._forget, source, much)
+        except MuchError as error:
+            raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
         return JSONResponse({"object": "list", "forgotten": list(gone)})
 
     # ---- in another thread ----
@@ -85,8 +93,8 @@ class Documents:
         paths = tuple(dict.fromkeys([*named, *(path for path, _ in sent)]))
         return self._engine.ingest(replace(self._options, paths=paths)).to_json()
 
-    def _forget(self, source: str) -> tuple[str, ...]:
-        gone = self._engine.forget(source)
+    def _forget(self, source: str, much: bool) -> tuple[str, ...]:
+        gone = self._engine.forget(source, much)
         if self._uploads is not None:
             for each in map(Path, gone):
                 if each.is_relative_to(self._uploads):
@@ -118,6 +126,14 @@ class Documents:
         if not isinstance(row, dict) or set(row) != {"name", "text"}:
             raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
         return self._uploads / _safe_name(row), taken(row, "text", str, "").encode("utf-8", "replace")
+
+
+def _is_true(request: Request, name: str) -> bool:
+    """A parameter of an address that is true or false. Raises Refusal."""
+    found = request.query_params.get(name, "false")
+    if found not in ("true", "false"):
+        raise Refusal(400, "wrong_type", f"{name} is not true or false", param=name)
+    return found == "true"
 
 
 def _safe_name(row: Mapping[str, Any]) -> PurePosixPath:

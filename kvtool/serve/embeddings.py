@@ -36,12 +36,12 @@ class Embeddings:
             raise Refusal(400, "wrong_input", f"input has to be 1 to {_MOST_TEXTS} texts", param="input")
         if kind not in _FORMATS:
             raise Refusal(400, "unsupported", f"there is no format {kind!r}", "float or base64", "encoding_format")
-        vectors = await asyncio.to_thread(self._engine.embed, words)
+        vectors, tokens = await asyncio.to_thread(self._engine.embed, words)
         rows = [
             {"object": "embedding", "index": number, "embedding": _as(kind, vector)}
             for number, vector in enumerate(vectors)
         ]
-        usage = {"prompt_tokens": 0, "total_tokens": 0}
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": rows, "model": known, "usage": usage})
 
 

@@ -20,7 +20,7 @@ from kvtool.serve.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.ingest_report import IngestReport
-    from kvtool.core.retrieval.embed import Embedder
+    from kvtool.core.retrieval.embed import Embeds
     from kvtool.core.retrieval.tables import Array
 
 
@@ -53,7 +53,7 @@ class Engine:
         self.ending = Ending()
         self._writing = threading.Lock()
         self._embedding = threading.Lock()
-        self._embedder: Embedder | None = None
+        self._embedder: Embeds | None = None
 
     def _warned(self, text: str, hint: str) -> None:
         if not self.scheduler.warned(text, hint):
@@ -149,17 +149,21 @@ class Engine:
                 self._resident.spare = kept.decoder
             return report
 
-    def forget(self, source: str) -> tuple[str, ...]:
+    def forget(self, source: str, much: bool = False) -> tuple[str, ...]:
         """Forget a document, or all that a path, a glob or a chunk's id means; returns what went.
+
+        Parameters
+        ----------
+        much : also where that is more than half of several documents.
 
         Raises
         ------
-        UsageError : it means nothing in the store, or is pinned.
+        UsageError : it means nothing in the store, or is pinned; MuchError: it means more than that.
         """
         from kvtool.core.upkeep.forget import forget
 
         with self._writing:
-            return forget(self.folder, [source], yes=True, lock_wait=10.0).sources
+            return forget(self.folder, [source], yes=much, lock_wait=10.0).sources
 
     def documents(self) -> list[dict[str, Any]]:
         """What the store holds: documents with their chunks, as `kvtool store ls --json` has them."""
@@ -212,19 +216,19 @@ class Engine:
         with Store.open(self.place) as store:
             return remembered(store, self._warn)
 
-    def embed(self, texts: Sequence[str]) -> Array:
-        """Turn texts into unit vectors, float32 `[texts, dimensions]`.
+    def embed(self, texts: Sequence[str]) -> tuple[Array, int]:
+        """Turn texts into unit vectors, float32 `[texts, dimensions]`; and how many tokens they have.
 
         Raises
         ------
         ModelError : the store has no embedding model, or it cannot be loaded.
         """
-        from kvtool.core.retrieval.embed import Embedder
+        from kvtool.core.retrieval.embed import embedder_of
 
         ref = self.embedder_name
         if ref is None:
             raise ModelError("the store has no embedding model", "name one at ingest, with --embedder")
         with self._embedding:
             if self._embedder is None or self._embedder.ref != ref:
-                self._embedder = Embedder(ref, self.model.offline)
-            return self._embedder.encode(texts)
+                self._embedder = embedder_of(ref, self.model.offline)
+            return self._embedder.encode(texts), self._embedder.count(texts)

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError
 from kvtool.serve.beside import leave
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
@@ -29,11 +29,12 @@ _HEADER_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application, and the bound socket at which it is reached; `beside`: the path of one beside a store."""
+    """An application, and the bound socket at which it is reached; `tls`: what https is spoken with; `beside`: the
+    path of one beside a store."""
 
     app: ASGIApp
     socket: socket.socket
-    tls: tuple[Path, Path] | None = None
+    tls: ssl.SSLContext | None = None
     beside: Path | None = None
 
     def close(self) -> None:
@@ -67,15 +68,8 @@ def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Ca
     Parameters
     ----------
     ready : called when clients are answered.
-
-    Raises
-    ------
-    UsageError : a certificate or its key cannot be used.
     """
-    configured = [_config(listener, drain) for listener in listeners]
-    for config in configured:
-        _load(config)
-    servers = [_Server(config) for config in configured]
+    servers = [server_of(listener, drain) for listener in listeners]
     with _told(warn):
         asyncio.run(_until_signalled(engine, servers, [each.socket for each in listeners], ready))
 
@@ -89,7 +83,7 @@ class _Server(uvicorn.Server):
 
 
 async def _until_signalled(
-    engine: Engine, servers: Sequence[_Server], sockets: Sequence[socket.socket], ready: Callable[[], None]
+    engine: Engine, servers: Sequence[uvicorn.Server], sockets: Sequence[socket.socket], ready: Callable[[], None]
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -117,9 +111,9 @@ async def _until_signalled(
             loop.remove_signal_handler(number)
 
 
-def _config(listener: Listener, drain: float) -> uvicorn.Config:
-    certificate, key = listener.tls or (None, None)
-    return uvicorn.Config(
+def server_of(listener: Listener, drain: float) -> uvicorn.Server:
+    """What answers at one socket; begun answers may take `drain` seconds at its end."""
+    config = uvicorn.Config(
         listener.app,
         http="h11",
         ws="none",
@@ -132,17 +126,10 @@ def _config(listener: Listener, drain: float) -> uvicorn.Config:
         backlog=_BACKLOG,
         h11_max_incomplete_event_size=_HEADER_BYTES,
         timeout_graceful_shutdown=math.ceil(drain),
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
     )
-
-
-def _load(config: uvicorn.Config) -> None:
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"the certificate or its key cannot be used: {why}", "PEM files, of one another") from error
+    config.load()
+    config.ssl = listener.tls
+    return _Server(config)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,10 +15,11 @@ from starlette.routing import Route
 
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.resolve import looks_local
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import EventStream
-from kvtool.serve.client import PATH
+from kvtool.serve.client import PATH, placed
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError
 from kvtool.serve.listening import listening, while_there
@@ -49,15 +51,16 @@ def shell_app(engine: Engine) -> Starlette:
 
 def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
     """Whether what the shell wants of the model is what there is: it says nothing else, or the same."""
-    plain = ModelOptions()
-    return all(
-        wanted.get(name) in (getattr(plain, name), getattr(loaded, name)) for name in ("model", "device", "dtype")
-    )
+    plain, own = ModelOptions(), replace(loaded, model=placed(loaded.model))
+    return all(wanted.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
 
 
 def _names_the_same(value: Mapping[str, Any]) -> bool:
     """Whether names of files mean here what they mean to the shell: both stand in one folder, or none is relative."""
-    names = (*texts(value, "chunks"), *texts(value, "documents"))
+    names = [*texts(value, "chunks"), *texts(value, "documents")]
+    embedder = value["options"].get("embedder")
+    if embedder and (looks_local(embedder) or os.path.exists(embedder)):
+        names.append(embedder)
     return all(map(os.path.isabs, names)) or value.get("folder") == os.getcwd()
 
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import httpx2
 import pytest
-import uvicorn
 
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.app import make_app
 from kvtool.serve.beside import leave, listen, socket_path
+from kvtool.serve.certificate import Certificate
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
+from kvtool.serve.server import Listener, server_of
 from kvtool.serve.shell import shell_app
 from tests.cli.working import built, tiny
 from tests.retrieval.conftest import static_model
@@ -60,12 +61,6 @@ def wait_until(true: Any) -> None:
         time.sleep(0.005)
 
 
-class _Quiet(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextmanager
 def serving(
     store: Path, key: str | None = KEY, asking: QueryOptions | None = None, model: str | None = None, **options: Any
@@ -73,24 +68,31 @@ def serving(
     """Serve a store in this process."""
     wanted = ServeOptions(key=key is not None, **options)
     warnings: list[str] = []
+
+    def warn(text: str, hint: str) -> None:
+        warnings.append(text)
+
+    tls = None
+    if wanted.tls_cert is not None and wanted.tls_key is not None:
+        tls = Certificate(wanted.tls_cert, wanted.tls_key, warn).context
     engine = Engine(
         store,
         ModelOptions(model=model),
-        lambda text, hint: warnings.append(text),
+        warn,
         parallel=wanted.parallel,
         queue=wanted.queue,
         patience=wanted.request_timeout,
     )
     bound = socket.create_server(("127.0.0.1", 0))
     beside = listen(socket_path(store))
-    served = Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
+    served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
     app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, served.log.append)
-    reached = [(app, bound)] + ([(shell_app(engine), beside)] if beside is not None else [])
-    servers = [_Quiet(_config(each)) for each, _ in reached]
+    reached = [Listener(app, bound, tls)] + ([Listener(shell_app(engine), beside)] if beside is not None else [])
+    servers = [server_of(each, drain=1) for each in reached]
     threads = [
-        threading.Thread(target=server.run, args=([place],))
-        for server, (_, place) in zip(servers, reached, strict=True)
+        threading.Thread(target=server.run, args=([listener.socket],))
+        for server, listener in zip(servers, reached, strict=True)
     ]
     engine.start()
     for thread in threads:
@@ -106,10 +108,6 @@ def serving(
         if beside is not None:
             leave(socket_path(store))
         engine.close()
-
-
-def _config(app: Any) -> uvicorn.Config:
-    return uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
 
 
 @pytest.fixture(scope="session")

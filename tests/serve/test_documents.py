@@ -50,6 +50,22 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
             assert client.delete(DOCUMENTS, params=wrong).status_code == 400
 
 
+def test_much_is_forgotten_only_where_that_is_said(store: Path) -> None:
+    with serving(store) as served, served.client as client:
+        before = client.get(DOCUMENTS).json()["data"]
+        for pattern in ("*", "**/*.md", str(Path(before[0]["source"]).parent), "*mill[0-3].md"):
+            for more in ({}, {"all": "false"}):
+                answer = client.delete(DOCUMENTS, params={"source": pattern, **more})
+                assert answer.status_code == 409, answer.text
+                assert "all=true" in answer.json()["error"]["hint"]
+        assert client.delete(DOCUMENTS, params={"source": "*", "all": "yes"}).status_code == 400
+        assert client.get(DOCUMENTS).json()["data"] == before
+        assert len(client.delete(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()["forgotten"]) == 3
+        gone = client.delete(DOCUMENTS, params={"source": "*", "all": "true"}).json()["forgotten"]
+        assert sorted(gone) == [row["source"] for row in before[3:]]
+        assert client.get(DOCUMENTS).json()["data"] == []
+
+
 def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) -> None:
     (tmp_path / "secret.md").write_text("# Secret\n\nNobody may know.")
     root = write_corpus(tmp_path / "open", 1)

@@ -159,6 +159,9 @@ def test_embeddings_where_there_is_an_embedder(store: Path, built: Path, static_
         assert [each.id for each in client.models.list()] == ["tiny", model]
         packed = client.embeddings.create(model=model, input=["mill", "river"])  # Base64
         plain = client.embeddings.create(model=model, input=["mill", "river"], encoding_format="float")
+        assert packed.usage.prompt_tokens == packed.usage.total_tokens > 0
+        longer = client.embeddings.create(model=model, input=["mill mill mill", "river"])
+        assert longer.usage.prompt_tokens == packed.usage.prompt_tokens + 2
         assert [row.embedding for row in packed.data] == [row.embedding for row in plain.data]
         assert sum(number**2 for number in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
         with pytest.raises(openai.BadRequestError):

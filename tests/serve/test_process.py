@@ -68,9 +68,6 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path
 
 def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
     kvtool("serve", "--store", store, "--no-key", "--host", "0.0.0.0").failed(2, "--no-key")
-    (tmp_path / "bad.pem").write_text("no certificate")
-    tls = ("--tls-cert", tmp_path / "bad.pem", "--tls-key", tmp_path / "bad.pem")
-    kvtool("serve", "--store", store, "--port", "0", *tls).failed(2, "certificate")
     key = tmp_path / "key"
     key.write_text("kv-x\n")
     key.chmod(0o644)

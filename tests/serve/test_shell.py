@@ -92,6 +92,32 @@ def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeyp
     assert not here
 
 
+def test_folders_of_models_are_those_of_the_shell(
+    store: Path, static_model: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies under their names in the server's folder."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    (here / "vectors").symlink_to(static_model)
+    (here / "network").symlink_to(tiny)
+    asked: list[str | None] = []
+    took = shell._ask
+    monkeypatch.setattr(shell, "_ask", lambda value: asked.append(value["options"]["embedder"]) or took(value))
+    monkeypatch.setattr(shell, "os", SimpleNamespace(path=os.path, getcwd=lambda: str(there)))
+    with serving(store):
+        monkeypatch.chdir(here)
+        base = ("query", QUESTION, "--store", store, *SHORT)
+        kvtool(*base, "--embedder", "vectors").fine()
+        kvtool(*base, "--embedder", "./vectors").fine()
+        kvtool(*base, "--embedder", static_model).fine()
+        assert asked == [str(here / "vectors")] * 2 + [str(static_model)]
+        kvtool(*base, "--embedder", "./nowhere").failed(12, "there is no embedding model")
+        assert len(asked) == 3
+        kvtool(*base, "--model", "./network").fine()  # by itself: the server was given no name
+        assert len(asked) == 3
+
+
 def test_the_socket_is_its_users_alone(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = socket_path(store)
     with serving(store):

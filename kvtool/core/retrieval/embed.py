@@ -22,6 +22,7 @@ _PICKLE = "pytorch_model.bin"
 _BATCH = 64  # texts at once
 _WANTED = ("*.json", "*.txt", "*.model", "*.safetensors")  # configuration, vocabulary, weights
 Encode = Callable[[Sequence[str]], Array]
+Count = Callable[[Sequence[str]], int]
 _PLUGINS = found("embedders")
 
 
@@ -42,6 +43,10 @@ class Embeds(Protocol):
 
     def encode(self, texts: Sequence[str]) -> Array:
         """Unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
+        ...
+
+    def count(self, texts: Sequence[str]) -> int:
+        """How many tokens it reads of texts, none added; 0 where it is not known. Raises ModelError."""
         ...
 
 
@@ -79,6 +84,10 @@ class _Plugged:
             raise self._broken(f"of {len(texts)} texts it makes {list(vectors.shape)} numbers")
         return _unit(vectors)
 
+    def count(self, texts: Sequence[str]) -> int:
+        """See Embeds. Packages are not asked for it."""
+        return 0
+
     def _broken(self, why: object) -> ModelError:
         error = why if isinstance(why, PluginError) else self._plugin.broken(why)
         return ModelError(error.message, error.hint)
@@ -105,7 +114,7 @@ class Embedder:
     def __init__(self, ref: str, offline: bool = False) -> None:
         self.ref = ref
         self._folder = _folder_of(ref, offline)
-        self._encode: Encode | None = None
+        self._loaded: tuple[Encode, Count] | None = None
         self._static = _is_static(self._folder, ref)
         package = "model2vec" if self._static else "sentence_transformers"
         if find_spec(package) is None:
@@ -126,16 +135,25 @@ class Embedder:
         ------
         ModelError : the model cannot be loaded.
         """
-        if self._encode is None:
-            try:
-                self._encode = (_static if self._static else _sentence)(self._folder)
-            except Exception as error:  # whatever is wrong with a model's files
-                raise _unloadable(self.ref, error) from error
+        encode, _ = self._load()
         rows = []
         for at in range(0, len(texts), _BATCH):
-            vectors = np.asarray(self._encode(texts[at : at + _BATCH]), dtype=np.float32)
+            vectors = np.asarray(encode(texts[at : at + _BATCH]), dtype=np.float32)
             rows.append(_unit(vectors))
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
+
+    def count(self, texts: Sequence[str]) -> int:
+        """Count the tokens that the model reads of texts, none added. Raises as `encode` does."""
+        _, count = self._load()
+        return count(texts)
+
+    def _load(self) -> tuple[Encode, Count]:
+        if self._loaded is None:
+            try:
+                self._loaded = (_static if self._static else _sentence)(self._folder)
+            except Exception as error:  # whatever is wrong with a model's files
+                raise _unloadable(self.ref, error) from error
+        return self._loaded
 
 
 def _unloadable(ref: str, error: Exception) -> ModelError:
@@ -186,14 +204,17 @@ def _is_static(folder: Path, ref: str) -> bool:
         raise ModelError(f"{ref} holds no embedding model: config.json cannot be read", "download it again") from error
 
 
-def _static(folder: Path) -> Encode:
+def _static(folder: Path) -> tuple[Encode, Count]:
     from model2vec import StaticModel
 
     model: Any = StaticModel.from_pretrained(str(folder))
-    return lambda texts: model.encode(list(texts), show_progress_bar=False)
+    return (
+        lambda texts: model.encode(list(texts), show_progress_bar=False),
+        lambda texts: sum(map(len, model.tokenizer.encode_batch(list(texts), add_special_tokens=False))),
+    )
 
 
-def _sentence(folder: Path) -> Encode:
+def _sentence(folder: Path) -> tuple[Encode, Count]:
     from sentence_transformers import SentenceTransformer
 
     from kvtool.core.model.load import quiet
@@ -202,4 +223,9 @@ def _sentence(folder: Path) -> Encode:
         model: Any = SentenceTransformer(
             str(folder), local_files_only=True, trust_remote_code=False, model_kwargs={"use_safetensors": True}
         )
-    return lambda texts: model.encode(list(texts), show_progress_bar=False)
+
+    def count(texts: Sequence[str]) -> int:
+        how = {"add_special_tokens": False, "truncation": True, "max_length": model.max_seq_length}
+        return sum(map(len, model.tokenizer(list(texts), **how)["input_ids"])) if texts else 0
+
+    return lambda texts: model.encode(list(texts), show_progress_bar=False), count

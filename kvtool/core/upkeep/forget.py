@@ -15,6 +15,10 @@ from kvtool.core.upkeep.plan import Plan
 from kvtool.core.upkeep.prune import Planner, Wanted
 
 
+class MuchError(UsageError):
+    """More than half of several documents would be forgotten, and nobody has said that they are to be."""
+
+
 def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
     """These documents, and the chunks that only they refer to. Pins are not looked at."""
     wanted = set(sources)
@@ -37,7 +41,7 @@ def forget(
 
     Raises
     ------
-    UsageError : a word means nothing, a document is pinned, or much would go unasked.
+    UsageError : a word means nothing, or a document is pinned; MuchError: much would go unasked.
     StoreNotFoundError, StoreLockedError, DamagedError : see `core/cache`.
     """
     with Store.open(path) as store:
@@ -60,7 +64,7 @@ def _refusal(inventory: Inventory, plan: Plan, yes: bool) -> UsageError | None:
         return UsageError(f"{pinned[0]} is pinned, so nothing was forgotten", "`kvtool store unpin` it first")
     all_of_it = len(inventory.documents)
     if not yes and len(going) > max(1, all_of_it // 2):
-        return UsageError(
+        return MuchError(
             f"{len(going)} of {all_of_it} documents would be forgotten",
             "`--dry-run` lists them; add --yes to do it",
         )

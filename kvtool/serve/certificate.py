@@ -1,0 +1,106 @@
+"""The certificate of a server that speaks https: checked before a model is loaded, read anew when it is renewed."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from kvtool.core.common.types import Warn
+from kvtool.core.errors import UsageError
+
+_BEFORE, _AFTER = 9, 10  # OpenSSL's codes of a certificate that is not valid yet, or not any more
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Certificate:
+    """A certificate chain and its private key, in PEM files.
+
+    Attributes
+    ----------
+    context : what connections are made with. Each asks whether the files have changed: whoever comes behind a renewal
+        gets the new certificate; where the new files cannot be used, the one before stays, and that is told once.
+
+    Raises
+    ------
+    UsageError : a file cannot be read, holds something else, the key is encrypted or another one's, or the certificate
+        is not valid today.
+    """
+
+    def __init__(self, chain: Path, key: Path, warn: Warn) -> None:
+        self._chain, self._key, self._warn = chain, key, warn
+        self._stamp = self._stamped()
+        self._current = self.context = _loaded(chain, key)
+        self.context.sni_callback = self._met
+
+    def _met(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        """Called at the beginning of every connection, whether it names a host or not."""
+        stamp = self._stamped()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._current = _loaded(self._chain, self._key)
+            except UsageError as error:
+                self._warn(f"the certificate was not renewed: {error.message}", error.hint)
+        connection.context = self._current
+
+    def _stamped(self) -> _Stamp:
+        """What changes when a file does; nothing of one that is not there."""
+        found = []
+        for path in (self._chain, self._key):
+            with suppress(OSError):
+                found.append(path.stat())
+        return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
+
+
+def _loaded(chain: Path, key: Path) -> ssl.SSLContext:
+    _check_holds(chain, b"-----BEGIN CERTIFICATE-----", "certificate")
+    _check_holds(key, b"PRIVATE KEY-----", "private key")
+
+    def encrypted() -> NoReturn:
+        raise UsageError(f"the key in {key} is encrypted", f"`openssl pkey -in {key} -out FILE` decrypts it")
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(chain, key, password=encrypted)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            hint = "name the key that the certificate was made for, or both anew"
+            raise UsageError(f"the key in {key} is not that of the certificate in {chain}", hint) from error
+        why = error.reason or str(error)
+        raise UsageError(f"the certificate in {chain} or its key cannot be used: {why}", "PEM files") from error
+    _check_valid(chain, context)
+    return context
+
+
+def _check_holds(path: Path, mark: bytes, what: str) -> None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UsageError(f"the {what} in {path} cannot be read: {why}", "check the path and its permissions") from error
+    if mark not in data:
+        raise UsageError(f"{path} holds no {what} in PEM", f"a PEM file has a line {mark.decode().lstrip()!r}")
+
+
+def _check_valid(chain: Path, server: ssl.SSLContext) -> None:
+    """Refuse a certificate that every client would, by shaking hands with a client that trusts it and no other."""
+    client = ssl.create_default_context(cafile=str(chain))
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for end in ends * 2:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in (_BEFORE, _AFTER):
+                what = "has expired" if error.verify_code == _AFTER else "is not valid yet"
+                raise UsageError(f"the certificate in {chain} {what}", "renew it, or set the clock") from error
+            return  # who trusts it otherwise than by itself may have no objection
