@@ -66,6 +66,7 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
         "revision": answer.facts["revision"],
         "tokens": answer.facts["tokens"],
         "queue_ms": round(answer.queue_ms, 1),
+        "others_ms": round(answer.others_ms, 1),
         "ttft_ms": timing["ttft"],
         "generate_ms": timing["generate"],
         "hits": sum(status != "miss" for status in statuses),

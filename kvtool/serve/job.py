@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
@@ -59,7 +60,8 @@ class Answer:
     finish : how it ended: `stop`, or `length` where it was cut off.
     facts : what `kvtool query --json` says of it.
     steps, generate_ms, stepper : tokens behind the first, the time that they took among others', and how.
-    queue_ms : how long the question waited for its turn.
+    queue_ms : how long the question waited for its turn. `others_ms`: how long its prompt stood still for answers that
+        were being written.
     warnings : texts and hints of what should be known although there is an answer.
     """
 
@@ -70,10 +72,11 @@ class Answer:
     steps: int
     stepper: str
     queue_ms: float
+    others_ms: float
     warnings: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, reply: Reply, queue_ms: float, warnings: list[tuple[str, str]]) -> Answer:
+    def of(cls, reply: Reply, job: Job) -> Answer:
         """The answer of a reply, whose prompt can be let go of."""
         said = reply.generated
         finish: Literal["stop", "length"] = "length" if said.end is None and said.stop is None else "stop"
@@ -84,8 +87,9 @@ class Answer:
             facts=reply.to_json(),
             steps=said.steps,
             stepper=said.stepper,
-            queue_ms=queue_ms,
-            warnings=tuple(warnings),
+            queue_ms=job.queue_ms,
+            others_ms=job.others_ms,
+            warnings=tuple(job.warnings),
         )
 
 
@@ -113,6 +117,7 @@ class Job:
     patience: float
     arrived: float = field(default_factory=time.monotonic)
     queue_ms: float = 0.0
+    others_ms: float = 0.0
     warnings: list[tuple[str, str]] = field(default_factory=list)
     begun: Begun | None = None
     writing: Writing | None = None
@@ -131,3 +136,12 @@ class Job:
             hint = "ask for fewer tokens or chunks, or start the server with a longer --request-timeout"
             return TooSlowError(f"the answer took longer than {self.patience:g} s", hint)
         return None
+
+
+def as_error(error: Exception) -> KvtoolError:
+    """Whatever went wrong, as a client is told it."""
+    if isinstance(error, KvtoolError):
+        return error
+    if is_out_of_memory(error):
+        return KvtoolError("out of memory", "ask for fewer chunks, or serve with a smaller --parallel")
+    return KvtoolError(f"unexpected {type(error).__name__}: {error}", "this is a bug in kvtool")

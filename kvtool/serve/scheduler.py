@@ -8,10 +8,9 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError
-from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell
+from kvtool.core.errors import ModelError, StoreFormatError
+from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell, as_error
 from kvtool.serve.resident import Resident
 
 if TYPE_CHECKING:
@@ -21,13 +20,17 @@ if TYPE_CHECKING:
 
 _ANOTHER_STORE = 2  # times that a question may find another store than the one that was there a moment before
 _RETRY_AFTER = (1, 60)  # seconds, at least and at most
+# Seconds of a prompt between two tokens of other answers; a step that takes longer itself has the prompt go on as long.
+_SLICE = 0.05
+_ENDED = "the server has ended"
 
 
 class Scheduler:
     """Answers jobs in the order in which they come.
 
     A turn takes one prompt to its first token, where an answer may begin, and then one step of every answer that was
-    begun. So no answer waits for the end of another, and a long prompt holds the others up once.
+    begun. Between the layers of the prompt, too, such steps are taken, so that no answer waits for the end of another,
+    nor for a long prompt. What is stored of an answer is made when its turn is over, in the same way.
 
     Parameters
     ----------
@@ -42,7 +45,8 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
-        self._together: Together | None = None
+        self._stepped = self._step_took = 0.0  # when the last step ended, by `time.monotonic()`, and its seconds
+        self._unkept: deque[Begun] = deque()
         self._seconds = 1.0  # that an answer has taken lately
         self._taking, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
@@ -117,12 +121,12 @@ class Scheduler:
     def _run(self) -> None:
         from kvtool.core.model.together import Together
 
-        self._together = Together()
+        together = Together()
         while self._is_work():
             with self._resident.turn():
-                self._turn(self._together)
+                self._turn(together)
         for job in self._jobs():
-            self._end(job, BusyError("the server has ended", _RETRY_AFTER[0]))
+            self._end(job, BusyError(_ENDED, _RETRY_AFTER[0]))
 
     def _is_work(self) -> bool:
         """Wait for something to do; False: it is over."""
@@ -134,16 +138,51 @@ class Scheduler:
         self._drop_lost(together)
         if (job := self._next()) is not None:
             self._begin(job, together)
+        self._step(together)
+        while self._unkept:
+            self._keep(self._unkept.popleft(), together)
+
+    def _step(self, together: Together) -> None:
+        """Write a token of every answer that was begun, and end those that are done."""
+        started = time.monotonic()
         try:
             done = together.step()
         except Exception as error:  # out of memory, most likely: nobody knows which of them could go on
-            for job in list(self._running):
-                self._end(job, _as_error(error))
+            for job in [job for job in self._running if job.writing is not None]:
+                self._end(job, as_error(error))
             together.writings.clear()
-            return
+            done = []
         ended = {id(writing) for writing in done}
         for job in [job for job in self._running if id(job.writing) in ended]:
             self._answer(job)
+        self._stepped = time.monotonic()
+        self._step_took = self._stepped - started
+
+    def _give_way(self, together: Together, job: Job | None = None) -> None:
+        """Let other answers go on between two layers of a prompt, if it has had its share of the time.
+
+        Parameters
+        ----------
+        job : whose prompt it is.
+
+        Raises
+        ------
+        KvtoolError : nobody waits for it any more.
+        """
+        if job is not None and self._stopped:
+            raise BusyError(_ENDED, _RETRY_AFTER[0])
+        if job is not None and (lost := job.lost) is not None:
+            raise lost
+        if not together.writings or not self._is_time():
+            return
+        started, self._current = time.monotonic(), None
+        try:
+            self._drop_lost(together, but=job)
+            self._step(together)
+        finally:
+            self._current = job
+        if job is not None:
+            job.others_ms += (time.monotonic() - started) * 1e3
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -157,28 +196,34 @@ class Scheduler:
         with self._changed:
             return [*self._running, *self._waiting]
 
-    def _drop_lost(self, together: Together) -> None:
-        """Let go of jobs that nobody waits for, or that have taken too long."""
+    def _is_time(self) -> bool:
+        """Whether answers have waited for long enough for a prompt."""
+        return time.monotonic() - self._stepped >= max(_SLICE, self._step_took)
+
+    def _drop_lost(self, together: Together, but: Job | None = None) -> None:
+        """Let go of jobs that nobody waits for, or that have taken too long; `but`: the one that is begun just now."""
         for job in self._jobs():
-            if (lost := job.lost) is not None:
+            if job is not but and (lost := job.lost) is not None:
                 if job.writing is not None:
                     together.remove(job.writing)
                 self._end(job, lost)
 
     def _begin(self, job: Job, together: Together) -> None:
         """Bring a job to its first token."""
+        from kvtool.core.model.between import between_layers
         from kvtool.core.model.generate import Writing
 
         job.queue_ms = (time.monotonic() - job.arrived) * 1e3
         self._current = job
         try:
-            begun = job.begun = self._begun(job)
+            with between_layers(lambda: self._give_way(together, job)):
+                begun = job.begun = self._begun(job)
             sampling = replace(begun.sampling, stop=job.ask.stop)
             cache, decoder = begun.outcome.fused.cache, begun.session.decoder
             job.writing = Writing(decoder, cache, begun.known, sampling, lambda piece: self._tell(job, piece))
             together.add(job.writing)
         except Exception as error:
-            self._end(job, _as_error(error))
+            self._end(job, as_error(error))
         finally:
             self._current = None
 
@@ -200,16 +245,23 @@ class Scheduler:
         begun = job.begun
         try:
             reply = begun.reply(job.writing.end())
-            event: Event = Answer.of(reply, job.queue_ms, job.warnings)
+            event: Event = Answer.of(reply, job)
         except Exception as error:
-            event = _as_error(error)
+            event = as_error(error)
         self._end(job, event)
         if isinstance(event, Answer):
-            try:
+            self._unkept.append(begun)
+
+    def _keep(self, begun: Begun, together: Together) -> None:
+        """Keep what is to be kept of an answer that was told."""
+        from kvtool.core.model.between import between_layers
+
+        try:
+            with between_layers(lambda: self._give_way(together)):
                 begun.keep()
-            except Exception as error:  # the answer stands
-                failed = _as_error(error)
-                self._warn(f"what was computed of a prompt could not be kept: {failed.message}", failed.hint)
+        except Exception as error:  # the answer stands
+            failed = as_error(error)
+            self._warn(f"what was computed of a prompt could not be kept: {failed.message}", failed.hint)
 
     def _end(self, job: Job, event: Event) -> None:
         """Tell a job its last event; of one that has ended already nothing more is told."""
@@ -236,7 +288,7 @@ class Scheduler:
         except LeftError:
             job.left = True
         except Exception as error:
-            job.failed = _as_error(error)
+            job.failed = as_error(error)
             self._warn(f"an event could not be told: {job.failed.message}", job.failed.hint)
 
 
@@ -246,11 +298,3 @@ def _begun(session: Session, ask: Ask) -> Begun:
 
     with session.lock, session.store.view():
         return begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
-
-
-def _as_error(error: Exception) -> KvtoolError:
-    if isinstance(error, KvtoolError):
-        return error
-    if is_out_of_memory(error):
-        return KvtoolError("out of memory", "ask for fewer chunks, or serve with a smaller --parallel")
-    return KvtoolError(f"unexpected {type(error).__name__}: {error}", "this is a bug in kvtool")

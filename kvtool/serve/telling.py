@@ -27,7 +27,8 @@ def about(answer: Answer) -> dict[str, Any]:
     facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
     best_first = sorted(answer.chunks, key=lambda chunk: -(chunk.score or 0))
     facts["sources"] = list(dict.fromkeys(chunk.place for chunk in best_first))
-    facts["timing_ms"] = {**facts["timing_ms"], "queue": round(answer.queue_ms, 3)}
+    waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
+    facts["timing_ms"] = facts["timing_ms"] | waits
     facts["warnings"] = [{"message": text, "hint": hint} for text, hint in answer.warnings]
     return facts
 

@@ -19,12 +19,14 @@ from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
+from kvtool.core.model.between import step_aside
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Table
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the others compute
+_LOOKS = 0.02  # seconds between two looks at what is waited for
 _ENVELOPE_BYTES = 256  # at most, around a record's payload, what aligns it, and its line in the table of a layer
 
 
@@ -115,7 +117,8 @@ class Loader:
         """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
         if not self._ready[layer].is_set():
             started = time.perf_counter()
-            while not self._ready[layer].wait(self._patience):
+            while not self._ready[layer].wait(_LOOKS):
+                step_aside()
                 self._give_up_slow()
             self.waited_s += add_span(self._timeline, "wait", started, layer=layer)
         if self._error is not None:

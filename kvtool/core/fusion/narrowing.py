@@ -17,6 +17,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.between import for_this_pass
 from kvtool.core.model.modules import CACHES
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tail import of_rows, tables_of_rows
@@ -109,7 +110,7 @@ class Narrowing:
         """Hooks on every layer from the first narrowing on."""
         first = min(self.targets)
         handles = [
-            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            module.register_forward_pre_hook(for_this_pass(self._hook(layer)), with_kwargs=True)
             for layer, module in enumerate(self._decoder.layers)
             if layer >= first
         ]

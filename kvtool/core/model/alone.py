@@ -23,6 +23,7 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.between import for_this_pass
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.modules import recurrences_of
 from kvtool.core.model.prompt_cache import BufferLayer
@@ -182,7 +183,7 @@ class _Carrying:
         """Listen to the layers; the hooks are to be removed."""
         modules = recurrences_of(self.decoder.layers)
         return [
-            module.register_forward_hook(self._hook(number, cache), with_kwargs=True)
+            module.register_forward_hook(for_this_pass(self._hook(number, cache)), with_kwargs=True)
             for number, module in modules.items()
         ]
 

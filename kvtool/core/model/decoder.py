@@ -14,6 +14,7 @@ from kvtool.core.common.turns import Turns
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
+from kvtool.core.model.between import giving_way
 from kvtool.core.model.kernels import compile_ahead
 from kvtool.core.model.kinds import kinds_of
 from kvtool.core.model.kv_shape import KVShape
@@ -236,7 +237,8 @@ class Decoder:
         # Beside torch's own threads, which wait spinning after its products, helpers would only take turns with those.
         alone = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
-            with gathered(torch.get_num_threads() if alone else 1), attention.passing(lambda: cache.rows):
+            crew = gathered(torch.get_num_threads() if alone else 1)
+            with crew, attention.passing(lambda: cache.rows), giving_way(self.layers):
                 return module(
                     input_ids=ids[None],
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvtool.core.common.types import Ids
 from kvtool.core.model.attention import passing
+from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.side_by_side import SideBySide, Watch
 
@@ -151,7 +152,7 @@ def prefill_chunks(
         to_keys.copy_(decoder.rotary.rotate(keys, undo, layer)[0], non_blocking=True)
         to_values.copy_(values[0], non_blocking=True)
 
-    with out_of_memory_hint(len(tokens)), suppress(_Done), passing(lambda: rows):
+    with out_of_memory_hint(len(tokens)), suppress(_Done), passing(lambda: rows), giving_way(decoder.layers):
         decoder.base(
             input_ids=torch.tensor([tokens], device=decoder.device),
             position_ids=positions[None],

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
+from kvtool.core.model.between import for_this_pass
+
 Some = slice | torch.Tensor
 
 
 @contextmanager
 def last_rows_only(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
     """Let these layers, which follow each other to a model's end, compute the last `keep` rows."""
-    handles = [layer.register_forward_pre_hook(_cut(slice(-keep, None), keep), with_kwargs=True) for layer in layers]
+    cut = for_this_pass(_cut(slice(-keep, None), keep))
+    handles = [layer.register_forward_pre_hook(cut, with_kwargs=True) for layer in layers]
     try:
         yield
     finally:

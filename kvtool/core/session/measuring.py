@@ -17,6 +17,7 @@ from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing
 from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, fit, fit_pass
 from kvtool.core.model.attention import Rows
+from kvtool.core.model.between import step_aside, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
@@ -73,9 +74,11 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
     rows = Rows.of(torch.tensor(list(positions)), decoder.device)
 
     def timed() -> float:
-        started = time.perf_counter()
-        decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
-        return time.perf_counter() - started
+        step_aside()
+        with uninterrupted():
+            started = time.perf_counter()
+            decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
+            return time.perf_counter() - started
 
     return timed
 
@@ -156,9 +159,10 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     tokens = segments[-1].stop
     cache = decoder.new_cache(tokens)
     cache.set_length(tokens)
+    step_aside()
     busy, started = time.process_time(), time.perf_counter()
     try:
-        with Loader(decoder, [segments] * decoder.stored_layers, cache, source) as loader:
+        with uninterrupted(), Loader(decoder, [segments] * decoder.stored_layers, cache, source) as loader:
             for layer in range(decoder.stored_layers):
                 loader.wait(layer)
             cache.buffers[-1].keys.sum().item()  # which waits for a GPU

@@ -1,0 +1,166 @@
+"""A pass that stops before every layer for a token of another answer gives the same bits, and so does that answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.full import Full
+from kvtool.core.model.alone import Behind, compute_alone
+from kvtool.core.model.between import between_layers, uninterrupted
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Generated, Sampling, Writing, first_token, generate
+from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.model.together import Together
+from tests.fusion.making import CHUNKS, NAMES, PREFIX, Case, Ids, case, new_case, same_bits, tokens
+from tests.fusion.test_chain import Shelf, decoder, plan_of
+
+OTHERS: tuple[Ids, ...] = (tokens(40, 90), tokens(9, 91))
+SEVERAL = ("bamba", "falcon-h1", "lfm2", "qwen3.5")
+LONG = Sampling(24)
+# Modes that narrow rows on the way, that ask for the question's attention first, and the rest.
+MODES = tuple(name for name in SELECTORS if name != "prefix")
+
+
+@dataclass
+class Beside:
+    """Answers that are written while something else is computed: a token of each whenever there is room."""
+
+    decoder: Decoder
+    together: Together = field(default_factory=Together)
+    writings: list[Writing] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        for ids in OTHERS:
+            logits, cache = self.decoder.prefill(ids, reserve=LONG.max_tokens)
+            self.writings.append(Writing(self.decoder, cache, [first_token(logits, LONG)], LONG))
+            self.together.add(self.writings[-1])
+
+    def step(self) -> None:
+        self.steps += 1
+        self.together.step()
+
+    def said(self) -> list[Ids]:
+        while self.together.writings:
+            self.together.step()
+        return [writing.end().ids for writing in self.writings]
+
+
+def alone(one: Decoder) -> list[Ids]:
+    found: list[Generated] = []
+    for ids in OTHERS:
+        logits, cache = one.prefill(ids, reserve=LONG.max_tokens)
+        found.append(generate(one, cache, first_token(logits, LONG), LONG))
+    return [each.ids for each in found]
+
+
+def check_fuse(one: Case, mode: str) -> None:
+    plan, selector = one.plan(holes=[1]), SELECTORS[mode]()
+    expected, beside = one.fuse(plan, selector), Beside(one.decoder)
+    with between_layers(beside.step):
+        found = one.fuse(plan, selector)
+    assert same_bits(expected, found)
+    assert found.tokens == expected.tokens
+    assert beside.steps >= len(one.decoder.layers)
+    assert beside.said() == alone(one.decoder)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode(mode: str) -> None:
+    check_fuse(case("llama"), mode)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
+def test_each_family(name: str) -> None:
+    """By `blend`, which hooks into the layers."""
+    check_fuse(case(name), "blend")
+
+
+def test_models_own_forward_beside_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by the model's own forward pass the same layers as the pass that they interrupt."""
+    monkeypatch.setenv("KVTOOL_STEPPER", "torch")
+    check_fuse(new_case("qwen3"), "blend")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_models_that_keep_states(name: str) -> None:
+    plan, one = plan_of(), decoder(name)
+    expected = Shelf().answer(name, plan).fused
+    beside = Beside(one)
+    with between_layers(beside.step):
+        found = Shelf().answer(name, plan).fused
+    assert torch.equal(expected.logits, found.logits)
+    assert beside.steps >= len(one.layers)
+    assert beside.said() == alone(one)
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3-next"])
+def test_chunks_of_states_that_are_made_meanwhile(name: str) -> None:
+    one = decoder(name)
+    behind = Behind(one, PREFIX)
+    expected, beside = compute_alone(one, behind, CHUNKS[0]), Beside(one)
+    with between_layers(beside.step):
+        found = compute_alone(one, behind, CHUNKS[0])
+    for layer, states in expected.states.items():
+        for key, state in states.items():
+            assert torch.equal(state, found.states[layer][key])
+    assert beside.steps == len(one.layers)
+    assert beside.said() == alone(one)
+
+
+def test_chunks_that_are_made_meanwhile() -> None:
+    one = case("llama").decoder
+    items, lead_in = [PrefillItem(CHUNKS[0]), PrefillItem(CHUNKS[1])], LeadIn(one, PREFIX)
+    expected, beside = prefill_chunks(one, lead_in, items), Beside(one)
+    with between_layers(beside.step):
+        found = prefill_chunks(one, lead_in, items)
+    for a, b in zip(expected, found, strict=True):
+        for (keys, values), (more_keys, more_values) in zip(a.layers, b.layers, strict=True):
+            assert torch.equal(keys, more_keys)
+            assert torch.equal(values, more_values)
+    assert beside.steps == len(one.layers)
+    assert beside.said() == alone(one)
+
+
+def test_what_it_raises_ends_the_pass() -> None:
+    """And nothing of it is left on the layers."""
+    one, left = case("llama"), KvtoolError("nobody waits")
+    count = 0
+
+    def leave() -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise left
+
+    plan = one.plan()
+    expected = one.fuse(plan, Full())
+    with pytest.raises(KvtoolError) as raised, between_layers(leave):
+        one.fuse(plan, Full())
+    assert raised.value is left
+    assert not one.decoder.hooked
+    assert same_bits(expected, one.fuse(plan, Full()))
+
+
+def test_a_pass_that_is_timed_stops_for_nothing() -> None:
+    one, stops = case("llama").decoder, []
+    with between_layers(lambda: stops.append(True)), uninterrupted():
+        one.prefill(tokens(30, 2))
+    assert not stops
+
+
+def test_nothing_stops_a_pass_that_runs_between_layers() -> None:
+    one, deep = case("llama").decoder, []
+
+    def inside() -> None:
+        deep.append(one.prefill(tokens(12, 1))[0])
+
+    with between_layers(inside):
+        one.prefill(tokens(30, 2))
+    assert len(deep) == len(one.layers)
+    assert torch.equal(deep[0], deep[-1])

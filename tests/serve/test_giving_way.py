@@ -1,0 +1,219 @@
+"""A prompt gives way to answers that are being written, between its layers; counted, not timed."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtool
+from kvtool.core.errors import KvtoolError, KvtoolWarning
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.together import Together
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError
+from kvtool.serve.scheduler import Scheduler
+from tests.cli.working import LAYERS, QUESTION, chunks_of, drop_records
+from tests.serve.conftest import PATIENCE
+
+OTHER = "Who built the first mill?"
+LONG, SHORT = QueryOptions(max_tokens=300, fusion="full"), QueryOptions(max_tokens=6, fusion="full")
+
+
+@dataclass
+class Watched:
+    """An engine whose prompts give way before every layer.
+
+    Attributes
+    ----------
+    heard : all events in their order, with the question that they are about.
+    gave_way : by question, how often its prompt did; `steps`: how many steps were taken in its time.
+    meanwhile : called at each, with the job.
+    """
+
+    engine: Engine
+    heard: list[tuple[str, Event]] = field(default_factory=list)
+    gave_way: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    meanwhile: Callable[[Job], None] = lambda job: None
+    warnings: list[str] = field(default_factory=list)
+    _ends: queue.SimpleQueue[tuple[str, Event]] = field(default_factory=queue.SimpleQueue)
+    _now: str = "keeping"
+    _started: bool = False
+
+    def ask(self, question: str, options: QueryOptions) -> Job:
+        def tell(event: Event) -> None:
+            self.heard.append((question, event))
+            if not isinstance(event, str):
+                self._ends.put((question, event))
+
+        return self.engine.submit(Ask(Request(question), options), tell)
+
+    def asked(self, *asked: tuple[str, QueryOptions]) -> dict[str, Event]:
+        """Ask all before the first is begun; the events at the end of each."""
+        for question, options in asked:
+            self.ask(question, options)
+        if not self._started:
+            self._started = True
+            self.engine.start()
+        return self.ends(len(asked))
+
+    def ends(self, count: int) -> dict[str, Event]:
+        return dict(self._ends.get(timeout=PATIENCE) for _ in range(count))
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        scheduler = self.engine.scheduler
+        begin, give_way, step = scheduler._begin, scheduler._give_way, Together.step
+
+        def begins(job: Job, together: Together) -> None:
+            self._now = job.ask.request.question
+            begin(job, together)
+            self._now = "keeping"
+
+        def gives_way(together: Together, job: Job | None = None) -> None:
+            self.gave_way[self._now] = self.gave_way.get(self._now, 0) + 1
+            if job is not None:
+                self.meanwhile(job)
+            give_way(together, job)
+
+        def steps(together: Together) -> Any:
+            self.steps[self._now] = self.steps.get(self._now, 0) + 1
+            return step(together)
+
+        patch.setattr(scheduler, "_begin", begins)
+        patch.setattr(scheduler, "_give_way", gives_way)
+        patch.setattr(scheduler, "_is_time", lambda: True)
+        patch.setattr(Together, "step", steps)
+
+
+@contextmanager
+def watched(store: Path, patch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    warnings: list[str] = []
+    made = Watched(Engine(store, ModelOptions(), lambda text, hint: warnings.append(text)), warnings=warnings)
+    made.watch(patch)
+    try:
+        yield made
+    finally:
+        made.engine.close()
+
+
+def alone(store: Path, question: str, options: QueryOptions) -> str:
+    with kvtool.open(store) as cache:
+        return cache.query(question, fusion=options.fusion, max_tokens=options.max_tokens).answer
+
+
+def text_of(event: Event) -> str:
+    assert isinstance(event, Answer), event
+    return event.text
+
+
+def test_an_answer_goes_on_between_the_layers_of_anothers_prompt(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(ready, monkeypatch) as one:
+        ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
+    assert one.gave_way[OTHER] >= LAYERS
+    assert one.steps[OTHER] == one.gave_way[OTHER]  # one before each layer, and none before the first prompt's
+    assert QUESTION not in one.steps
+    assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
+    assert text_of(ends[OTHER]) == alone(ready, OTHER, SHORT)
+    assert isinstance(ends[OTHER], Answer)
+    assert ends[OTHER].others_ms > 0
+
+
+@pytest.mark.parametrize("fusion", ["blend", "epic", "infoflow", "union"])
+def test_every_mode_answers_as_alone(ready: Path, monkeypatch: pytest.MonkeyPatch, fusion: str) -> None:
+    options = QueryOptions(max_tokens=6, fusion=fusion)
+    with watched(ready, monkeypatch) as one:
+        ends = one.asked((QUESTION, LONG), (OTHER, options))
+    assert one.steps[OTHER] >= LAYERS
+    assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
+    assert text_of(ends[OTHER]) == alone(ready, OTHER, options)
+
+
+def test_an_answer_that_ends_in_anothers_prompt_is_told_at_once(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = QueryOptions(max_tokens=3, fusion="full")
+    with watched(ready, monkeypatch) as one:
+        ends = one.asked((QUESTION, short), (OTHER, SHORT))
+    order = [question for question, event in one.heard if isinstance(event, Answer)]
+    first = next(number for number, (question, _) in enumerate(one.heard) if question == OTHER)
+    assert order == [QUESTION, OTHER]
+    assert one.heard[first - 1] == (QUESTION, ends[QUESTION])
+    assert one.steps[OTHER] == 1  # the second token came at the end of its own turn
+    assert text_of(ends[QUESTION]) == alone(ready, QUESTION, short)
+    assert text_of(ends[OTHER]) == alone(ready, OTHER, SHORT)
+
+
+def test_who_leaves_is_let_go_of_before_the_next_layer(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(ready, monkeypatch) as one:
+        one.meanwhile = lambda job: one.engine.scheduler.leave(job) if one._now == OTHER else None
+        ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
+        assert one.gave_way[OTHER] == 1
+        one.meanwhile = lambda job: None
+        assert text_of(one.asked((OTHER, SHORT))[OTHER]) == alone(ready, OTHER, SHORT)
+    assert isinstance(ends[OTHER], LeftError)
+    assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
+
+
+def test_what_goes_wrong_with_the_others_leaves_a_prompt_alone(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(ready, monkeypatch) as one:
+        step, failed = Together.step, []
+
+        def fails(together: Together) -> Any:
+            if one._now == OTHER and not failed:
+                failed.append(True)
+                raise MemoryError
+            return step(together)
+
+        monkeypatch.setattr(Together, "step", fails)
+        ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
+    assert isinstance(ends[QUESTION], KvtoolError)
+    assert "memory" in ends[QUESTION].message
+    assert text_of(ends[OTHER]) == alone(ready, OTHER, SHORT)
+
+
+def test_what_goes_wrong_with_a_prompt_leaves_the_others_alone(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(ready, monkeypatch) as one:
+
+        def fails(job: Job) -> None:
+            if one._now == OTHER:
+                raise ValueError("a layer has failed")
+
+        one.meanwhile = fails
+        ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
+    assert isinstance(ends[OTHER], KvtoolError)
+    assert text_of(ends[QUESTION]) == alone(ready, QUESTION, LONG)
+
+
+def test_what_is_kept_of_an_answer_is_made_between_the_others(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that were missing are computed anew behind the answer, as if nobody were there."""
+    options = QueryOptions(max_tokens=6, fusion="reuse")
+    lost = [chunk for number in range(6) for chunk in chunks_of(store, f"mill{number}.md")]
+    drop_records(store, *lost)
+    with pytest.warns(KvtoolWarning, match="computed in place"):
+        expected = alone(Path(shutil.copytree(store, tmp_path / "other")), OTHER, options)
+    with watched(store, monkeypatch) as one:
+        ends = one.asked((QUESTION, LONG), (OTHER, options))
+        again = one.asked((OTHER, options))[OTHER]
+    assert one.gave_way["keeping"] >= LAYERS
+    assert one.steps["keeping"] > 0
+    assert text_of(ends[OTHER]) == expected
+    assert isinstance(again, Answer)
+    assert {chunk.status for chunk in again.chunks} == {"hit"}
+    assert text_of(ends[QUESTION]) == alone(store, QUESTION, LONG)
+
+
+def test_an_end_does_not_wait_for_a_prompt(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(ready, monkeypatch) as one:
+        scheduler: Scheduler = one.engine.scheduler
+        one.meanwhile = lambda job: setattr(scheduler, "_stopped", True)
+        assert isinstance(one.asked((QUESTION, LONG))[QUESTION], BusyError)
+    assert one.gave_way == {QUESTION: 1}
