@@ -89,6 +89,8 @@ def _show(run: Run, report: IngestReport) -> None:
         f"documents: {documents.added} {would}added, {documents.changed} changed, {documents.unchanged} unchanged, "
         f"{documents.removed} removed, {documents.failed} failed"
     )
+    if report.not_read_again:
+        run.out.print(f"failed before, and not read again until they change: {report.not_read_again} (--retry does)")
     if any(report.skipped.values()):
         kinds = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items() if count)
         run.out.print(f"files skipped: {kinds}{' (-v names them)' if run.out.verbosity == 0 else ''}")

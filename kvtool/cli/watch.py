@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from kvtool.core.ingest.watcher import Watcher
 
-_NOT_HERE = ("sync", "dry_run", "continue_on_error", "log")  # it syncs, goes on, and tells what it does as it does it
+# it syncs, goes on, and tells what it does as it does it
+_NOT_HERE = ("sync", "retry", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]
 
 app = new_app()

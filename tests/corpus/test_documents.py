@@ -17,7 +17,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
 from kvtool.core.corpus import reading as reading_room
 from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
-from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, package
+from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, opened
 from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
@@ -81,7 +81,7 @@ def test_pages_without_text_are_told(reading: Reading) -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line() -> None:
-    with pytest.raises(MissingPackage) as raised, package("nothing-like-it"):
+    with pytest.raises(MissingPackage) as raised, opened("thing", "nothing-like-it"):
         import nothing_like_it  # noqa: F401
     assert (raised.value.message, raised.value.hint) == ("nothing-like-it is not installed", EXTRA)
 

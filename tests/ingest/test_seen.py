@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.corpus import readers
+from kvtool.core.corpus.reading import Document, Reading
 from kvtool.core.ingest import seen
 
 
@@ -93,3 +95,64 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
     command = ("--reader", "txt=tac {}", "--read-timeout", "10m")
     assert counts(fresh, folder, reads, *command) == (3, 0, 3)
     assert counts(fresh, folder, reads, *command) == (0, 3, 0)
+
+
+class TestFailures:
+    """A file that could not be read fails again with the same words, without being read."""
+
+    @pytest.fixture
+    def parsed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The files that were given to a reader."""
+        given: list[str] = []
+        real = Reading.documents
+
+        def counting(reading: Reading, path: Path, data: bytes) -> list[Document]:
+            given.append(path.name)
+            return real(reading, path, data)
+
+        monkeypatch.setattr(Reading, "documents", counting)
+        return given
+
+    @pytest.fixture
+    def broken(self, folder: Path) -> Path:
+        path = folder / "broken.docx"
+        path.write_bytes(b"PK no container")
+        return path
+
+    @pytest.mark.usefixtures("settled")
+    def test_they_are_told_again_and_not_parsed(
+        self, fresh: Any, folder: Path, broken: Path, parsed: list[str], reads: Counter[str]
+    ) -> None:
+        first = fresh(folder).fine(3).json
+        assert (first["not_read_again"], parsed.count("broken.docx")) == (0, 1)
+        reads.clear()
+        again = fresh(folder).fine(3)
+        assert again.json["failures"] == first["failures"]
+        assert again.json["documents"]["failed"] == again.json["not_read_again"] == 1
+        assert (parsed.count("broken.docx"), reads["broken.docx"]) == (1, 0)
+        fresh(folder, "--retry").fine(3)
+        os.utime(broken, ns=(1, 1))
+        fresh(folder).fine(3)
+        assert parsed.count("broken.docx") == 3
+
+    @pytest.mark.usefixtures("settled", "broken")
+    def test_they_are_told_again_where_nothing_else_is_there(
+        self, fresh: Any, folder: Path, broken: Path, parsed: list[str]
+    ) -> None:
+        fresh(folder / "one.txt").fine()
+        for _ in range(2):
+            fresh(broken).failed(2, "damaged")
+        assert parsed.count("broken.docx") == 1
+
+    @pytest.mark.usefixtures("settled", "broken")
+    def test_what_reads_them_now_tries_them(
+        self, fresh: Any, folder: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fresh(folder).fine(3)
+        fresh(folder, "--read-timeout", "2m").fine(3)
+        monkeypatch.setattr(readers, "version", lambda library: "0.0.1")  # another one was installed
+        fresh(folder).fine(3)
+        fresh(folder).fine(3)
+        assert parsed.count("broken.docx") == 3
+        fresh(folder, "--reader", "docx=cat {}").fine()
+        assert parsed.count("broken.docx") == 4

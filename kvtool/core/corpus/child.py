@@ -56,7 +56,7 @@ def _answer(path: Path, data: bytes, most: int) -> dict[str, Any]:
             raise UnreadableFile(f"holds more than {most:,} characters of text", "split it")
         return {"documents": [asdict(document) for document in documents]}
     except UnreadableFile as error:
-        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+        return error.to_row()
     except MemoryError:
         return {"error": "MemoryError"}
     except RecursionError:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.corpus.readers import Document, UnreadableFile, source_of
-from kvtool.core.corpus.readers.document import joined
+from kvtool.core.corpus.readers.document import numbered
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.errors import UsageError
 
@@ -77,7 +77,7 @@ def read_by(command: str, path: Path, seconds: float, most: int) -> list[Documen
     pages = text.split("\f")
     if len(pages) == 1:
         return [Document(source_of(path), text, "text", notes)]
-    document = joined(source_of(path), "text", ((f"p. {number}", page) for number, page in enumerate(pages, 1)))
+    document = numbered(source_of(path), "text", "p.", pages)
     return [replace(document, notes=notes)]
 
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -15,17 +17,17 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self
 
+from kvtool import __version__
 from kvtool.core.common.children import python
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.commands import read_by
-from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingPackage, UnreadableFile, ending_of
+from kvtool.core.corpus.readers import Document, UnreadableFile, ending_of
 
 _MOST_TEXT = 1 << 27  # characters of a file's text
 _MOST_ANSWER = 1 << 31  # bytes of what the process that reads may answer
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
 _PROGRAM = "from kvtool.core.corpus.child import serve\nserve(int(sys.argv[1]), int(sys.argv[2]))"
-_KINDS = {kind.__name__: kind for kind in (UnreadableFile, EmptyFile, BinaryFile, MissingPackage)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Reading:
         self.commands = dict(commands or {})
         self.bounds = bounds or Bounds()
         self._child: _Child | None = None
+        self._means: dict[str, str] = {}  # by what picks the reader
 
     def __enter__(self) -> Self:
         return self
@@ -73,6 +76,15 @@ class Reading:
         if command is None and (plugin := readers.plugin_of(path)) is not None:
             command = str(plugin)
         return "" if command is None else hashlib.sha256(command.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def means(self, path: PurePath) -> str:
+        """What it hangs on, besides the file itself, whether it can be read: kvtool, what is installed, the bounds."""
+        key = ending_of(path)
+        if key not in self._means:
+            command = self.commands.get(key)
+            tool = "" if command is None else _program(command)
+            self._means[key] = repr((__version__, self.settings(path), readers.library_of(path), tool, self.bounds))
+        return self._means[key]
 
     def documents(self, path: Path, data: bytes) -> list[Document]:
         """Read the documents of one file.
@@ -158,9 +170,15 @@ class _Child:
         return f"damaged: what reads it has crashed (code {code})", "open it in its own program and save it anew"
 
 
+def _program(command: str) -> str:
+    """The program of a command as it is installed: where, and since when; empty where it is not."""
+    place = shutil.which(shlex.split(command)[0])
+    return f"{place} {os.stat(place).st_mtime_ns}" if place is not None else ""
+
+
 def _documents(answer: Mapping[str, Any]) -> list[Document]:
-    if (error := answer.get("error")) is not None:
-        raise _KINDS.get(error, UnreadableFile)(answer["message"], answer["hint"])
+    if "error" in answer:
+        raise UnreadableFile.from_row(answer)
     return [
         Document(
             one["source"],

@@ -43,10 +43,11 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be taken, and why."""
+    """A file that could not be taken, and why; `before`: that is known of an earlier run, and it was not read now."""
 
     path: str
     error: str
+    before: bool = False
 
 
 class Skip(StrEnum):

@@ -48,6 +48,7 @@ class Account:
                 f"{failure.path}: {failure.error}", "without --fail-fast the other files are ingested all the same"
             )
         self.report.documents.failed += 1
+        self.report.not_read_again += failure.before
         self.report.failures.append({"path": failure.path, "error": failure.error})
         self.events.failed(failure.path, failure.error)
 

@@ -36,6 +36,7 @@ class IngestReport:
     ----------
     skipped : how many files were passed over, by kind; nothing is wrong with them.
     failures : what should have been read and was not.
+    not_read_again : how many of these could not be read before, lie there as they did, and were not tried again.
     """
 
     documents: Documents = field(default_factory=Documents)
@@ -46,6 +47,7 @@ class IngestReport:
     prefill_seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
     failures: list[dict[str, str]] = field(default_factory=list)
+    not_read_again: int = 0
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] | None = None

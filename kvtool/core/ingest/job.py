@@ -149,8 +149,19 @@ class _Job:
 
     def run(self, store: Store, writer: Writer) -> IngestReport:
         """Read, compute, commit; then forget, collect and index."""
+        whole = False
+        try:
+            self.stream.begin()
+            self._take(store, writer)
+            whole = True
+        finally:
+            self.stream.seen.keep(store, whole)
+        if self._session is not None:
+            self._gate(self._session)
+        return self.account.report
+
+    def _take(self, store: Store, writer: Writer) -> None:
         report, options = self.account.report, self.options
-        self.stream.begin()
         self._say_lead_in_change(store)
         identity = self.choices.identity
         if identity.keeps_states and not identity.keeps_alone and self.choices.known is None:
@@ -163,12 +174,8 @@ class _Job:
         stale = self._changed or self.stream.gone or self._is_other or not store.is_collected()
         if stale:
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
-        self.stream.seen.keep(store, len(self.stream.walked.files))
         if stale or options.embedder is not None:
             update_index(store, self.account, options.embedder, options.offline)
-        if self._session is not None:
-            self._gate(self._session)
-        return report
 
     @property
     def _is_other(self) -> bool:

@@ -2,6 +2,7 @@
 
 Kept beside the store, as marks alone: of a file's path, its place and times on the disk, and the digest of what was
 read there. A mark says nothing of a file whose content the store does not have; without marks files are read again.
+Of a file that could not be read the mark names what tried, and the reason is kept with it.
 """
 
 from __future__ import annotations
@@ -14,30 +15,58 @@ from contextlib import suppress
 
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
+from kvtool.core.corpus.readers import UnreadableFile
 
 _NAME, _FORMAT = "seen/files.json", 1
 _MARK_BYTES = 16
 _RACY_SECONDS = 2.0  # a file may change once more within what its file system takes for one moment
 _SPARE = 10_000  # marks of files that are gone, or were read in another way
+_SPARE_FAILURES = 1_000
+
+
+_Failures = dict[str, dict[str, str]]  # why files could not be read, by their marks in hex
 
 
 class Seen:
-    """The marks of a store's files."""
+    """The marks of a store's files.
 
-    def __init__(self) -> None:
-        self._known: set[bytes] | None = None  # read when they are first asked for
+    Parameters
+    ----------
+    retry : files that could not be read are read again.
+    """
+
+    def __init__(self, retry: bool = False) -> None:
+        self._retry = retry
+        self._known: tuple[set[bytes], _Failures] | None = None  # read when they are first asked for
         self._now: set[bytes] = set()  # of files that this run has met
+        self._failed: _Failures = {}  # likewise
 
     def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
         """Whether a file was last read just as it lies there now, and held this content."""
-        if self._known is None:
-            self._known = _read(store)
         with suppress(OSError):
             mark = _mark(path, os.stat(path), digest)
-            if mark in self._known:
+            if mark in self._of(store)[0]:
                 self._now.add(mark)
                 return True
         return False
+
+    def failure(self, store: Store, path: str, means: str) -> UnreadableFile | None:
+        """Why a file could not be read that lies there just as it did; None: nothing is known of it, or it is to be
+        read again.
+
+        Parameters
+        ----------
+        means : what would read it now (`Reading.means`).
+        """
+        if self._retry:
+            return None
+        with suppress(OSError, KeyError, TypeError, AttributeError):  # a row may be of another kvtool
+            mark = _mark(path, os.stat(path), means).hex()
+            row = self._of(store)[1][mark]
+            error = UnreadableFile.from_row(row)
+            self._failed[mark] = row
+            return error
+        return None
 
     def note(self, path: str, before: os.stat_result, digest: str) -> None:
         """Remember what a file held that was read now.
@@ -46,31 +75,53 @@ class Seen:
         ----------
         before : what was known of it before it was read.
         """
-        if time.time() - max(before.st_mtime, before.st_ctime) > _RACY_SECONDS:
+        if _rests(before):
             self._now.add(_mark(path, before, digest))
 
-    def keep(self, store: Store, files: int) -> None:
-        """Keep the marks for the next run; those of other files, too, as long as they are not many more than the
-        store's files."""
-        known = _read(store) if self._known is None else self._known
-        if not self._now <= known:
-            marks = known | self._now
-            if len(marks) > 2 * files + _SPARE:
-                marks = self._now
-            write_side(store, _NAME, {"format": _FORMAT, "marks": b64encode(b"".join(sorted(marks))).decode("ascii")})
+    def note_failure(self, path: str, before: os.stat_result, means: str, error: UnreadableFile) -> None:
+        """Remember that a file cannot be read, and why; see `note`, `failure`."""
+        if _rests(before):
+            self._failed[_mark(path, before, means).hex()] = error.to_row()
+
+    def keep(self, store: Store, whole: bool) -> None:
+        """Keep the marks for the next run; those of other files, too, as long as they are not many more.
+
+        Parameters
+        ----------
+        whole : this run has met all the files that it was to meet.
+        """
+        known, known_failures = self._of(store)
+        if self._now <= known and self._failed.items() <= known_failures.items():
+            return
+        marks, failures = known | self._now, known_failures | self._failed
+        if whole and len(marks) > 2 * len(self._now) + _SPARE:
+            marks = self._now
+        if whole and len(failures) > 2 * len(self._failed) + _SPARE_FAILURES:
+            failures = self._failed
+        packed = b64encode(b"".join(sorted(marks))).decode("ascii")
+        write_side(store, _NAME, {"format": _FORMAT, "marks": packed, "failures": failures})
+
+    def _of(self, store: Store) -> tuple[set[bytes], _Failures]:
+        if self._known is None:
+            self._known = _read(store)
+        return self._known
 
 
-def _mark(path: str, status: os.stat_result, digest: str) -> bytes:
+def _rests(status: os.stat_result) -> bool:
+    return time.time() - max(status.st_mtime, status.st_ctime) > _RACY_SECONDS
+
+
+def _mark(path: str, status: os.stat_result, held: str) -> bytes:
     place = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return hashlib.blake2b(
-        repr((path, place, digest)).encode("utf-8", "surrogatepass"), digest_size=_MARK_BYTES
-    ).digest()
+    return hashlib.blake2b(repr((path, place, held)).encode("utf-8", "surrogatepass"), digest_size=_MARK_BYTES).digest()
 
 
-def _read(store: Store) -> set[bytes]:
-    marks = read_side(store, _NAME, format=_FORMAT).get("marks", "")
+def _read(store: Store) -> tuple[set[bytes], _Failures]:
+    kept = read_side(store, _NAME, format=_FORMAT)
+    failures = kept.get("failures", {})
     try:
-        data = b64decode(marks, validate=True)
+        data = b64decode(kept.get("marks", ""), validate=True)
     except (ValueError, TypeError):
-        return set()
-    return {data[at : at + _MARK_BYTES] for at in range(0, len(data), _MARK_BYTES)}
+        data = b""
+    marks = {data[at : at + _MARK_BYTES] for at in range(0, len(data), _MARK_BYTES)}
+    return marks, failures if isinstance(failures, dict) else {}

@@ -45,7 +45,7 @@ class Stream:
     ) -> None:
         self.store, self._reading = store, reading
         self._options, self._choices, self._account = options, choices, account
-        self.seen = Seen()
+        self.seen = Seen(options.retry)
         self._outcomes = self._surveyed()
 
     @cached_property

@@ -78,10 +78,13 @@ def reason_of(error: Exception) -> str:
 
 def _look(
     file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading, seen: Seen
-) -> ChangedFile | UnchangedFile:
+) -> Outcome:
     stands = store and known and known.settings == settings and _is_whole(known, store)
     if store and known and stands and seen.is_unchanged(store, file.name, known.digest):
         return UnchangedFile(known)
+    means = reading.means(file.path)
+    if store and (failure := seen.failure(store, file.name, means)):
+        return _unreadable(file, known, failure, reading, before=True)
     if file.size > _LARGEST:
         raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
     before = os.stat(file.name)
@@ -90,21 +93,27 @@ def _look(
     seen.note(file.name, before, digest)
     if known and stands and known.digest == digest:
         return UnchangedFile(known)
-    return ChangedFile(file, digest, settings, reading.documents(file.path, data), known)
+    try:
+        return ChangedFile(file, digest, settings, reading.documents(file.path, data), known)
+    except UnreadableFile as error:
+        seen.note_failure(file.name, before, means, error)
+        raise
 
 
-def _unreadable(file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading) -> Failure | Skipped:
+def _unreadable(
+    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, before: bool = False
+) -> Failure | Skipped:
     """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
     path = file.name
     if known is not None and known.documents:
-        return Failure(path, f"{error.message}; what was read from it before stays in the store")
+        return Failure(path, f"{error.message}; what was read from it before stays in the store", before)
     if isinstance(error, EmptyFile):
         return Skipped(path, Skip.EMPTY, error.message)
     if isinstance(error, MissingPackage):
         return Skipped(path, Skip.UNINSTALLED, f"{error.message} ({error.hint})")
     if isinstance(error, BinaryFile) and not reading.takes(file.path):
         return Skipped(path, Skip.UNSUPPORTED, error.message)
-    return Failure(path, error.message)
+    return Failure(path, error.message, before)
 
 
 def _is_whole(entry: FileEntry, store: Store) -> bool:

@@ -26,6 +26,7 @@ class IngestArguments(TypedDict, total=False):
     readers: str | Iterable[str]
     read_timeout: float | str
     read_memory: int | str
+    retry: bool
     dry_run: bool
     continue_on_error: bool
     log: str | Path | None

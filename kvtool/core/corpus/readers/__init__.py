@@ -7,6 +7,7 @@ text), and its name in `_MODULES`; in `_BOUNDED`, if a file can make what reads 
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 
 from kvtool.core.common.plugins import Plugin, PluginError, found
@@ -45,6 +46,7 @@ __all__ = [
     "is_foreign",
     "is_image",
     "is_known",
+    "library_of",
     "plugin_of",
     "read_documents",
     "source_of",
@@ -57,6 +59,7 @@ READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for end
 """Lower-case file ending, or whole lower-case name of a file without one → reader."""
 _SEVERAL = (*jsonl.ENDINGS, *mail.ENDINGS)  # of files that may hold several documents
 _BOUNDED_ENDINGS = frozenset(ending for module in _BOUNDED for ending in module.ENDINGS)
+_LIBRARIES = {ending: getattr(module, "LIBRARY", "") for module in _BOUNDED for ending in module.ENDINGS}
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
 
@@ -68,6 +71,17 @@ def is_known(path: PurePath) -> bool:
 def plugin_of(path: PurePath) -> Plugin | None:
     """The plugin that reads files of this name."""
     return _PLUGINS.get(path.suffix.lower().removeprefix("."))
+
+
+def library_of(path: PurePath) -> str:
+    """The library that reads files of this name, with the version that is installed; empty where none is needed."""
+    library = _LIBRARIES.get(ending_of(path), "")
+    if not library:
+        return ""
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return f"no {library}"
 
 
 def is_bounded(path: PurePath) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,6 +37,16 @@ class Document:
 class UnreadableFile(KvtoolError):
     """A file holds no text that can be read; the message is the reason, without the path."""
 
+    def to_row(self) -> dict[str, str]:
+        """Make what can be written down, and told to another process."""
+        return {"error": type(self).__name__, "message": self.message, "hint": self.hint}
+
+    @staticmethod
+    def from_row(row: Mapping[str, str]) -> UnreadableFile:
+        """Inverse of :meth:`to_row`."""
+        kinds = {kind.__name__: kind for kind in UnreadableFile.__subclasses__()}
+        return kinds.get(row["error"], UnreadableFile)(row["message"], row["hint"])
+
 
 class EmptyFile(UnreadableFile):
     """There is nothing to read in it, and nothing wrong with it."""
@@ -51,17 +61,26 @@ class MissingPackage(UnreadableFile):
 
 
 @contextmanager
-def package(name: str) -> Iterator[None]:
-    """Import a format's library inside of this.
+def opened(what: str, library: str) -> Iterator[None]:
+    """Import a format's library, and read a file with it, inside of this.
+
+    Parameters
+    ----------
+    what : what the file's name says that it is: `Word document`.
 
     Raises
     ------
-    MissingPackage : it is not installed.
+    MissingPackage : the library is not installed.
+    UnreadableFile : it raised something over the file.
     """
     try:
         yield
     except ImportError as error:
-        raise MissingPackage(f"{name} is not installed", EXTRA) from error
+        raise MissingPackage(f"{library} is not installed", EXTRA) from error
+    except (UnreadableFile, MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        raise UnreadableFile(f"damaged: no {what} that can be opened ({type(error).__name__})") from error
 
 
 def cleaned(text: str) -> str:
@@ -108,3 +127,8 @@ def joined(source: str, kind: str, parts: Iterable[tuple[int | str, str]], gap: 
     for place, text in parts:
         made.add(place, text)
     return made.document(source, kind)
+
+
+def numbered(source: str, kind: str, label: str, texts: Iterable[str]) -> Document:
+    """Make a document of parts that are called `label 1`, `label 2`, …; those without text count, too."""
+    return joined(source, kind, ((f"{label} {number}", text) for number, text in enumerate(texts, 1)))

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import declared_encoding, visible
 from kvtool.core.corpus.readers.zipped import checked, member, parsed
@@ -29,8 +29,7 @@ def read(source: str, data: bytes) -> list[Document]:
     with checked(data) as archive:
         if "META-INF/encryption.xml" in archive.namelist() and "META-INF/rights.xml" in archive.namelist():
             raise UnreadableFile("protected by its seller (DRM)")
-        pages = [(f"ch. {number}", _text(archive, name)) for number, name in enumerate(_spine(archive), 1)]
-    return [joined(source, "html", pages)]
+        return [numbered(source, "html", "ch.", [_text(archive, name) for name in _spine(archive)])]
 
 
 def _spine(archive: zipfile.ZipFile) -> Iterator[str]:

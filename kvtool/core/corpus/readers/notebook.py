@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (".ipynb",)
@@ -26,10 +26,10 @@ def read(source: str, text: str) -> list[Document]:
     try:
         notebook = json.loads(text)
         cells = notebook["cells"] if "cells" in notebook else notebook["worksheets"][0]["cells"]  # before format 4
-        parts = [(f"cell {number}", "\n\n".join(_texts(cell))) for number, cell in enumerate(cells, 1)]
+        texts = ["\n\n".join(_texts(cell)) for cell in cells]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise UnreadableFile("damaged: no notebook in JSON") from error
-    return [joined(source, "markdown", parts)]
+    return [numbered(source, "markdown", "cell", texts)]
 
 
 def _texts(cell: Any) -> Iterator[str]:

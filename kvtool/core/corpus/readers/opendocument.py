@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.document import Document, joined
+from kvtool.core.corpus.readers.document import Document, numbered
 from kvtool.core.corpus.readers.zipped import checked, parsed
 
 ENDINGS = (".odt", ".ott")
@@ -29,7 +29,7 @@ def read(source: str, data: bytes) -> list[Document]:
         content = parsed(archive, "content.xml")
     body = content.find(f"{_OFFICE}body")
     blocks = () if body is None else _blocks(body, "")
-    return [joined(source, "markdown", ((f"¶ {number}", text) for number, text in enumerate(blocks, 1)))]
+    return [numbered(source, "markdown", "¶", blocks)]
 
 
 def _blocks(element: Element, bullet: str) -> Iterator[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.corpus.readers.document import Document, Parts, UnreadableFile, package
+from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered, opened
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument
 
 ENDINGS = (".pdf",)
+LIBRARY = "pypdfium2"
 
 _HYPHENS = ("\x02", "\ufffe")  # what pdfium gives for a hyphen at the end of a line
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
@@ -25,7 +27,7 @@ def read(source: str, data: bytes) -> list[Document]:
     UnreadableFile
         If it is damaged, protected by a password, or holds no text.
     """
-    with package("pypdfium2"):
+    with opened("PDF", LIBRARY):
         import pypdfium2
     try:
         file = pypdfium2.PdfDocument(data)
@@ -41,10 +43,7 @@ def read(source: str, data: bytes) -> list[Document]:
         what = f"no text on its {count} page(s)" + (", which are scanned" if scanned else "")
         raise UnreadableFile(what, "run it through OCR first, such as `ocrmypdf`")
     notes = (f"page {_ranges(scanned)}: scanned, no text to read",) if scanned else ()
-    made = Parts()
-    for number, text in pages.items():
-        made.add(f"p. {number}", text)
-    return [made.document(source, "text", notes)]
+    return [replace(numbered(source, "text", "p.", pages.values()), notes=notes)]
 
 
 def _refused(error: Any) -> UnreadableFile:

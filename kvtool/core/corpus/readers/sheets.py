@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Iterator
 from typing import Any
-from xml.etree.ElementTree import ParseError
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined, package
+from kvtool.core.corpus.readers.document import Document, joined, opened
 from kvtool.core.corpus.readers.zipped import checked
 
 ENDINGS = (".xlsx", ".xlsm", ".xltx")
+LIBRARY = "openpyxl"
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -23,15 +22,12 @@ def read(source: str, data: bytes) -> list[Document]:
         If it is damaged, protected by a password, or unpacks to too much.
     """
     checked(data).close()
-    with package("openpyxl"):
+    with opened("workbook", LIBRARY):
         from openpyxl import load_workbook
-        from openpyxl.utils.exceptions import InvalidFileException
-    try:
+
         book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
         rows = [row for sheet in book.worksheets for row in _rows(sheet)]
         book.close()
-    except (InvalidFileException, zipfile.BadZipFile, KeyError, ValueError, TypeError, ParseError) as error:
-        raise UnreadableFile(f"damaged: no workbook that can be opened ({type(error).__name__})") from error
     return [joined(source, "markdown", rows, gap="\n")]
 
 

@@ -6,10 +6,11 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined, package
+from kvtool.core.corpus.readers.document import Document, numbered, opened
 from kvtool.core.corpus.readers.zipped import checked
 
 ENDINGS = (".pptx", ".pptm", ".ppsx", ".potx")
+LIBRARY = "python-pptx"
 
 
 def read(source: str, data: bytes) -> list[Document]:
@@ -21,15 +22,11 @@ def read(source: str, data: bytes) -> list[Document]:
         If it is damaged, protected by a password, or unpacks to too much.
     """
     checked(data).close()
-    with package("python-pptx"):
+    with opened("presentation", LIBRARY):
         from pptx import Presentation
-        from pptx.exc import PackageNotFoundError
-    try:
-        slides = Presentation(io.BytesIO(data)).slides
-        texts = [(f"slide {number}", "\n".join(_lines(slide))) for number, slide in enumerate(slides, 1)]
-    except (PackageNotFoundError, KeyError, ValueError, SyntaxError) as error:
-        raise UnreadableFile(f"damaged: no presentation that can be opened ({type(error).__name__})") from error
-    return [joined(source, "markdown", texts)]
+
+        texts = ["\n".join(_lines(slide)) for slide in Presentation(io.BytesIO(data)).slides]
+    return [numbered(source, "markdown", "slide", texts)]
 
 
 def _lines(slide: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined, package
+from kvtool.core.corpus.readers.document import Document, numbered, opened
 from kvtool.core.corpus.readers.zipped import checked
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from docx.text.paragraph import Paragraph
 
 ENDINGS = (".docx", ".docm", ".dotx")
+LIBRARY = "python-docx"
 
 _HEADING = re.compile(r"heading (\d)")
 
@@ -28,20 +29,17 @@ def read(source: str, data: bytes) -> list[Document]:
         If it is damaged, protected by a password, or unpacks to too much.
     """
     checked(data).close()
-    with package("python-docx"):
+    with opened("Word document", LIBRARY):
         import docx
-        from docx.opc.exceptions import PackageNotFoundError
         from docx.table import Table
-    try:
+
         file = docx.Document(io.BytesIO(data))
         blocks = [
             block
             for each in file.iter_inner_content()
             for block in (_rows(each) if isinstance(each, Table) else [_paragraph(each)])
         ]
-    except (PackageNotFoundError, KeyError, ValueError, SyntaxError) as error:
-        raise UnreadableFile(f"damaged: no Word document that can be opened ({type(error).__name__})") from error
-    return [joined(source, "markdown", ((f"¶ {number}", text) for number, text in enumerate(blocks, 1)))]
+    return [numbered(source, "markdown", "¶", blocks)]
 
 
 def _paragraph(paragraph: Paragraph) -> str:
