@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.core.cache.notes import ServedLog
 from kvtool.core.cache.store import Store
-from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool, listing, prefix_chunk
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, chunks_of, drop_records, kvtool, listing, prefix_chunk
 from tests.lab.charts.test_page import Outline
 
 
@@ -28,6 +28,20 @@ def test_one_chunk(store: Path, tmp_path: Path) -> None:
     told = kvtool("inspect", "chunk", chunk[:8].upper(), "--store", store).fine().out
     assert row["text"] in told
     assert chunk in told
+
+
+def test_a_place_of_several_chunks_names_them_all(tiny: Path, tmp_path: Path) -> None:
+    """A line that is longer than a chunk."""
+    (tmp_path / "long.txt").write_text("The mill stands on the river. " * 40)
+    at = ("--store", tmp_path / "store")
+    kvtool("ingest", tmp_path / "long.txt", *at, "--model", tiny, *CHUNKS, *PREFIX).fine()
+    chunks = list(dict.fromkeys(chunks_of(tmp_path / "store", "long.txt")))
+    assert len(chunks) > 1
+    row = kvtool("inspect", "chunk", "long.txt:1", *at, "--json").fine().json
+    assert list(dict.fromkeys([row["id"], *row["same_place"]])) == chunks
+    assert f"also     chunk {row['same_place'][-1]}" in kvtool("inspect", "chunk", "long.txt:1", *at).fine().out
+    asked = kvtool("query", QUESTION, *at, "--chunks", "long.txt:1", *SHORT, "--json").fine().json
+    assert [chunk["id"] for chunk in asked["chunks"]] == [row["id"], *row["same_place"]]
 
 
 def test_when_it_was_used(store: Path, tmp_path: Path) -> None:

@@ -201,11 +201,27 @@ def test_a_place_names_its_sheet(tmp_path: Path) -> None:
     document = DocumentEntry(source, "markdown", "123456789\n" * 4, chunks, sheets)
     places = Places(cast(Store, _Documents(document)))
     for number, mark in enumerate(sheets):
-        assert places.of_chunk(f"{source} {mark.place}").index == number
-    assert places.of_chunk(f"{source} Costs row 2 – Two words row 1").index == 1
-    assert places.of_chunk(f"{source} Two words row 1–2").index == 2
+        assert indices(places, f"{source} {mark.place}") == [number]
     with pytest.raises(UsageError):
-        places.of_chunk(f"{source} Other row 1")
+        places.of_chunks(f"{source} Other row 1")
+
+
+def test_a_place_names_all_chunks_that_hold_something_of_it(tmp_path: Path) -> None:
+    """Pages of 20 characters, chunks of 8: the third holds the end of page 1 and the beginning of page 2."""
+    pages = tuple(Mark(20 * number, f"p. {number + 1}") for number in range(3))
+    chunks = tuple(ChunkRef(bytes([number]) * 16, 8 * number, min(60, 8 * number + 8), 3) for number in range(8))
+    source = str(tmp_path / "a.pdf")
+    places = Places(cast(Store, _Documents(DocumentEntry(source, "text", "123456789 " * 6, chunks, pages))))
+    assert indices(places, f"{source}:1") == indices(places, f"{source} p. 1") == [0, 1, 2]
+    assert indices(places, f"{source} p. 3") == [5, 6, 7]
+    assert indices(places, f"{source} p. 1–2") == [2]  # as an answer cites that one
+    plain = Places(cast(Store, _Documents(DocumentEntry(source, "text", "12345\n\n" + "x" * 53, chunks))))
+    assert indices(plain, f"{source}:3") == list(range(8))
+    assert indices(plain, f"{source}:2") == [0]  # an empty line: what comes next
+
+
+def indices(places: Places, place: str) -> list[int]:
+    return [passage.index for passage in places.of_chunks(place)]
 
 
 class _Documents:

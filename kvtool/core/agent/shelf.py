@@ -48,7 +48,7 @@ class Shelf:
     def read(self, chunk: str, before: int, after: int) -> Stretch:
         """A chunk and its neighbours. Raises UsageError where there is no such chunk."""
         with self._reading() as (store, finder):
-            passage = finder.places.of_chunk(chunk)
+            passage, *_ = finder.places.of_chunks(chunk)
             document = store.document(passage.source)
             passages = passages_in(document) if document is not None else [passage]
             first = max(0, passage.index - before)

@@ -81,6 +81,14 @@ def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:
     return at if 0 <= at < len(text) and number > 0 else None
 
 
+def end_of(text: str, marks: Sequence[Mark], start: int) -> int:
+    """Find where the line, page, slide or paragraph ends that begins at a character (`start_of`)."""
+    if marks:
+        return next((mark.start for mark in marks if mark.start > start), len(text))
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end
+
+
 def _joined(first: str, last: str) -> str:
     """`p. 12` and `p. 13` → `p. 12–13`."""
     if first == last:

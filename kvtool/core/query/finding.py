@@ -29,7 +29,7 @@ def chunks_for(
     if not request.question.strip():
         raise UsageError("the question is empty", "ask something")
     if request.chunks:
-        return [Hit(finder.places.of_chunk(chunk), math.nan) for chunk in request.chunks]
+        return [Hit(place, math.nan) for chunk in request.chunks for place in finder.places.of_chunks(chunk)]
     if request.documents:
         return [Hit(place, math.nan) for name in request.documents for place in finder.places.of_document(name)]
     retrieval = Retrieval(options.retriever, options.embedder, options.only, options.offline)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import chunk_named, is_id
-from kvtool.core.common.marks import start_of
+from kvtool.core.common.marks import end_of, start_of
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import UsageError
 from kvtool.core.retrieval.passages import Passage, passages_in
@@ -30,8 +30,9 @@ class Places:
         self._sources: list[str] | None = None
         self._revision: int | None = None
 
-    def of_chunk(self, text: str) -> Passage:
-        """The passage of a chunk, given by its id in hex or the beginning of it, or by its place. Raises UsageError."""
+    def of_chunks(self, text: str) -> list[Passage]:
+        """The passage of a chunk, given by its id in hex or the beginning of it; or all that hold something of a place,
+        in order. Raises UsageError."""
         self._follow()
         if not is_id(text):
             return self._at(text)
@@ -40,7 +41,7 @@ class Places:
             for document in self._store.documents():
                 for passage in passages_in(document):
                     self._passages.setdefault(passage.chunk_id, passage)
-        return self._passages[chunk_named(text, self._passages)]
+        return [self._passages[chunk_named(text, self._passages)]]
 
     def of_document(self, name: str) -> list[Passage]:
         """The passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
@@ -53,8 +54,8 @@ class Places:
         documents = (self._store.document(source) for source in _matching(name, self._sources))
         return [document for document in documents if document is not None]
 
-    def _at(self, place: str) -> Passage:
-        """The passage at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
+    def _at(self, place: str) -> list[Passage]:
+        """The passages at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
         path, sign, number = place.rpartition(":")
         if sign and number.isdecimal():
             return self._at_number(path, int(number))
@@ -70,26 +71,27 @@ class Places:
         hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls` lists ids"
         raise UsageError(f"{place!r} names no chunk", hint)
 
-    def _at_label(self, path: str, label: str) -> Passage:
-        """The passage of a file in which what is cited begins: `p. 12`, `p. 12–13`, `Costs row 9 – Taxes row 2`."""
+    def _at_label(self, path: str, label: str) -> list[Passage]:
+        """The passages of a file that are cited as `p. 12–13` or `Costs row 9 – Taxes row 2`, or hold something of
+        `p. 12`."""
         for document in self._documents(path):
             for mark in document.marks:
-                if label == mark.place or label.startswith((f"{mark.place}–", f"{mark.place} – ")):
-                    return next(passage for passage in passages_in(document) if passage.end > mark.start)
+                if label == mark.place:
+                    return _holding(document, mark.start)
+            if cited := [each for each in passages_in(document) if document.place(each.start, each.end).label == label]:
+                return cited
         raise UsageError(f"{path} has no {label}", "answers cite the places that there are")
 
-    def _at_number(self, path: str, number: int) -> Passage:
-        """The passage that holds a line, or a page, slide or paragraph, of a file."""
-        found: tuple[int, Passage] | None = None
+    def _at_number(self, path: str, number: int) -> list[Passage]:
+        """The passages that hold something of a line, or a page, slide or paragraph, of a file."""
+        found: tuple[int, list[Passage]] | None = None
         for document in self._documents(path):
             start = start_of(document.text, document.marks, number)
             if start is None:
                 continue
             line = document.place(start, start + 1).line or 0  # of several documents the last that begins before it
-            for passage in passages_in(document):
-                if passage.end > start and (found is None or line > found[0]):
-                    found = line, passage
-                    break
+            if (found is None or line > found[0]) and (passages := _holding(document, start)):
+                found = line, passages
         if found is None:
             raise UsageError(f"{path} has no line, page or part {number}", "answers cite the places that there are")
         return found[1]
@@ -99,6 +101,14 @@ class Places:
         if revision != self._revision:
             self._passages = self._sources = None
             self._revision = revision
+
+
+def _holding(document: DocumentEntry, start: int) -> list[Passage]:
+    """The passages with something of the part of a document that begins at a character; of an empty line the next."""
+    text, stop = document.text, end_of(document.text, document.marks, start)
+    behind = [passage for passage in passages_in(document) if passage.end > start]
+    inside = [passage for passage in behind if text[max(start, passage.start) : min(stop, passage.end)].strip()]
+    return inside or behind[:1]
 
 
 def _matching(name: str, sources: Sequence[str]) -> list[str]:

@@ -28,10 +28,10 @@ def chunk(desk: Desk) -> Findings:
             "inspect chunk needs a chunk's id, or its place", "`kvtool store ls` lists the documents and their chunks"
         )
     if is_id(desk.about):
-        named = chunk_named(desk.about, desk.store.chunk_ids())
+        named, more = chunk_named(desk.about, desk.store.chunk_ids()), []
     else:
-        named = Places(desk.store).of_chunk(desk.about).chunk_id
-    value = chunk_facts(desk.store, named)
+        named, *more = (passage.chunk_id for passage in Places(desk.store).of_chunks(desk.about))
+    value = chunk_facts(desk.store, named) | {"same_place": [other.hex() for other in more]}
     return Findings("Chunk", value, [*_told(value)], _sections(desk, value), told_elsewhere=frozenset({"text"}))
 
 
@@ -78,6 +78,8 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     for row in value["levels"]:
         yield f"level    {row['level']}: {row['bytes']:,} bytes"
     yield f"used     {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(used)) if used else 'not yet'}"
+    for other in value["same_place"]:
+        yield f"also     chunk {other} holds something of that place"
     yield value["text"]
 
 
