@@ -152,6 +152,32 @@ def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
     assert told.taken() == [("added", "c.md")]
 
 
+def test_the_documents_of_a_folder_that_is_empty_stay_until_something_is_in_it(
+    tiny: Path, watcher: Watcher, folder: Path, place: Path, told: Told
+) -> None:
+    """As a mount point is without its disk; also for a watch that begins then."""
+    moved = folder.rename(folder.with_name("elsewhere"))
+    folder.mkdir()
+    watcher.wait()
+    assert watcher.round(told.events) is None
+    with closing(Watcher(place, options(tiny, folder))) as later:
+        assert later.round(told.events) is None
+    assert told.warned == 2 * [f"nothing is at {folder} now"]
+    folder.rmdir()
+    moved.rename(folder)
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == []
+    (folder / "b.md").write_text("The second mill grinds corn.")
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("added", "b.md")]
+    (folder / "a.md").unlink()
+    watcher.wait()
+    watcher.round(told.events)
+    assert told.taken() == [("removed", "a.md")]
+
+
 def test_a_named_file_is_followed_when_it_is_replaced_and_forgotten_when_it_is_deleted(
     tiny: Path, tmp_path: Path, folder: Path, place: Path, told: Told
 ) -> None:
@@ -218,6 +244,7 @@ def test_a_change_that_keeps_size_and_time_is_one(watcher: Watcher, folder: Path
 def test_what_went_while_the_store_was_locked_is_forgotten_later(
     tiny: Path, folder: Path, place: Path, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (folder / "b.md").write_text("The second mill grinds corn.")
     kvtool("ingest", folder, "--store", place, "--model", tiny, "--lead-in", "prefix").fine()
     (folder / "a.md").unlink()
     monkeypatch.setattr(watching, "_AGAIN_S", 0.0)

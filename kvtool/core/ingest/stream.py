@@ -19,7 +19,7 @@ from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.seen import Seen
-from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey
+from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey, vanished
 
 
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
@@ -66,7 +66,7 @@ class Stream:
         if count and not sync:
             raise UsageError(
                 f"{path} is not there any more; the store holds {count} document(s) of it",
-                f"--sync forgets them, and so does `kvtool store forget {shlex.quote(str(path))}`",
+                _forgets(path),
             )
         return count > 0 or (sync and any(other.exists() for other in self._options.paths))
 
@@ -75,7 +75,13 @@ class Stream:
         """Files of the store that `--sync` forgets."""
         if not self._options.sync or self.store is None:
             return []
-        return list(gone(self._options.paths, self.store, {file.name for file in self.walked.files}))
+        paths = [path for path in self._options.paths if path not in self.kept]
+        return list(gone(paths, self.store, {file.name for file in self.walked.files}))
+
+    @cached_property
+    def kept(self) -> list[Path]:
+        """Given folders that `--sync` forgets nothing of, since nothing at all is there."""
+        return vanished(self._options.paths, self.store) if self._options.sync and self.store is not None else []
 
     def begin(self) -> None:
         """Read up to the first file that can be taken.
@@ -116,6 +122,8 @@ class Stream:
             yield from bad
             bad = []
             yield outcome
+        if nothing and self.kept:
+            raise UsageError(_is_kept(self.kept[0]), _forgets(self.kept[0]))
         if nothing and not self._may_be_nothing(bad):
             raise _nothing(walked, bad)
         yield from bad
@@ -144,10 +152,20 @@ class Stream:
     def _tell_paths(self) -> None:
         """Tell of given paths that are gone, and of folders that are bare."""
         would = "would be" if self._options.dry_run else "is"
-        for path in self.walked.missing:
+        for path in self.kept:
+            self._account.warn(_is_kept(path), _forgets(path))
+        for path in set(self.walked.missing).difference(self.kept):
             self._account.warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
-        for path in self.walked.bare:
+        for path in set(self.walked.bare).difference(map(Path.resolve, self.kept)):
             self._account.warn(f"{path}: no readable file in this folder")
+
+
+def _is_kept(path: Path) -> str:
+    return f"nothing is at {path} any more, as if its disk were not mounted: what the store holds of it stays"
+
+
+def _forgets(path: Path) -> str:
+    return f"`kvtool store forget {shlex.quote(str(path))}` forgets it"
 
 
 def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:

@@ -133,6 +133,25 @@ def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[Fil
             yield entry
 
 
+def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
+    """Find the given folders of which the store has files and where nothing is now, not even something hidden. A disk
+    that is not mounted looks so."""
+    empty = {path: set(places(path)) for path in paths if not holds_anything(path)}
+    below = {parent for entry in store.files() for parent in Path(entry.path).parents} if empty else set()
+    return [path for path, roots in empty.items() if not roots.isdisjoint(below)]
+
+
+def holds_anything(path: Path) -> bool:
+    """Whether something is at a path: a file, or a folder with something in it. What cannot be looked at is."""
+    try:
+        with os.scandir(path) as entries:
+            return any(True for _ in entries)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
 def is_below(entry: FileEntry, roots: set[Path]) -> bool:
     """Whether a file of the store is one of these, or lies in one of these folders."""
     path = Path(entry.path)

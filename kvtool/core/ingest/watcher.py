@@ -15,6 +15,7 @@ from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.job import KeptModel, ingest, is_new
 from kvtool.core.ingest.options import WatchOptions
 from kvtool.core.ingest.stream import walk
+from kvtool.core.ingest.survey import holds_anything
 
 _LOOK_S = 1.0  # the named paths themselves are looked at so often: a file that is replaced, a folder that comes back
 _AGAIN_S = 30.0  # what could not be written for now is tried again
@@ -27,8 +28,8 @@ class Watcher:
 
     In each round the whole selection is walked, as an ingest does it, and held against the walk before: so no event of
     the operating system has to be understood, and a file that nobody selected takes no lock. A named folder that is
-    gone as a whole is no reason to forget, since a disk that was taken out looks like that; a file in a folder, and a
-    named file, is.
+    gone as a whole, or empty, is no reason to forget, since a disk that was taken out looks like that; a file in a
+    folder, and a named file, is.
 
     Parameters
     ----------
@@ -49,7 +50,7 @@ class Watcher:
         self._forgotten: set[Path] = set()  # named files that are gone, and whose documents are to go
         self._roots = self._look()
         for path, state in self._roots.items():
-            if state is None:
+            if state is None and not path.is_dir():
                 raise UsageError(f"no such file or folder: {path}", "name what is there, or the folder above it")
         self._changes = self._listening()
 
@@ -125,10 +126,12 @@ class Watcher:
         """See which of them are there, and listen to the folders that are."""
         before, self._roots = self._roots, self._look()
         for path, state in self._roots.items():
+            was = before[path]
             if state is not None:
                 self._forgotten.discard(path)
-            elif (was := before[path]) is not None and was[0] == "folder":
-                events.warn(f"{path} is not there any more", "the store keeps its documents until it is back")
+            elif path.is_dir() or (was is not None and was[0] == "folder"):
+                if was is not None or self._seen is None:
+                    events.warn(f"nothing is at {path} now", "what the store holds of it stays until something is")
             elif was is not None:
                 self._forgotten.add(path)
         if self._changes.lost or _folders(before) != _folders(self._roots):
@@ -147,11 +150,11 @@ def _folders(roots: Mapping[Path, _State | None]) -> dict[Path, _State]:
 
 
 def _state(path: Path) -> _State | None:
-    """What stands at a path now; None: nothing, or nothing that can be looked at."""
+    """What stands at a path now; None: nothing, an empty folder, or nothing that can be looked at."""
     try:
         status = path.stat()
     except (OSError, ValueError):
         return None
     if stat.S_ISDIR(status.st_mode):
-        return "folder", status.st_dev, status.st_ino
+        return ("folder", status.st_dev, status.st_ino) if holds_anything(path) else None
     return "file", status.st_size, status.st_mtime_ns
