@@ -35,10 +35,11 @@ def serve(seconds: int, memory: int) -> None:
         data = sys.stdin.buffer.read(asked["size"])
         if hasattr(signal, "alarm"):
             signal.alarm(seconds)
-        answers.write(json.dumps(_answer(Path(asked["path"]), data, asked["most"])) + "\n")
-        answers.flush()
+        answer = json.dumps(_answer(Path(asked["path"]), data, asked["most"]))
         if hasattr(signal, "alarm"):
-            signal.alarm(0)
+            signal.alarm(0)  # before it is told: then it is the next file that is read
+        answers.write(answer + "\n")
+        answers.flush()
 
 
 def _limit(memory: int) -> None:

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self
 
 from kvtool import __version__
-from kvtool.core.common.children import python
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
+from kvtool.core.corpus.bounded import MOST_TEXT, Bounds, Child, Ended
 from kvtool.core.corpus.commands import read_by
 from kvtool.core.corpus.readers import Document, UnreadableFile, ending_of
 
-_MOST_TEXT = 1 << 27  # characters of a file's text
-_MOST_ANSWER = 1 << 31  # bytes of what the process that reads may answer
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
-_PROGRAM = "from kvtool.core.corpus.child import serve\nserve(int(sys.argv[1]), int(sys.argv[2]))"
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What reading one file may take: `seconds`, and `memory` in bytes."""
-
-    seconds: float = 60.0
-    memory: int = 2 * 10**9
 
 
 class Reading:
@@ -50,7 +33,7 @@ class Reading:
     def __init__(self, commands: Mapping[str, str] | None = None, bounds: Bounds | None = None) -> None:
         self.commands = dict(commands or {})
         self.bounds = bounds or Bounds()
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._means: dict[str, str] = {}  # by what picks the reader
 
     def __enter__(self) -> Self:
@@ -95,79 +78,33 @@ class Reading:
             If it holds no text that can be read, or not within the bounds.
         """
         if command := self.commands.get(ending_of(path)):
-            return read_by(command, path, self.bounds.seconds, _MOST_TEXT)
+            return read_by(command, path, self.bounds.seconds, MOST_TEXT)
         if not readers.is_bounded(path):
             return readers.read_documents(path, data)
-        if self._child is None or self._child.files >= _FILES_A_CHILD:
+        return _documents(self._ask(path, data))
+
+    def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
+        """What the process answers. Where it ends, or lacks memory, after other files, a new one is asked: what they
+        have left behind is not this file's fault."""
+        child = self._child
+        if child is None or child.files >= _FILES_A_CHILD or not child.runs:
             self._end()
-            self._child = _Child(self.bounds)
+            child = self._child = Child(self.bounds)
         try:
-            answer = self._child.ask(path, data)
+            return child.ask(path, data)
+        except Ended as ended:
+            self._end()
+            if child.files == 1 or ended.late:
+                raise UnreadableFile(*ended.why) from ended
         except BaseException:
             self._end()
             raise
-        return _documents(answer)
+        return self._ask(path, data)
 
     def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             child.end()
-
-
-class _Child:
-    """A process that reads files (`corpus/child.py`)."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self.files = 0
-        self._bounds = bounds
-        seconds = max(1, math.ceil(bounds.seconds))
-        self._process = subprocess.Popen(
-            python(_PROGRAM, str(seconds), str(bounds.memory)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is this process's to hear
-        )
-
-    def ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Let it read a file; what it answers. Raises UnreadableFile where it has ended instead."""
-        self.files += 1
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        with suppress(BrokenPipeError):
-            header = {"path": str(path), "size": len(data), "most": _MOST_TEXT}
-            stdin.write(json.dumps(header).encode("ascii") + b"\n")
-            stdin.write(data)
-            stdin.flush()
-        line = stdout.readline(_MOST_ANSWER)
-        if not line.endswith(b"\n"):
-            raise UnreadableFile(*self._why_ended())
-        answer = json.loads(line)
-        if answer.get("error") == "MemoryError":
-            raise UnreadableFile(*self._too_large)
-        return dict(answer)
-
-    def end(self) -> None:
-        """End it, whatever it does, with all that it has started."""
-        if hasattr(os, "killpg"):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.communicate()
-
-    @property
-    def _too_large(self) -> tuple[str, str]:
-        return f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read", "`--read-memory 8GB` allows more"
-
-    def _why_ended(self) -> tuple[str, str]:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.returncode
-        if code is not None and code == -getattr(signal, "SIGALRM", 0):
-            return f"takes over {self._bounds.seconds:g} s to read", "`--read-timeout 10m` allows more"
-        return f"damaged: what reads it has crashed (code {code})", "open it in its own program and save it anew"
 
 
 def _program(command: str) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
+from kvtool.core.corpus.bounded import Bounds
 from kvtool.core.corpus.commands import commands_of, complaint
-from kvtool.core.corpus.reading import Bounds, Reading
+from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
