@@ -113,7 +113,7 @@ class Documents:
             hint = (
                 "start the server with --root FOLDER"
                 if not self._roots
-                else "name one below a --root, nothing hidden and no secret"
+                else "name one below a --root: nothing hidden, no secret, nothing that ignore files name"
             )
             raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
         return path

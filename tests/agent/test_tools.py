@@ -129,7 +129,10 @@ def test_only_what_lies_below_a_root_is_ingested(store: Path, tmp_path: Path) ->
     (root / "link.md").symlink_to(outside)
 
     async def say(client: Client) -> None:
-        hidden = (root / ".env", root / ".git" / "config", root / "server.key")
+        (root / ".kvtoolignore").write_text("drafts/\n")
+        (root / "drafts").mkdir()
+        (root / "drafts" / "a.md").write_text("Not yet.")
+        hidden = (root / ".env", root / ".git" / "config", root / "server.key", root / "drafts" / "a.md")
         for path in (outside, root / "link.md", root / ".." / "outside.md", Path("notes/new.md"), Path("/"), *hidden):
             assert "may not be ingested" in await refused(client, "ingest", paths=[str(path)])
         assert "not a path" in await refused(client, "ingest", paths=["\0"])

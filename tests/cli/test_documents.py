@@ -100,6 +100,9 @@ def test_a_source_that_has_changed_says_so(asked: tuple[Path, list[documents.Ask
     try:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
         assert "since ingest" not in _ask(one.question, store).err  # touched, with what it held
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # of the same size, and then of the same time
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert "(changed since ingest)" in _ask(one.question, store).err
         path.write_bytes(data + b"\n")
         assert f"{path} ¶" in (said := _ask(one.question, store).err)
         assert "(changed since ingest)" in said

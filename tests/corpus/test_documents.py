@@ -126,6 +126,17 @@ def test_a_command_reads_a_format(tmp_path: Path) -> None:
     assert document.marks == (Mark(0, "p. 1"), Mark(7, "p. 2"))
 
 
+def test_a_line_of_what_a_command_says_is_called_so(tmp_path: Path) -> None:
+    """The file itself has no such line."""
+    (document,) = Reading({".doc": _python(r'print("first\n\nthird")')}).documents(tmp_path / "a.doc", b"")
+    assert document.text == "first\n\nthird\n"
+    assert place_of(document.text, document.marks, 7, 12).behind("a.doc") == "a.doc text line 3"
+    assert place_of(document.text, document.marks, 0, 13).behind("a.doc") == "a.doc text line 1–3"
+    chunks = (ChunkRef(b"0" * 16, 0, 6, 2), ChunkRef(b"1" * 16, 6, 13, 2))
+    places = Places(cast(Store, _Documents(DocumentEntry("/in/a.doc", "text", document.text, chunks, document.marks))))
+    assert indices(places, "/in/a.doc:3") == indices(places, "/in/a.doc text line 3") == [1]
+
+
 def test_what_was_guessed_of_a_command_is_told_with_pages_too(tmp_path: Path) -> None:
     (tmp_path / "a.djvu").write_bytes("가마는 서쪽에 있다.\f도자기는 동쪽에 있다.".encode("cp949"))
     (document,) = Reading({".djvu": "cat {}"}).documents(tmp_path / "a.djvu", b"")

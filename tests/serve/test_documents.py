@@ -72,6 +72,11 @@ def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) 
     (root / "link.md").symlink_to(tmp_path / "secret.md")
     with serving(store, root=(root,)) as served, served.client as client:
         hidden = (root / ".env", root / ".git" / "config", root / "server.key", root / "Secrets.yaml")
+        (root / ".gitignore").write_text("/drafts/\n*.draft.md\n")
+        (root / "drafts").mkdir()
+        (root / "drafts" / "a.md").write_text("Not yet.")
+        (root / "b.draft.md").write_text("Not yet.")
+        hidden += (root / "drafts", root / "drafts" / "a.md", root / "b.draft.md")
         outside = (tmp_path / "secret.md", root / ".." / "secret.md", root / "link.md", "/etc/passwd", "/nowhere")
         for path in (*outside, *hidden):
             assert client.post(DOCUMENTS, json={"paths": [str(path)]}).status_code == 403, path

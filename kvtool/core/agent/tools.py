@@ -129,7 +129,8 @@ class Tools:
         if not os.path.isabs(path) or not any(is_open(real, root) for root in self.roots):
             raise UsageError(
                 f"{path} may not be ingested",
-                f"allowed is what lies below {', '.join(map(str, self.roots))}, but for hidden names and secrets",
+                f"allowed is what lies below {', '.join(map(str, self.roots))}, but nothing hidden, no secret and "
+                "nothing that an ignore file names",
             )
         return real
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers import Document, UnreadableFile, source_of
 from kvtool.core.corpus.readers.document import numbered
 from kvtool.core.corpus.readers.encoding import decode
@@ -53,7 +54,8 @@ def complaint(written: str) -> str:
 
 
 def read_by(command: str, path: Path, seconds: float, most: int) -> list[Document]:
-    """Read a file by a command, without a shell; what a form feed parts are its pages.
+    """Read a file by a command, without a shell; what a form feed parts are its pages. Without one a place is a line of
+    what the command says, and called so: the file has no such line.
 
     Parameters
     ----------
@@ -76,9 +78,17 @@ def read_by(command: str, path: Path, seconds: float, most: int) -> list[Documen
         text, notes = decode(said.read())
     pages = text.split("\f")
     if len(pages) == 1:
-        return [Document(source_of(path), text, "text", notes)]
+        return [Document(source_of(path), text, "text", notes, tuple(_lines(text)))]
     document = numbered(source_of(path), "text", "p.", pages)
     return [replace(document, notes=notes)]
+
+
+def _lines(text: str) -> Iterator[Mark]:
+    start = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield Mark(start, f"text line {number}")
+        start += len(line) + 1
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:

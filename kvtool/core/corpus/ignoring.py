@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,23 @@ def is_hidden(name: str) -> bool:
 
 
 def is_open(path: Path, root: Path) -> bool:
-    """Whether others than the user may name a path of a folder that is open to them: nothing hidden, no secret."""
+    """Whether others than the user may name a path of a folder that is open to them: nothing hidden, no secret, and
+    nothing that ignore files leave out. Both are real paths."""
     if not path.is_relative_to(root):
         return False
-    return not any(map(is_hidden, path.relative_to(root).parts)) and (not is_secret(path.name) or path.is_dir())
+    if any(map(is_hidden, path.relative_to(root).parts)) or (is_secret(path.name) and not path.is_dir()):
+        return False
+    return not _is_left_out(path, root)
+
+
+def _is_left_out(path: Path, root: Path) -> bool:
+    """Whether an ignore file names a path below a folder, or a folder on the way to it."""
+    rules, steps = Rules.above(root), [path, *path.parents]
+    for folder, each in pairwise(reversed(steps[: steps.index(root) + 1])):
+        rules = rules.below(folder)
+        if rules.names(each, each.is_dir()):
+            return True
+    return False
 
 
 def is_own(name: str) -> bool:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 CHANGED, GONE = "changed", "gone"
+_BELIEVED = 1 << 23  # bytes from which on size and time are enough: reading them is noticed
 
 
 def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
     """Say of each chunk whether its file has changed since ingest, or has gone.
 
-    A file whose size and time are as they were costs a stat. Where even the folder is not there, as in a store that
-    came from another machine, nothing is said.
+    A cited file is compared by its bytes, since tools keep size and time (`cp -p`, `touch -r`); of a large one they are
+    believed. Where even the folder is not there, as in a store that came from another machine, nothing is said.
     """
     paths = {file_of(chunk.source) for chunk in chunks}
     states = {path: _state(store, path) for path in paths}
@@ -46,7 +47,7 @@ def _compared(known: FileEntry) -> str:
         return GONE if os.path.isdir(os.path.dirname(known.path)) else ""
     if status.st_size != known.size:
         return CHANGED
-    if status.st_mtime_ns == known.mtime_ns:
+    if status.st_mtime_ns == known.mtime_ns and status.st_size > _BELIEVED:
         return ""
     with open(known.path, "rb") as file:
         return "" if hashlib.file_digest(file, "sha256").hexdigest() == known.digest else CHANGED

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
     from kvtool.core.cache.store import Store
 
-_LABEL = re.compile(r"(?:p\.|slide|cell|ch\.|¶|.* row) \d")
+_LABEL = re.compile(r"(?:p\.|text line|slide|cell|ch\.|¶|.* row) \d")
 
 
 class Places:
