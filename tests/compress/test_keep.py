@@ -26,7 +26,8 @@ from kvtool.core.model.weights import attention_weights
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
 from kvtool.core.records.heavy import SINKS, heaviest, repeated
-from kvtool.core.remote.catalogue import Catalogue, is_own
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import is_own
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_head

@@ -1,6 +1,6 @@
 """The fixtures of a shared store's tests."""
 
 from tests.cli.working import built, corpus, fresh, store, tiny
-from tests.remote.serving import redis_server, redis_url, url
+from tests.remote.serving import no_packs, redis_server, redis_url, small_packs, url
 
-__all__ = ["built", "corpus", "fresh", "redis_server", "redis_url", "store", "tiny", "url"]
+__all__ = ["built", "corpus", "fresh", "no_packs", "redis_server", "redis_url", "small_packs", "store", "tiny", "url"]

@@ -13,7 +13,36 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.remote import packing, send
+from kvtool.core.remote.entries import records_wanted
+from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.urls import open_blobs
+
 PASSWORD = "open sesame"
+
+
+def wreck(url: str, chunk: str, level: str, *layers: int) -> None:
+    """Flip a bit of a chunk's records at a level, wherever they stand; no layer: of all."""
+    with contextlib.closing(open_blobs(url)) as blobs:
+        described = read_catalogue(blobs).chunks[chunk]
+        for layer in layers or range(described.layers):
+            wanted = records_wanted(chunk, described, level)[layer]
+            name = wanted.pack or wanted.name
+            value = bytearray(blobs.get([name])[0] or b"")
+            value[wanted.start + 100] ^= 8
+            blobs.put({name: bytes(value)})
+
+
+@pytest.fixture
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack for every chunk at a level."""
+    monkeypatch.setattr(packing, "PACK_BYTES", 1)
+
+
+@pytest.fixture
+def no_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value for every record, as older versions pushed them."""
+    monkeypatch.setattr(send, "MOST_BYTES", 0)
 
 
 def free_port() -> int:

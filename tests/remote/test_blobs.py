@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.link import Wanted
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.urls import open_blobs
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
 
 BIG = bytes(range(256)) * 4096
+
+
+def whole(*names: str, most: int = len(BIG)) -> list[Wanted]:
+    return [Wanted(name, most) for name in names]
 
 
 def test_values_by_name(url: str) -> None:
@@ -47,14 +52,29 @@ def test_a_stream_in_the_order_asked_for(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": bytes([number]) * 1000 for number in range(50)})
         arrivals = Arrivals(blobs)
-        arrivals.ask([f"v/{number}" for number in range(30)])
+        arrivals.ask(whole(*(f"v/{number}" for number in range(30))))
         first = [arrivals.take(5) for _ in range(10)]
-        arrivals.ask(["none", "v/49"])
+        arrivals.ask(whole("none", "v/49"))
         rest = [arrivals.take(5) for _ in range(22)]
         arrivals.close()
     assert [one.value for one in first + rest] == [*(bytes([n]) * 1000 for n in range(30)), None, bytes([49]) * 1000]
     assert [one.name for one in rest[-2:]] == ["none", "v/49"]
     assert all(one.at <= other.at for one, other in itertools.pairwise(first))
+
+
+def test_parts_of_a_pack(url: str) -> None:
+    """In any order, side by side, over each other and far apart; of one that ends too soon what there is."""
+    with closing(open_blobs(url)) as blobs:
+        blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
+        arrivals = Arrivals(blobs)
+        ranges = [("a", 500, 1000), ("a", 1500, 10), ("b", 3, 4), ("a", 0, 600), ("a", len(BIG) - 5, 5), ("b", 9, 1)]
+        arrivals.ask([Wanted("kv", size, f"pack/{name}", start) for name, start, size in ranges])
+        arrivals.ask([Wanted("kv", 5, "pack/c", 0), Wanted("kv", 5, "pack/b", 7), Wanted("x", 5), *whole("pack/b")])
+        found = [arrivals.take(10).value for _ in range(len(ranges) + 4)]
+        arrivals.close()
+    values = {"a": BIG, "b": b"0123456789"}
+    assert found[: len(ranges)] == [values[name][start : start + size] for name, start, size in ranges]
+    assert found[len(ranges) :] == [None, b"789", None, b"0123456789"]
 
 
 def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
@@ -91,7 +111,7 @@ def test_no_redis_there() -> None:
                 call()
             assert caught.value.hint
         arrivals = Arrivals(blobs)
-        arrivals.ask(["x"])
+        arrivals.ask(whole("x"))
         with pytest.raises(RemoteError, match="cannot be reached"):
             arrivals.take(10)
     with closing(open_blobs("redis://no.such.host.invalid/0")) as blobs, pytest.raises(RemoteError, match=r"invalid"):
@@ -135,14 +155,14 @@ def test_who_waits_may_give_up(redis_server: RedisServer, redis_url: str) -> Non
         blobs.put({"x": BIG})
         link.rate = 0
         arrivals = Arrivals(blobs)
-        arrivals.ask(["x"])
+        arrivals.ask(whole("x"))
         with pytest.raises(RemoteError, match="nothing whole within"):
             arrivals.take(0.1)
         assert arrivals.alive
         link.rate = 1e12
         assert arrivals.take(10).value == BIG
         link.close()
-        arrivals.ask(["x"])
+        arrivals.ask(whole("x"))
         with pytest.raises(RemoteError):
             arrivals.take(10)
         assert not arrivals.alive
@@ -189,7 +209,7 @@ def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
             in_the_way(tmp_path / name, kind)
             assert blobs.get([name]) == [b""]
             arrivals = Arrivals(blobs)
-            arrivals.ask([name])
+            arrivals.ask(whole(name))
             assert arrivals.take(5).value == b""
             arrivals.close()
 
@@ -198,9 +218,9 @@ def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({"v/0": BIG, "v/1": b"1", "head": bytes(5000)})
         arrivals = Arrivals(blobs)
-        arrivals.ask(["v/0", "v/1", "v/2"], len(BIG) - 1)
+        arrivals.ask(whole("v/0", "v/1", "v/2", most=len(BIG) - 1))
         assert [arrivals.take(5).value for _ in range(3)] == [b"", b"1", None]
-        arrivals.ask(["v/0"], len(BIG))
+        arrivals.ask(whole("v/0"))
         assert arrivals.take(5).value == BIG
         assert blobs.get(["head"]) == [b""]
         arrivals.close()
@@ -211,11 +231,11 @@ def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPat
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": BIG for number in range(10)})
         arrivals = Arrivals(blobs)
-        arrivals.ask([f"v/{number}" for number in range(10)])
+        arrivals.ask(whole(*(f"v/{number}" for number in range(10))))
         time.sleep(0.3)
         assert arrivals._there.qsize() == 2
         assert [arrivals.take(5).value for _ in range(10)] == [BIG] * 10
-        arrivals.ask([f"v/{number}" for number in range(10)])
+        arrivals.ask(whole(*(f"v/{number}" for number in range(10))))
         arrivals.close()
         arrivals._thread.join(5)
         assert not arrivals._thread.is_alive()

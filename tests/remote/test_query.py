@@ -14,13 +14,13 @@ from kvtool.core.cache.store import Store
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query import streaming
 from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.catalogue import Chunk
+from kvtool.core.remote.entries import Chunk
 from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.session.levels import MeasuredLosses
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny
-from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
+from tests.remote.serving import PASSWORD, Link, RedisServer, free_port, wreck
 
 MODES = ("reuse", "union", "prefix", "full")
 OVERHEAD = 80  # bytes of a record around its payload
@@ -132,7 +132,9 @@ def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatc
     kvtool("store", "push", url, "--store", store).fine()
     asked: list[str] = []
     real = Arrivals.ask
-    monkeypatch.setattr(Arrivals, "ask", lambda self, names, most: (asked.extend(names), real(self, names, most))[1])
+    monkeypatch.setattr(
+        Arrivals, "ask", lambda self, wanted: (asked.extend(one.name for one in wanted), real(self, wanted))[1]
+    )
     for level in ("2", "1", "raw"):
         asked.clear()
         assert said(ask(url, "--level", level)) == said(ask(store, "--level", level))
@@ -210,24 +212,18 @@ def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, behind: Link) -> 
 
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
-def test_damaged_values(slo: tuple[str, ...], store: Path, redis_url: str) -> None:
-    import redis
-
-    kvtool("store", "push", redis_url, "--store", store).fine()
+def test_damaged_values(slo: tuple[str, ...], store: Path, url: str) -> None:
+    kvtool("store", "push", url, "--store", store).fine()
     used = ask(store).json["chunks"]
-    with redis.Redis.from_url(redis_url) as client:
-        for number, chunk in enumerate(used[:2]):
-            (key,) = client.keys(f"kvtool/kv/{chunk['id']}/*/{number + 1}")
-            value = bytearray(client.get(key))  # type: ignore[arg-type]
-            value[len(value) // 2] ^= 8
-            client.set(key, bytes(value))
-    done = ask(redis_url, *slo)
+    for number, chunk in enumerate(used[:2]):
+        wreck(url, chunk["id"], "raw", number + 1)
+    done = ask(url, *slo)
     bad = {one["id"] for one in done.fine().json["chunks"] if one["status"] == "miss"} | computed_meanwhile(done)
     assert bad == {chunk["id"] for chunk in used[:2]}
     assert said(done) == said(ask(with_the_same_holes(store, done)))
-    kvtool("store", "push", redis_url, "--store", store, "--verify").fine()
-    shutil.rmtree(local_place(redis_url))
-    assert said(ask(redis_url, *slo)) == said(ask(store))
+    kvtool("store", "push", url, "--store", store, "--verify").fine()
+    shutil.rmtree(local_place(url))
+    assert said(ask(url, *slo)) == said(ask(store))
 
 
 def computed_meanwhile(done: Done) -> set[str]:
@@ -238,15 +234,11 @@ def computed_meanwhile(done: Done) -> set[str]:
 @pytest.mark.parametrize("mode", ["union", "reuse"])
 def test_what_does_not_come_is_computed_while_the_others_do(mode: str, store: Path, behind: Link) -> None:
     """One chunk is known not to be there, another turns out to be damaged: neither is a hole in the end."""
-    import redis
-
     used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level([bytes.fromhex(used[1])], "raw")
     kvtool("store", "push", behind.url, "--store", store, "--delete").fine()
-    with redis.Redis.from_url(behind.url) as client:
-        (key,) = client.keys(f"kvtool/kv/{used[-1]}/*/1")
-        client.set(key, b"damaged")
+    wreck(behind.url, used[-1], "raw", 1)
     kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()  # which makes it again, here
     ask(behind.url, mode="full").fine()
     behind.rate = 2e5  # about a second for all the others

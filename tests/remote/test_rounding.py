@@ -27,6 +27,7 @@ from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import ProfileShelf
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile
+from tests.remote.serving import wreck
 
 CHUNK = id_of("f0.0")
 
@@ -99,8 +100,7 @@ def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> N
 
 def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_path: Path) -> None:
     sent(compressed(tmp_path / "one", ["1", "2"], machine=0), blobs)
-    for name in [one for one in blobs.names("kv/") if f"{CHUNK.hex()}/2-" in one]:
-        blobs.put({name: b"damaged"})
+    wreck(blobs.url, CHUNK.hex(), "2")
     place = compressed(tmp_path / "other", ["2", "3"], machine=1)
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}

@@ -23,7 +23,8 @@ from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, Usag
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import survey, sweep
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
+from kvtool.core.remote.entries import digest_of, is_own
+from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
@@ -31,6 +32,8 @@ from kvtool.core.remote.urls import open_blobs
 from tests.cache import making
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of
 from tests.cli.working import Done, files_below, kvtool
+
+pytestmark = pytest.mark.usefixtures("small_packs")
 
 MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
 WORDS = ("kv", "file", "head2", "profile/notes.txt", "catalogue/2024.csv", "kv/me/raw-1/0", "chunk/holiday.jpg")
@@ -136,7 +139,7 @@ def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
     values = put_foreign(blobs)
     forget(store, "f2")
     report = push(store, blobs, delete=True)
-    assert report.removed == 2 * (LAYERS + 1) + 1 + 1  # two chunks, a file, a catalogue
+    assert report.removed == 2 * (1 + 1) + 1 + 1  # two chunks with a pack each, a file, a catalogue
     assert report.bytes_freed > 0
     assert blobs.get(list(values)) == list(values.values())
     assert is_whole(blobs)
@@ -158,7 +161,7 @@ def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blo
 def test_no_tier_is_made_around_another_nor_inside_its_values(store: Store, url: str) -> None:
     inner = below(url, "inner")
     pushed_by(store, inner)()
-    for place in (url, below(url, "inner/kv"), below(url, f"inner/kv/{id_of('f0.0').hex()}")):
+    for place in (url, below(url, "inner/pack"), below(url, "inner/chunk")):
         with pytest.raises(StoreFormatError, match="not empty"):
             pushed_by(store, place)()
 
@@ -180,15 +183,15 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
     root = tmp_path / "shared"
     with closing(open_blobs(f"file://{root}")) as blobs:
         push(store, blobs)
-        moved = root.joinpath("kv").rename(precious / "kv")
-        (root / "kv").symlink_to(moved)
+        moved = root.joinpath("pack").rename(precious / "pack")
+        (root / "pack").symlink_to(moved)
         before = files_below(precious)
         forget(store, "f2")
         push(store, blobs, delete=True, yes=True)
         assert files_below(precious) == before
         with store.writer() as writer:
             add_file(writer, "f3", ["f3.0"])
-        with pytest.raises(RemoteError, match="kv is a symbolic link"):
+        with pytest.raises(RemoteError, match="pack is a symbolic link"):
             push(store, blobs)
         assert files_below(precious) == before
 
@@ -199,7 +202,7 @@ def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) ->
         writer.add_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # a learned lead-in
     push(store, blobs)
     names = set(blobs.names())
-    assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "meta", "profile", "file", "chunk", "kv"}
+    assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "meta", "profile", "file", "chunk", "pack"}
     assert [name for name in names if not is_own(name) and name != "head.lock"] == []
     for name in WORDS:
         assert not is_own(name)
@@ -230,12 +233,12 @@ def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs
     push(store, blobs)
     forget(store, "f1", "f2")
     before = set(blobs.names())
-    with pytest.raises(UsageError, match=r"forget 2 of 3 documents .* 14 of 24 values") as caught:
+    with pytest.raises(UsageError, match=r"forget 2 of 3 documents .* 10 of 18 values") as caught:
         push(store, blobs, delete=True)
     assert "--yes" in caught.value.hint
     assert set(blobs.names()) == before
     assert len(read_catalogue(blobs).files) == 3
-    assert push(store, blobs, delete=True, yes=True).removed == 15
+    assert push(store, blobs, delete=True, yes=True).removed == 11
 
 
 def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
@@ -245,11 +248,11 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
     run().fine()
     forget(store, "f1", "f2")
     value = run("--delete", "--dry-run", "--json").fine().json
-    assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 15, 2)
+    assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 11, 2)
     assert value["bytes_freed"] > 0
-    assert "15 would be removed" in run("--delete", "--dry-run").fine().out
+    assert "11 would be removed" in run("--delete", "--dry-run").fine().out
     run("--delete", "--json").failed(2, "2 of 3 documents", "--yes")
-    assert "15 removed" in run("--delete", "--yes").fine().out
+    assert "11 removed" in run("--delete", "--yes").fine().out
     blobs.delete([HEAD])
     put_foreign(blobs)
     run().failed(12, "is not empty")
@@ -352,12 +355,12 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     forget(store, "f2")
     blobs.hold("push-killed")
     report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (0, 8)
+    assert (report.removed, report.spared) == (0, 6)
     assert len(read_catalogue(blobs).files) == 2
     monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
     blobs.hold("push-killed")
     time.sleep(0.3)
-    assert push(store, blobs, delete=True).removed == 8
+    assert push(store, blobs, delete=True).removed == 6
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "cut off"])
@@ -375,6 +378,7 @@ def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs
     assert push(store, blobs).bytes == 0
 
 
+@pytest.mark.usefixtures("no_packs")
 def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,8 +545,7 @@ def test_a_full_disk_leaves_no_temporary_file(in_folder: Blobs, folder: Path, mo
 
 def test_files_of_killed_pushes_are_reclaimed_when_they_are_old(store: Store, in_folder: Blobs, folder: Path) -> None:
     push(store, in_folder)
-    level = next((folder / "kv").glob("*/*"))
-    left = [level / ".tmp-12-0123456789abcdef", folder / "chunk/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
+    left = [folder / "meta/.tmp-12-0123456789abcdef", folder / "chunk/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
     for path in left:
         path.write_bytes(b"half of a value")
     push(store, in_folder, delete=True)

@@ -15,12 +15,15 @@ from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, Catalogue
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.pull import preview, pull, sync
 from kvtool.core.remote.push import join, push
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
+
+pytestmark = pytest.mark.usefixtures("small_packs")
 
 PROFILE = hashlib.blake2b(b"a profile", digest_size=16).digest()
 MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
@@ -145,7 +148,7 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
     assert push(store, blobs, delete=True).removed
     there = read_catalogue(blobs)
     assert len(there.files) == 1
-    assert set(blobs.names("kv/")) | set(blobs.names("file/")) <= there.blobs()
+    assert set(blobs.names("pack/")) | set(blobs.names("file/")) <= there.blobs()
     assert pull(tmp_path / "other", blobs).removed == 0
     assert pull(tmp_path / "other", blobs, delete=True).removed == 1
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
@@ -229,7 +232,7 @@ def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: P
 def test_every_flipped_bit_is_found_and_mended(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     names = [name for name in blobs.names() if name not in (HEAD,) and not name.startswith("catalogue/")]
-    assert {name.split("/")[0] for name in names} == {"kv", "file", "chunk", "meta", "profile"}
+    assert {name.split("/")[0] for name in names} == {"pack", "file", "chunk", "meta", "profile"}
     for number, name in enumerate(sorted(names)):
         (whole,) = blobs.get([name])
         assert whole is not None

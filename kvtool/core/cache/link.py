@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtool.core.cache.buffers import Room
 from kvtool.core.cache.record import KVHeader
@@ -47,6 +47,22 @@ class Offer(Protocol):
     def maker(self) -> str | None: ...
 
 
+class Wanted(NamedTuple):
+    """A value to ask for: one of its own, or a part of a pack.
+
+    Attributes
+    ----------
+    name : what it is.
+    most : bytes that it may have; a part of a pack has just so many.
+    pack : the value that it is a part of, from byte `start` on; "": none.
+    """
+
+    name: str
+    most: int
+    pack: str = ""
+    start: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A value that was asked for: None where there is none of its name; `at` is when it came (`perf_counter`)."""
@@ -66,8 +82,8 @@ class Stream(Protocol):
 
     alive: bool
 
-    def ask(self, names: Sequence[str], most: int = ...) -> None:
-        """Ask for some more, each of at most so many bytes; never waits."""
+    def ask(self, wanted: Sequence[Wanted]) -> None:
+        """Ask for some more; never waits."""
         ...
 
     def take(self, timeout: float) -> Arrival:
@@ -118,12 +134,8 @@ class Link(Protocol):
         """Whether all of a chunk at a level needs no fetching."""
         ...
 
-    def names(self, chunk_id: bytes, level: str) -> list[str]:
+    def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
         """What the records of a level are asked for by, layer by layer; none where it is not offered."""
-        ...
-
-    def stated(self, chunk_id: bytes, level: str) -> int:
-        """Bytes that the records of a level may have in all."""
         ...
 
     def arrivals(self) -> Stream:

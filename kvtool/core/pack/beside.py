@@ -43,7 +43,7 @@ class StoreBlobs:
 
     def reader(self) -> ReadInTurn:
         """See Readable."""
-        return ReadInTurn(self.get)
+        return ReadInTurn(lambda wanted: self.get(wanted.name, wanted.most))
 
     def _file(self, rest: str) -> bytes | None:
         entry = self._store.file_at(bytes.fromhex(rest.partition("-")[0]))

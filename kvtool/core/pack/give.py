@@ -19,17 +19,9 @@ from kvtool.core.pack.container import PackWriter, writing
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import to_safetensors
 from kvtool.core.remote import survey, values
-from kvtool.core.remote.catalogue import (
-    Catalogue,
-    Chunk,
-    File,
-    Head,
-    Level,
-    chunk_name,
-    digest_of,
-    file_name,
-    seal_head,
-)
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, File, Level, chunk_name, digest_of, file_name
+from kvtool.core.remote.head import Head, seal_head
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.naming import named_documents
 

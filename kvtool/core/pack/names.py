@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtool.core.remote.catalogue import Chunk
+from kvtool.core.remote.entries import Chunk
 
 HEAD, CATALOGUE = "head", "catalogue"
 

@@ -15,7 +15,9 @@ from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
 from kvtool.core.pack.tensors import MOST_HEADER, from_safetensors
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import ReadInTurn
-from kvtool.core.remote.catalogue import Catalogue, digest_of, unseal_head
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import digest_of
+from kvtool.core.remote.head import unseal_head
 from kvtool.core.remote.limits import most_bytes
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.transfer_report import TransferReport
@@ -121,4 +123,4 @@ class PackBlobs:
 
     def reader(self) -> ReadInTurn:
         """See Readable."""
-        return ReadInTurn(self.value)
+        return ReadInTurn(lambda wanted: self.value(wanted.name, wanted.most))

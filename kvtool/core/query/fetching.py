@@ -6,9 +6,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from kvtool.core.cache.link import Link, Stream
+from kvtool.core.cache.link import Link, Stream, Wanted
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.ahead import Ahead
@@ -19,7 +18,7 @@ from kvtool.core.streaming.policy import DEPTH, Fetch, Policy
 class _Flight:
     fetch: Fetch
     asked_at: float
-    waiting: deque[tuple[str, str, int]]  # blob, level, layer
+    waiting: deque[tuple[Wanted, str, int]]  # what was asked for, level, layer
     sound: bool = True
 
 
@@ -54,11 +53,11 @@ class Driver:
             self._policy.have(number)
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
-            names: list[tuple[str, str, int]] = []
+            waiting: deque[tuple[Wanted, str, int]] = deque()
             for part in fetch.parts:
-                blobs = self._link.names(segment.source.chunk_id, part.level)
-                names += [(name, part.level, layer) for layer, name in enumerate(blobs)]
-            self._out.append(_Flight(fetch, self._now(), deque(names)))
+                wanted = self._link.wanted(segment.source.chunk_id, part.level)
+                waiting += [(one, part.level, layer) for layer, one in enumerate(wanted)]
+            self._out.append(_Flight(fetch, self._now(), waiting))
             self._send(self._out[-1])
         for number in self._policy.unwanted if self._out else ():
             self._ahead.compute(number, self._segments[number])
@@ -66,9 +65,7 @@ class Driver:
 
     def _send(self, flight: _Flight) -> None:
         assert self._arrivals is not None
-        chunk_id = self._segments[flight.fetch.chunk].source.chunk_id
-        for level, rows in groupby(flight.waiting, key=lambda row: row[1]):
-            self._arrivals.ask([name for name, _, _ in rows], self._link.stated(chunk_id, level))
+        self._arrivals.ask([wanted for wanted, _, _ in flight.waiting])
 
     def _wait(self) -> None:
         """Take one value of the oldest fetch, or give it up."""

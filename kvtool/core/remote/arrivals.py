@@ -7,13 +7,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvtool.core.cache.link import Arrival
+from kvtool.core.cache.link import Arrival, Wanted
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote.blobs import Readable, Reader
-from kvtool.core.remote.limits import MOST_BYTES
 
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
-_Wanted = tuple[str, int]  # name, most bytes
 
 
 class Arrivals:
@@ -26,7 +24,7 @@ class Arrivals:
 
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
-        self._asked: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._untaken = 0  # bytes that have come
@@ -35,10 +33,10 @@ class Arrivals:
         self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
         self._thread.start()
 
-    def ask(self, names: Sequence[str], most: int = MOST_BYTES) -> None:
-        """Ask for some more, each of at most so many bytes; never waits."""
-        for name in names:
-            self._asked.put((name, most))
+    def ask(self, wanted: Sequence[Wanted]) -> None:
+        """Ask for some more; never waits."""
+        for one in wanted:
+            self._asked.put(one)
 
     def take(self, timeout: float) -> Arrival:
         """The next one asked for.
@@ -75,7 +73,7 @@ class Arrivals:
         try:
             reader = self._blobs.reader()
             while not self._stopped and (wanted := self._next()) is not None:
-                _ask(reader, wanted)
+                reader.ask(wanted)
                 self._read(reader, wanted)
         except KvtoolError as error:
             self._there.put(error)
@@ -85,7 +83,7 @@ class Arrivals:
             if reader is not None:
                 reader.close()
 
-    def _read(self, reader: Reader, wanted: list[_Wanted]) -> None:
+    def _read(self, reader: Reader, wanted: list[Wanted]) -> None:
         """Take what was asked for; what is asked meanwhile is sent at once, before the link falls idle."""
         waiting = list(wanted)
         while waiting and not self._stopped:
@@ -93,10 +91,10 @@ class Arrivals:
                 more = self._next()
                 if more is None:
                     return
-                _ask(reader, more)
+                reader.ask(more)
                 waiting += more
             value = reader.take()
-            self._there.put(Arrival(waiting.pop(0)[0], value, time.perf_counter()))
+            self._there.put(Arrival(waiting.pop(0).name, value, time.perf_counter()))
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
@@ -105,13 +103,9 @@ class Arrivals:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
 
-    def _next(self) -> list[_Wanted] | None:
+    def _next(self) -> list[Wanted] | None:
         """All that is asked for by now, at least one; None: it is over."""
         asked = [self._asked.get()]
         while not self._asked.empty():
             asked.append(self._asked.get())
         return [wanted for wanted in asked if wanted is not None] if None not in asked else None
-
-
-def _ask(reader: Reader, wanted: Sequence[_Wanted]) -> None:
-    reader.ask([name for name, _ in wanted], [most for _, most in wanted])

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from kvtool.core.cache.link import Wanted
+
 TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
 LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held stands, by what it begins with
 
@@ -13,13 +15,13 @@ LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held
 class Reader(Protocol):
     """Asks for blobs ahead and takes them as they come, in the order asked: the link is never idle in between."""
 
-    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
-        """Ask for some more, each of at most so many bytes; returns before they are there. Raises RemoteError."""
+    def ask(self, wanted: Sequence[Wanted]) -> None:
+        """Ask for some more; returns before they are there. Raises RemoteError."""
         ...
 
     def take(self) -> bytes | None:
-        """The next one asked for, None where there is none of its name, empty where it is too large or no value at all.
-        Raises RemoteError; the reader is of no more use then."""
+        """The next one asked for, None where there is none of its name, empty where it is too large or no value at all,
+        and as much as there is of a part. Raises RemoteError; the reader is of no more use then."""
         ...
 
     def close(self) -> None:
@@ -32,19 +34,19 @@ class ReadInTurn:
 
     Parameters
     ----------
-    read : the value of a name, of at most so many bytes.
+    read : gives what is wanted, as `Reader.take` does.
     """
 
-    def __init__(self, read: Callable[[str, int], bytes | None]) -> None:
-        self._read, self._asked = read, deque[tuple[str, int]]()
+    def __init__(self, read: Callable[[Wanted], bytes | None]) -> None:
+        self._read, self._asked = read, deque[Wanted]()
 
-    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
+    def ask(self, wanted: Sequence[Wanted]) -> None:
         """See Reader."""
-        self._asked.extend(zip(names, most, strict=True))
+        self._asked.extend(wanted)
 
     def take(self) -> bytes | None:
         """See Reader."""
-        return self._read(*self._asked.popleft())
+        return self._read(self._asked.popleft())
 
     def close(self) -> None:
         """See Reader."""

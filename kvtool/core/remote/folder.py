@@ -15,11 +15,12 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
+from kvtool.core.cache.link import Wanted
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import ReadInTurn, seconds_held
-from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.descend import Writing, again_if_gone, is_left_behind, opened
+from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.limits import MOST_BYTES, most_bytes
 
 _LOCK = "head.lock"
@@ -107,7 +108,7 @@ class FolderBlobs:
 
     def reader(self) -> ReadInTurn:
         """See Blobs. A file system cannot be told to hurry: a read takes what it takes."""
-        return ReadInTurn(self._read)
+        return ReadInTurn(self._wanted)
 
     def hold(self, name: str) -> None:
         """See Blobs. The file's time counts, which the file system sets."""
@@ -152,9 +153,15 @@ class FolderBlobs:
     def _path(self, name: str) -> Path:
         return self._root / name
 
-    def _read(self, name: str, most: int | None = None) -> bytes | None:
+    def _read(self, name: str, most: int = MOST_BYTES) -> bytes | None:
         with self._explained("read"):
-            return read_bounded(self._path(name), min(most_bytes(name), MOST_BYTES if most is None else most))
+            return read_bounded(self._path(name), min(most_bytes(name), most))
+
+    def _wanted(self, wanted: Wanted) -> bytes | None:
+        if not wanted.pack:
+            return self._read(wanted.name, wanted.most)
+        with self._explained("read"):
+            return read_part(self._path(wanted.pack), wanted.start, wanted.most)
 
     def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
         for depth in range(len(parts), 0, -1):
@@ -192,21 +199,45 @@ def read_bounded(path: Path, most: int) -> bytes | None:
 
     Links are not followed, a FIFO or a device is never waited for.
     """
+    with _plain_file(path) as found:
+        if not isinstance(found, int):
+            return found
+        size = os.fstat(found).st_size
+        value = _read_at(found, 0, size + 1) if size <= most else b""  # it may be growing
+    return value if len(value) <= most else b""
+
+
+def read_part(path: Path, start: int, size: int) -> bytes | None:
+    """Bytes of a file from `start` on, as many as there are of `size`; else as :func:`read_bounded`."""
+    with _plain_file(path) as found:
+        return _read_at(found, start, min(size, os.fstat(found).st_size)) if isinstance(found, int) else found
+
+
+@contextmanager
+def _plain_file(path: Path) -> Iterator[int | bytes | None]:
+    """A handle of a file; None: there is none; empty: it is no plain file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        yield None
+        return
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link, a socket; EMLINK: a link on BSD
-            return b""
-        raise
-    state = os.fstat(handle)
-    if not stat.S_ISREG(state.st_mode) or state.st_size > most:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EMLINK):  # a link, a socket; EMLINK: a link on BSD
+            raise
+        yield b""
+        return
+    try:
+        yield handle if stat.S_ISREG(os.fstat(handle).st_mode) else b""
+    finally:
         os.close(handle)
-        return b""
-    with open(handle, "rb") as file:
-        value = file.read(state.st_size + 1)  # it may be growing
-    return value if len(value) <= most else b""
+
+
+def _read_at(handle: int, start: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size > 0 and (part := os.pread(handle, size, start)):
+        parts.append(part)
+        start, size = start + len(part), size - len(part)
+    return b"".join(parts)
 
 
 def _size_of(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvtool.core.cache.link import Wanted
 from kvtool.core.remote import values
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Readable
@@ -21,13 +22,13 @@ class Group:
     ----------
     key : of what it is of, in hex; what : the same for people.
     most : bytes of all of them.
-    levels : of a chunk's records, in the order of their names; `replaces`: in the place of what is stored.
+    levels : of a chunk's records, in the order of `wanted`; `replaces`: in the place of what is stored.
     """
 
     key: str
     what: str
-    names: Sequence[str]
-    most: int = MOST_BYTES
+    wanted: Sequence[Wanted]
+    most: int
     levels: tuple[str, ...] = ()
     replaces: bool = False
 
@@ -50,7 +51,7 @@ class Groups:
         waiting: list[Group] = []
         try:
             for group in groups:
-                arrivals.ask(group.names, group.most)
+                arrivals.ask(group.wanted)
                 waiting.append(group)
                 if len(waiting) > _AHEAD:
                     yield from self._taken(arrivals, waiting.pop(0))
@@ -63,10 +64,10 @@ class Groups:
         """All of them are taken, since they are on their way; nothing is held of a group that is not whole."""
         whole: list[bytes] = []
         left, why = group.most, ""
-        for name in group.names:
+        for wanted in group.wanted:
             value = arrivals.take(self._timeout).value
             left -= len(value or b"")
-            why = why or _trouble(name, value, left)
+            why = why or _trouble(wanted, value, left)
             if value is not None and not why:
                 whole.append(value)
             elif why:
@@ -77,9 +78,15 @@ class Groups:
             yield group, whole
 
 
-def _trouble(name: str, value: bytes | None, left: int) -> str:
+def _trouble(wanted: Wanted, value: bytes | None, left: int) -> str:
+    what = f"{wanted.name} in {wanted.pack}" if wanted.pack else wanted.name
     if value is None:
-        return f"{name} is missing there"
+        return f"{what} is missing there"
     if left < 0:
-        return f"{name} is larger than the catalogue says"
-    return "" if values.is_sound(name, value) else f"{name} is damaged there"
+        return f"{what} is larger than the catalogue says"
+    return "" if values.is_sound(wanted.name, value) else f"{what} is damaged there"
+
+
+def single(key: str, what: str, name: str) -> Group:
+    """A group of one value."""
+    return Group(key, what, [Wanted(name, MOST_BYTES)], MOST_BYTES)

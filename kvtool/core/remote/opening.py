@@ -24,7 +24,8 @@ from kvtool.core.errors import (
 )
 from kvtool.core.remote import survey
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
-from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, digest_of
 from kvtool.core.remote.front import default_budget
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import check_same_identity, read_catalogue

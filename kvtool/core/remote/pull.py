@@ -15,8 +15,9 @@ from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
-from kvtool.core.remote.catalogue import Catalogue, Chunk, chunk_name, digest_of, file_name, kv_names
-from kvtool.core.remote.groups import Group, Groups
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, chunk_name, digest_of, file_name, records_wanted
+from kvtool.core.remote.groups import Group, Groups, single
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
@@ -186,9 +187,7 @@ class _Pull:
             return {}
 
     def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        groups = [
-            Group(name, name, [f"meta/{name}-{catalogue.meta[name]}"]) for name in names if name in catalogue.meta
-        ]
+        groups = [single(name, name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
         metas = {}
         for group, value in self._single(groups):
             with self._noted(group):
@@ -199,7 +198,7 @@ class _Pull:
         known = {digest.hex() for digest in self.store.profile_digests()}
         missing = [digest for digest in catalogue.profiles if digest not in known]
         for group, value in self._single(
-            Group(digest, f"profile {digest}", [f"profile/{digest}"]) for digest in missing
+            single(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
         ):
             with self._noted(group):
                 self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
@@ -207,7 +206,7 @@ class _Pull:
     def _describe(self, catalogue: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
         groups = (
-            Group(key, f"chunk {key}", [chunk_name(key, chunk)])
+            single(key, f"chunk {key}", chunk_name(key, chunk))
             for key, chunk in catalogue.chunks.items()
             if key not in known
         )
@@ -256,7 +255,7 @@ class _Pull:
         wanted = wanted_files(self.store, catalogue, newer)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         for group, value in self._single(
-            Group(key, f"file {key}", [file_name(key, catalogue.files[key])]) for key in wanted
+            single(key, f"file {key}", file_name(key, catalogue.files[key])) for key in wanted
         ):
             with self._noted(group):
                 self.writer.commit_file(*values.open_file(bytes.fromhex(group.key), value))
@@ -288,7 +287,7 @@ def _check_share(store: Store, catalogue: Catalogue, url: str) -> None:
 
 
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
-    names = [name for level in bundle.levels for name in kv_names(key, chunk, level)]
+    wanted = [one for level in bundle.levels for one in records_wanted(key, chunk, level)]
     what = f"chunk {key} at level {', '.join(bundle.levels)}"
     most = sum(chunk.levels[level].size for level in bundle.levels)
-    return Group(key, what, names, most, bundle.levels, bundle.replaces)
+    return Group(key, what, wanted, most, bundle.levels, bundle.replaces)

@@ -11,17 +11,9 @@ from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import survey
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import (
-    HEAD,
-    Catalogue,
-    Chunk,
-    File,
-    Head,
-    Level,
-    catalogue_name,
-    digest_of,
-    seal_head,
-)
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, File, Level, catalogue_name, digest_of
+from kvtool.core.remote.head import HEAD, Head, seal_head
 from kvtool.core.remote.lease import Lease
 from kvtool.core.remote.reading import check_same_identity, read_head
 from kvtool.core.remote.rehearsal import Rehearsal
@@ -95,7 +87,8 @@ class _Push:
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
             if delete and not self.sweep.run(listed):
-                self.sender.send(mine, None)  # what somebody who knows of no leases counts on was deleted
+                head, theirs = self._there()  # what somebody who knows of no leases counts on was deleted
+                self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         """What is there; a push that verifies replaces a catalogue that is damaged."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, unseal_head
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import catalogue_name, digest_of
+from kvtool.core.remote.head import HEAD, unseal_head
 
 _TRIES = 8  # pushes that come in between reading the head and the catalogue
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from kvtool.core.cache.link import Wanted
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import TIMEOUT, seconds_held
@@ -204,12 +205,14 @@ class RedisReader:
         self._connection: Any = pool.get_connection()
         self._asked = deque[int]()
 
-    def ask(self, names: Sequence[str], most: Sequence[int]) -> None:
+    def ask(self, wanted: Sequence[Wanted]) -> None:
         """See Reader."""
-        limits = [min(most_bytes(name), bound) for name, bound in zip(names, most, strict=True)]
+        limits = [one.most if one.pack else min(most_bytes(one.name), one.most) for one in wanted]
         with self._blobs._explained():
-            keys = map(self._blobs._key, names)
-            commands = [("GETRANGE", key, 0, limit) for key, limit in zip(keys, limits, strict=True)]
+            commands = [
+                ("GETRANGE", self._blobs._key(one.pack or one.name), one.start, one.start + limit - bool(one.pack))
+                for one, limit in zip(wanted, limits, strict=True)
+            ]
             self._connection.send_packed_command(self._connection.pack_commands(commands), check_health=False)
             self._asked.extend(limits)
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import known
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue, Chunk, chunk_name, file_name, kv_names
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, Level, Place, chunk_name, file_name, kv_names
 from kvtool.core.remote.lease import Lease
+from kvtool.core.remote.packing import MOST_BYTES, Member, Packed, by_document, packs_of, thin_packs
 from kvtool.core.remote.transfer_report import TransferReport
 
 _SMALL_AT_ONCE = 256
-_CHUNKS_AT_ONCE = 64
-_READ_AT_ONCE = 32  # values of some megabytes each
-
-Gaps = dict[str, list[str]]  # level, names of its blobs that have to be sent
+_READ_AT_ONCE = 4  # values of some megabytes each
 
 
 class Sender:
@@ -38,10 +38,10 @@ class Sender:
         self.report, self.events, self.verify = report, events, verify
 
     def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
-        """Send what is missing; the catalogue as the tier has it now.
+        """Send what is missing; the catalogue as the tier has it now, with the places of what was packed.
 
-        It differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are gone:
-        half of a level may not be of one rounding and half of another.
+        It differs from `mine` otherwise where a mark was taken from `theirs` and its records, made on another machine,
+        are gone: half of a level may not be of one rounding and half of another.
 
         Raises
         ------
@@ -50,48 +50,104 @@ class Sender:
         """
         self._send_small(mine, theirs)
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
-        chunks, left = {}, iter(mine.chunks.items())
-        while some := dict(islice(left, _CHUNKS_AT_ONCE)):
-            for (key, chunk), gaps in zip(some.items(), self._gaps(some), strict=True):
-                chunks[key] = self._send_chunk(key, chunk, gaps) if gaps else chunk
-                moved = len(gaps)
-                self.report.chunks.moved += moved
-                self.report.chunks.unchanged += len(chunk.levels) - moved
-                self.events.advance(len(chunk.levels))
-        return mine.with_chunks(chunks)
+        gaps = self._gaps(mine, theirs)
+        chunks = self._of_one_machine(mine.chunks, gaps, theirs)
+        self._told(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
+        return mine.with_chunks(self._send_records(chunks, gaps) if gaps else chunks)
 
     # ---- KV ----
 
-    def _send_chunk(self, key: str, chunk: Chunk, gaps: Gaps, again: bool = True) -> Chunk:
-        lost: set[str] = set()
-        for level, names in gaps.items():
-            try:
-                records = survey.records_of(self.store, bytes.fromhex(key), level, chunk.layers)
-            except DamagedError as error:
-                self.report.note_damage(f"chunk {key} at level {level}", error.message)
-                lost.add(level)
-                continue
-            if survey.mark_of_records(records) != chunk.levels[level].mark:
-                if not again:
-                    raise _changed()
+    def _gaps(self, mine: Catalogue, theirs: Catalogue | None) -> set[Member]:
+        """What has to be sent: what is missing or cut off there, and what stands in packs that are mostly garbage."""
+        packs = sorted(mine.packs())
+        sizes = self._sound_sizes([pack.name for pack in packs])
+        broken = {pack for pack in packs if sizes[pack.name] != pack.size}
+        thin = thin_packs(mine, theirs) - broken if theirs is not None else set()
+        gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
+        for key, chunk in mine.chunks.items():
+            for level, stored in chunk.levels.items():
+                there = _same(theirs, key, level, stored)
+                if stored.place is None and (stored.size > MOST_BYTES or (there and there.place is None)):
+                    alone.append(((key, level), kv_names(key, chunk, level)))
+                elif (
+                    stored.place is None
+                    or stored.place.pack in broken
+                    or (stored.place.pack in thin and survey.holds_level(self.store, bytes.fromhex(key), chunk, level))
+                ):
+                    gaps.add((key, level))
+        sizes = self._sound_sizes([name for _, names in alone for name in names])
+        for (key, level), names in alone:
+            found = [sizes[name] for name in names]
+            if not all(found) or sum(found) != mine.chunks[key].levels[level].size:
+                gaps.add((key, level))
+        return gaps
+
+    def _of_one_machine(
+        self, chunks: Mapping[str, Chunk], gaps: set[Member], theirs: Catalogue | None
+    ) -> dict[str, Chunk]:
+        """The chunks, described anew where this store's records are not those that the tier has lost."""
+        found = dict(chunks)
+        for key in sorted({key for key, _ in gaps}):
+            chunk = chunks[key]
+            lost = [level for level, stored in chunk.levels.items() if (key, level) in gaps]
+            trusted = [level for level in lost if _same(theirs, key, level, chunk.levels[level])]
+            if not all(self._holds(key, chunk, level) for level in trusted):
                 surveyed = survey.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
                 if surveyed is None:
                     raise _changed()
-                return self._send_chunk(key, surveyed, self._gaps({key: surveyed})[0], again=False)
-            by_name = dict(zip(kv_names(key, chunk, level), records, strict=True))
-            self._put({name: by_name[name] for name in names})
-        return _without(chunk, lost)
+                found[key] = surveyed
+                gaps -= {(key, level) for level in chunk.levels}
+                gaps |= {(key, level) for level in surveyed.levels}
+        return found
 
-    def _gaps(self, chunks: dict[str, Chunk]) -> list[Gaps]:
-        """What has to be sent of each chunk."""
-        places = [(key, level, kv_names(key, chunk, level)) for key, chunk in chunks.items() for level in chunk.levels]
-        sizes = self._sound_sizes([name for _, _, names in places for name in names])
-        gaps: dict[str, Gaps] = {key: {} for key in chunks}
-        for key, level, names in places:
-            missing = [name for name in names if not sizes[name]]
-            if missing or sum(sizes[name] for name in names) != chunks[key].levels[level].size:
-                gaps[key][level] = missing or names  # cut off: some of them, and nobody knows which
-        return list(gaps.values())
+    def _holds(self, key: str, chunk: Chunk, level: str) -> bool:
+        return survey.holds_level(self.store, bytes.fromhex(key), chunk, level)
+
+    def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
+        """Send gaps, the coarser levels first; the chunks as they are there then."""
+        lost, places = set[Member](), dict[Member, Place | None]()
+        ordered = by_document(self.store, {key for key, _ in gaps})
+
+        def records_of(member: Member) -> list[bytes] | None:
+            key, level = member
+            try:
+                records = survey.records_of(self.store, bytes.fromhex(key), level, chunks[key].layers)
+            except DamagedError as error:
+                self.report.note_damage(f"chunk {key} at level {level}", error.message)
+                lost.add(member)
+                return None
+            if survey.mark_of_records(records) != chunks[key].levels[level].mark:
+                raise _changed()
+            return records
+
+        levels = {level for _, level in gaps}
+        for level in [*sorted(levels.difference(known(levels))), *reversed(known(levels))]:
+            members = [(key, level) for key in ordered if (key, level) in gaps]
+            large = {member for member in members if chunks[member[0]].levels[level].size > MOST_BYTES}
+            for packed in packs_of((member for member in members if member not in large), records_of):
+                self._send_pack(packed)
+                places |= packed.places
+            for key, _ in sorted(large):
+                if (records := records_of((key, level))) is not None:
+                    self._put(dict(zip(kv_names(key, chunks[key], level), records, strict=True)))
+                    self._told(1, moved=True)
+                    places[key, level] = None
+        return {key: _placed(key, chunk, places, lost) for key, chunk in chunks.items()}
+
+    def _send_pack(self, packed: Packed) -> None:
+        """Unless a push that was cut off has sent it."""
+        name = packed.pack.name
+        moved = self._sound_sizes([name])[name] != packed.pack.size
+        if moved:
+            self._put({name: packed.value})
+        self._told(len(packed.places), moved)
+
+    def _told(self, count: int, moved: bool) -> None:
+        if moved:
+            self.report.chunks.moved += count
+        else:
+            self.report.chunks.unchanged += count
+        self.events.advance(count)
 
     def _sound_sizes(self, names: list[str]) -> dict[str, int]:
         """How many bytes each value has that is there; 0 of one that is missing or known to be damaged."""
@@ -142,11 +198,25 @@ class Sender:
             self.report.bytes += sum(map(len, values.values()))
 
 
-def _without(chunk: Chunk, lost: set[str]) -> Chunk:
-    """The chunk without levels that could not be sent and what refines them: no catalogue names what is not there."""
-    while more := {level for level, stored in chunk.levels.items() if stored.base in lost and level not in lost}:
-        lost = lost | more
-    return replace(chunk, levels={level: stored for level, stored in chunk.levels.items() if level not in lost})
+def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level | None:
+    """What a tier says of a chunk at a level, if it says that it has these very records."""
+    chunk = theirs.chunks.get(key) if theirs is not None else None
+    stored = chunk.levels.get(level) if chunk is not None else None
+    return stored if stored is not None and stored.mark == mine.mark else None
+
+
+def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost: set[Member]) -> Chunk:
+    """The chunk with the places of what was sent, without levels that could not be sent and what refines them: no
+    catalogue names what is not there."""
+    gone = {level for level in chunk.levels if (key, level) in lost}
+    while more := {level for level, stored in chunk.levels.items() if stored.base in gone and level not in gone}:
+        gone |= more
+    levels = {
+        level: replace(stored, place=places.get((key, level), stored.place))
+        for level, stored in chunk.levels.items()
+        if level not in gone
+    }
+    return replace(chunk, levels=levels)
 
 
 def _changed() -> KvtoolError:

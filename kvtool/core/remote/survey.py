@@ -13,7 +13,8 @@ from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.codec.nested import base_level, check_of, stated_check
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import values
-from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, File, Level, digest_of
 
 Damaged = Callable[[str, str], None]  # what, why
 

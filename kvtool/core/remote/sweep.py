@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import catalogue_name, digest_of, is_own
+from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.lease import Lease
 from kvtool.core.remote.reading import catalogue_of, read_head
 from kvtool.core.remote.transfer_report import TransferReport

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.chunks import read_record
-from kvtool.core.cache.link import KVRead
+from kvtool.core.cache.link import KVRead, Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.types import Warn
@@ -19,7 +20,8 @@ from kvtool.core.errors import (
 )
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue, Chunk, Level, digest_of, kv_names
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
 from kvtool.core.remote.front import bytes_of, make_room
 from kvtool.core.remote.limits import MOST_BYTES
 
@@ -30,9 +32,9 @@ CATALOGUE = "remote/catalogue"  # the one that was taken over last, beside the l
 class Tier:
     """A shared tier as the :class:`kvtool.core.cache.link.Link` of a local store.
 
-    Documents and chunks are those of the catalogue; KV is fetched layer by layer as it is read, checked, and written
-    into the local store after the answer. When the tier stops answering it is not asked again: what is missing is a
-    miss like any other, with a notice.
+    Documents and chunks are those of the catalogue; KV of a chunk is asked for when its first layer is read,
+    taken layer by layer, checked, and written into the local store after the answer. When the tier stops answering it
+    is not asked again: what is missing is a miss like any other, with a notice.
 
     Attributes
     ----------
@@ -48,6 +50,7 @@ class Tier:
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._fetching = threading.Lock()
         self._arrivals: Arrivals | None = None
+        self._coming = deque[tuple[Place, int]]()  # what was asked for and has not come: chunk and level, layer
 
     # ---- what there is ----
 
@@ -59,21 +62,16 @@ class Tier:
     def _chunk(self, chunk_id: bytes) -> Chunk | None:
         return self._there.chunks.get(chunk_id.hex()) if self._there is not None else None
 
-    def stated(self, chunk_id: bytes, level: str) -> int:
-        """Bytes that a chunk's records at a level have in all, as the catalogue says; no more of them is taken."""
-        offer = self.offers(chunk_id).get(level)
-        return offer.size if offer is not None else MOST_BYTES
-
     def is_here(self, chunk_id: bytes, level: str) -> bool:
         """Whether all of a chunk at a level needs no fetching."""
         chunk = self._chunk(chunk_id)
         fetched = self._fetched.get((chunk_id, level), {})
         return level in self._store.sizes_here(chunk_id) or (chunk is not None and len(fetched) == chunk.layers)
 
-    def names(self, chunk_id: bytes, level: str) -> list[str]:
-        """Names of the blobs of a chunk's records at a level, by layer; none where it is not offered."""
+    def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
+        """What a chunk's records at a level are asked for by, by layer; none where it is not offered."""
         chunk = self._chunk(chunk_id)
-        return kv_names(chunk_id.hex(), chunk, level) if chunk is not None and level in chunk.levels else []
+        return records_wanted(chunk_id.hex(), chunk, level) if chunk is not None and level in chunk.levels else []
 
     # ---- reading ----
 
@@ -102,21 +100,36 @@ class Tier:
             reads[number] = self._taken(chunk_ids[number], level, layer) or why
 
     def _has(self, chunk_id: bytes, level: str, layer: int) -> bool:
-        return layer < len(self.names(chunk_id, level)) or (chunk_id, level) in self._fetched
+        return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
     def _fetch(self, chunk_ids: Iterable[bytes], level: str, layer: int) -> None:
+        """Take a layer of some chunks. Who reads one reads the next ones, too: they are asked for with it."""
         with self._fetching:
-            wanted = [chunk_id for chunk_id in chunk_ids if layer not in self._fetched.get((chunk_id, level), {})]
-            asked = [(self.names(chunk_id, level), self.stated(chunk_id, level)) for chunk_id in wanted]
-            if not all(names for names, _ in asked):
-                raise RemoteError("the shared store is gone")
-            if not asked:
+            places = [(chunk_id, level) for chunk_id in chunk_ids]
+            lacking = {(place, layer) for place in places if layer not in self._fetched.get(place, {})}
+            if not lacking:
                 return
             arrivals = self._arrivals = self._arrivals or self.arrivals()
-            for names, most in asked:
-                arrivals.ask([names[layer]], most)
-            for chunk_id in wanted:
-                self.keep((chunk_id, level), layer, arrivals.take(self.timeout).value)
+            self._ask(
+                arrivals, [place for place in places if (place, layer) in lacking.difference(self._coming)], layer
+            )
+            while lacking:
+                place, number = self._coming.popleft()
+                self.keep(place, number, arrivals.take(self.timeout).value)
+                lacking.discard((place, number))
+
+    def _ask(self, arrivals: Arrivals, places: Sequence[Place], layer: int) -> None:
+        """Ask for what is not here of some chunks from a layer on, layer by layer of all of them."""
+        asked, coming = list[tuple[int, Place, Wanted]](), {*self._coming}
+        for place in places:
+            wanted = self.wanted(*place)
+            if not wanted:
+                raise RemoteError("the shared store is gone")
+            numbers = {*range(layer, len(wanted))} - self._fetched.get(place, {}).keys()
+            asked += [(number, place, wanted[number]) for number in numbers if (place, number) not in coming]
+        asked.sort(key=lambda row: row[0])  # chunks stay in the order given
+        self._coming += [(place, number) for number, place, _ in asked]
+        arrivals.ask([wanted for _, _, wanted in asked])
 
     def _taken(self, chunk_id: bytes, level: str, layer: int) -> KVRead | KvtoolError | None:
         value = self._fetched.get((chunk_id, level), {}).get(layer)
@@ -138,7 +151,8 @@ class Tier:
             return False
         held = self._fetched.setdefault(place, {})
         others = sum(len(record) for number, record in held.items() if number != layer)
-        if others + len(value) > self.stated(*place):
+        offer = self.offers(place[0]).get(place[1])
+        if others + len(value) > (offer.size if offer is not None else MOST_BYTES):
             return False
         held[layer] = value
         return True

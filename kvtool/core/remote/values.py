@@ -15,7 +15,7 @@ from kvtool.core.cache.record import Kind, decode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import checks
-from kvtool.core.remote.catalogue import digest_of
+from kvtool.core.remote.entries import digest_of
 from kvtool.core.remote.limits import MOST_TOKENS
 
 # What a store says of itself, by the name of its value.

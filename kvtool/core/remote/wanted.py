@@ -12,7 +12,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import survey, values
-from kvtool.core.remote.catalogue import Catalogue, Chunk, File, digest_of
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, File, digest_of
 
 
 @dataclass(frozen=True, slots=True)

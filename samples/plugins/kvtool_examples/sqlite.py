@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import unquote, urlsplit
 
+from kvtool.core.cache.link import Wanted
 from kvtool.core.errors import RemoteError, UsageError
 from kvtool.core.remote.blobs import ReadInTurn, seconds_held
 
@@ -84,10 +85,14 @@ class SqliteBlobs:
     def close(self) -> None:
         self._db.close()
 
-    def _read(self, name: str, most: int) -> bytes | None:
-        """A value of at most so many bytes; a larger one is as good as none."""
-        (size,) = self.sizes([name])
-        return b"" if size > most else self._value(name)
+    def _read(self, wanted: Wanted) -> bytes | None:
+        """A part of a pack, or a value; one that is larger than it may be is as good as none."""
+        if wanted.pack:
+            query = f"SELECT substr(value, {wanted.start + 1}, {wanted.most}) FROM blobs WHERE name = ?"
+            row = self._one(query, wanted.pack)
+            return bytes(row[0]) if row else None
+        (size,) = self.sizes([wanted.name])
+        return b"" if size > wanted.most else self._value(wanted.name)
 
     def _value(self, name: str) -> bytes | None:
         row = self._one("SELECT value FROM blobs WHERE name = ?", name)

@@ -1,0 +1,130 @@
+"""What a catalogue is made of, and the names of the values that it counts on."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.link import Wanted
+from kvtool.core.remote.head import HEAD
+
+
+class Pack(NamedTuple):
+    """A value that holds records of several chunks: the digest that names it, and its bytes."""
+
+    digest: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Of its value."""
+        return f"pack/{self.digest}"
+
+
+class Place(NamedTuple):
+    """Where in a pack the records of a chunk stand, layer after layer: the first byte, and the length of each."""
+
+    pack: Pack
+    start: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A chunk at a level.
+
+    Attributes
+    ----------
+    size : bytes of its records.
+    mark : digest of all of them.
+    base : the coarser level that it refines.
+    maker : digest, in hex, of the profile that lossy records name; None: they are not, or an older kvtool pushed them.
+    place : of its records; None: each is a value of its own.
+    """
+
+    size: int
+    mark: str
+    base: str | None = None
+    maker: str | None = None
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk's description and its levels.
+
+    Attributes
+    ----------
+    mark : of the description.
+    """
+
+    mark: str
+    layers: int
+    levels: dict[str, Level]
+
+    @property
+    def makers(self) -> dict[str, str]:
+        """The profile that each level's records name, of those levels that say it."""
+        return {level: stored.maker for level, stored in self.levels.items() if stored.maker is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file's entry with its documents: digest of both, and when the file was last changed (ns)."""
+
+    mark: str
+    mtime_ns: int
+
+
+def digest_of(data: bytes) -> str:
+    """What names a value by its content: 16 bytes in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def file_name(key: str, file: File) -> str:
+    """The name of a file's blob."""
+    return f"file/{key}-{file.mark}"
+
+
+def chunk_name(key: str, chunk: Chunk) -> str:
+    """The name of the blob of a chunk's description."""
+    return f"chunk/{key}-{chunk.mark}"
+
+
+def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
+    """The names of the blobs of a chunk's records at a level, by layer."""
+    return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
+
+
+def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
+    """What a chunk's records at a level are asked for by, layer by layer; no more of them is taken than is stated."""
+    stored, names = chunk.levels[level], kv_names(key, chunk, level)
+    if stored.place is None:
+        return [Wanted(name, stored.size) for name in names]
+    pack, start, lengths = stored.place
+    starts = accumulate(lengths, initial=start)
+    return [Wanted(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
+
+
+_MARK = "[0-9a-f]{32}"
+_ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
+_LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
+_FOLDERS = f"catalogue|meta|profile|file|chunk|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
+_OWN = re.compile(
+    f"{HEAD}|(?:catalogue|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
+    f"|kv/{_ID}/[a-z0-9-]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
+)
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is of one of the shapes above, or a temporary file's beside such."""
+    return bool(_OWN.fullmatch(name))
+
+
+def catalogue_name(digest: str) -> str:
+    """The name of a catalogue's blob."""
+    return f"catalogue/{digest}"

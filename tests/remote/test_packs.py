@@ -1,0 +1,177 @@
+"""Records of many chunks in one value: what is read of it, what becomes of it when chunks go, and tiers of before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from kvtool.core.cache.store import Store
+from kvtool.core.remote import send
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import records_wanted
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
+from tests.remote.test_sharing import forget, is_whole, new_store
+
+
+@pytest.fixture
+def blobs(url: str) -> Iterator[Blobs]:
+    with closing(open_blobs(url)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Three documents of two chunks, one of them at two levels."""
+    with Store.open(new_store(tmp_path / "store")) as opened:
+        with opened.writer() as writer:
+            put(writer, "f0.0", "lossless")
+        yield opened
+
+
+def packs_in(blobs: Blobs) -> list[str]:
+    return sorted(blobs.names("pack/"))
+
+
+def format_of(catalogue: Catalogue) -> int:
+    return int(json.loads(zstandard.ZstdDecompressor().decompress(catalogue.pack()))["format"])
+
+
+def check_pulled(blobs: Blobs, place: Path, *files: str) -> None:
+    assert pull(place, blobs).damaged == []
+    with Store.open(place) as pulled:
+        assert pulled.sources() == [*files]
+        for file in files:
+            check_file(pulled, file)
+
+
+def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    report = push(store, blobs)
+    assert (report.chunks.moved, len(packs_in(blobs)), list(blobs.names("kv/"))) == (7, 2, [])
+    catalogue = read_catalogue(blobs)
+    keys = [id_of(f"f{file}.{number}").hex() for file in range(3) for number in range(2)]
+    wanted = [one for key in keys for one in records_wanted(key, catalogue.chunks[key], "raw")]
+    assert {one.pack for one in wanted} < set(packs_in(blobs))
+    assert [one.start for one in wanted] == [
+        sum(each.most for each in wanted[:number]) for number in range(len(wanted))
+    ]
+    (whole,) = blobs.get([wanted[0].pack])
+    assert whole == b"".join(record for file in range(3) for n in range(2) for record in records_of(f"f{file}.{n}"))
+    assert format_of(catalogue) == 3
+    assert Catalogue.unpack(catalogue.pack()) == catalogue
+    check_pulled(blobs, tmp_path / "pulled", "f0", "f1", "f2")
+    assert push(store, blobs).bytes == 0
+
+
+@pytest.mark.usefixtures("no_packs")
+def test_a_tier_of_before_is_read_and_goes_on(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(store, blobs)
+    assert (format_of(read_catalogue(blobs)), packs_in(blobs)) == (1, [])
+    check_pulled(blobs, tmp_path / "before", "f0", "f1", "f2")
+    monkeypatch.undo()
+    alone = set(blobs.names("kv/"))
+    assert push(store, blobs).bytes == 0  # what is there stays as it is
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0", "f3.1"])
+    assert push(store, blobs).chunks.moved == 2
+    assert (len(packs_in(blobs)), set(blobs.names("kv/"))) == (1, alone)
+    check_pulled(blobs, tmp_path / "after", "f0", "f1", "f2", "f3")
+    blobs.delete(sorted(alone)[:1])  # what is lost of it is packed
+    assert push(store, blobs).chunks.moved == 1
+    assert is_whole(blobs)
+    check_pulled(blobs, tmp_path / "again", "f0", "f1", "f2", "f3")
+
+
+def test_what_is_too_large_for_a_pack_is_sent_by_layer(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store.writer() as writer:
+        add_file(writer, "large", ["large"], dim=64)
+    monkeypatch.setattr(send, "MOST_BYTES", 3000)
+    push(store, blobs)
+    assert len(list(blobs.names("kv/"))) == LAYERS
+    assert push(store, blobs).bytes == 0
+    assert pull(tmp_path / "pulled", blobs).chunks.moved == 8
+
+
+def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    """Of the six chunks of a pack five are replaced; in the end no value of before stands, and nothing is lost."""
+    push(store, blobs)
+    first = packs_in(blobs)
+    forget(store, "f1", "f2")
+    with store.writer() as writer:
+        add_file(writer, "f0", ["f0.0", "new"])
+    for number in range(6):
+        with store.writer() as writer:
+            add_file(writer, "f9", [f"version {number}"])
+        forget(store)
+        push(store, blobs, delete=number == 0, yes=True)
+    assert is_whole(blobs)
+    assert [name for name in first if name in packs_in(blobs)] == [
+        name for name in first if "lossless" in levels_of(blobs, name)
+    ]
+    assert len(packs_in(blobs)) <= 6
+    assert pull(tmp_path / "pulled", blobs).damaged == []
+    with Store.open(tmp_path / "pulled") as pulled:
+        assert pulled.read_kv(id_of("f0.0"), "raw", 1) is not None
+
+
+def levels_of(blobs: Blobs, name: str) -> set[str]:
+    """Of the records that a pack in use holds."""
+    return {
+        level
+        for chunk in read_catalogue(blobs).chunks.values()
+        for level, stored in chunk.levels.items()
+        if stored.place is not None and stored.place.pack.name == name
+    }
+
+
+def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    push(store, blobs)
+    check_pulled(blobs, tmp_path / "part", "f0", "f1", "f2")
+    with Store.open(tmp_path / "part") as part:
+        forget(part, "f0")
+        for name in packs_in(blobs):
+            blobs.delete([name])
+        assert push(part, blobs).chunks.moved == 4
+        assert not is_whole(blobs)  # of f0 nothing is here
+        damaged = {row["what"] for row in pull(tmp_path / "less", blobs).damaged}
+        assert damaged == {
+            f"chunk {id_of(f'f0.{n}').hex()} at level {level}" for n, level in ((0, "raw"), (1, "raw"), (0, "lossless"))
+        }
+    push(store, blobs)
+    assert is_whole(blobs)
+    check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
+
+
+@pytest.mark.usefixtures("small_packs")
+def test_a_killed_push_leaves_packs_that_nobody_sees(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(store, blobs)
+    before = set(blobs.names())
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0", "f3.1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(blobs), "swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            push(store, blobs)
+    assert before < set(blobs.names())
+    check_pulled(blobs, tmp_path / "before", "f0", "f1", "f2")
+    report = push(store, blobs)
+    assert (report.chunks.moved, report.chunks.unchanged) == (0, 9)  # the packs are there already
+    check_pulled(blobs, tmp_path / "after", "f0", "f1", "f2", "f3")
+    forget(store, "f3")
+    assert push(store, blobs, delete=True).removed >= 2 + 2 + 1
+    assert is_whole(blobs)
