@@ -53,7 +53,9 @@ def command(given: argparse.Namespace) -> list[str]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(tree.absolute())}
+    """A shell's, in which Python keeps what it has compiled: somebody may not want that where this is measured."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(tree.absolute())}
 
 
 def run(given: argparse.Namespace, tree: Path) -> Once:

@@ -45,11 +45,11 @@ def hold(run: Run) -> int | None:
     with open_any_store(run) as store:
         with paused_collection():
             importlib.import_module("kvtool.core.query.answer")  # torch and transformers come with it
-        from kvtool.core.query.conversation import Conversation
-        from kvtool.core.session.identity import store_identity
+            from kvtool.core.query.conversation import Conversation
+            from kvtool.core.session.identity import store_identity
 
-        options.check_of(store_identity(store))
-        session = open_session(run, store)
+            options.check_of(store_identity(store))
+            session = open_session(run, store)
         lines = lines_for(run.out)
         chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
         _talk(chat, lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,7 +49,25 @@ class _Described:
     """Help with examples first and with the options under the headings of their groups."""
 
     callback: Any
-    get_params: Any
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, `--help` with them; what is given to them is converted where it has to be."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if "process_value" not in vars(param):
+                param.process_value = functools.partial(self._value_of, param, param.process_value)
+        return params
+
+    def _value_of(self, param: Any, convert: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+        """The value of a parameter; one that was not given, or has the wanted type as it is, needs no converting.
+
+        `convert`, which is typer's, imports pydantic and makes a validator of each parameter: a quarter of what a
+        command took to start. What options mean is read where they are declared (`core/options`) anyway.
+        """
+        is_ready = type(value) is param.type_descriptor.annotation or (value is None and not param.required)
+        if not is_ready:
+            return convert(context, value)
+        return value if param.callback is None else param.callback(context, param, value)
 
     @property
     def options(self) -> Mapping[str, Option]:

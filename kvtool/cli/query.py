@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 import time
@@ -109,6 +110,9 @@ def query(
 
         if answered_beside(run, requests[0], passages=flags.show_sources):
             return None
+    if flags.batch is None and modes is None:
+        # One answer leaves too little to be worth a look at all that is imported and loaded for it, 0.1 s each time.
+        gc.disable()  # until the end of the process, which comes then; see cli/app.py
     with open_any_store(run) as store, _timed(flags.timeline) as timeline:
         from kvtool.core.retrieval.finder import Finder
         from kvtool.core.session.identity import store_identity
@@ -126,8 +130,7 @@ def query(
         if modes is not None:
             _compare(run, session, requests[0], options, modes)
         else:
-            with paused_collection():  # one answer leaves too little to be worth a look at all that was imported
-                _answer(run, session, requests[0], options)
+            _answer(run, session, requests[0], options)
     return None
 
 

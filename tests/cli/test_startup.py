@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ MOST_MODULES = 2800  # 2,500 when this was written, sympy for an unpacked model 
 UNUSED = {
     *("scipy", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("torch._dynamo.symbolic_convert", "transformers.trainer", "transformers.pipelines"),
+    *("accelerate.accelerator", "boto3", "jinja2", "pydantic"),
 }
 
 
@@ -46,6 +48,7 @@ def test_a_question_imports_the_architecture_in_use_and_answers_as_with_all_of_t
     assert models == {"auto", "llama"}
     assert len(names) < MOST_MODULES
     here = kvtool(*asked).json
+    assert gc.isenabled()  # only a process of its own is left without
     assert (json.loads(reply)["answer"], json.loads(reply)["tokens"]) == (here["answer"], here["tokens"])
 
 
@@ -66,8 +69,42 @@ def test_an_understudy_becomes_the_module_when_it_is_asked_for_more() -> None:
         "lacks = not any(hasattr(module, 'no_such_name') for module in asked)",
         "print(sorted(light), same, lacks, ProcessorMixin.__module__, compiled)",
     )
-    light = ["torch._dynamo", "transformers", "transformers.models", "transformers.processing_utils"]
+    light = [
+        *("accelerate", "accelerate.hooks", "accelerate.utils", "accelerate.utils.modeling", "torch._dynamo"),
+        *("transformers", "transformers.models", "transformers.processing_utils"),
+        "transformers.utils.chat_template_utils",
+    ]
     assert said.strip() == f"{light} True True transformers.processing_utils 2.0"
+
+
+def test_a_function_of_an_understudy_is_the_modules_own_when_it_is_called() -> None:
+    said = python(
+        "import sys, torch, transformers.modeling_utils as imported",
+        "from accelerate.utils import get_max_memory",
+        "before = 'accelerate.accelerator' in sys.modules",
+        "same = imported.unwrap_model(model := torch.nn.Identity()) is model",
+        "from accelerate import Accelerator, utils",
+        "from transformers.utils.chat_template_utils import render_jinja_template",
+        "asked = [[{'role': 'user', 'content': 'hi'}]]",
+        "text = render_jinja_template(asked, chat_template='{{ messages[0].content }}')[0][0]",
+        "print(before, same, list(get_max_memory()) == list(utils.get_max_memory()), Accelerator.__module__, text)",
+    )
+    assert said.split() == ["False", "True", "True", "accelerate.accelerator", "hi"]
+
+
+def test_torch_is_told_where_operations_are_declared_without_a_look_at_all_modules() -> None:
+    said = python(
+        "import inspect",
+        "asked, look = [], inspect.getmodule",
+        "inspect.getmodule = lambda *what: asked.append(inspect.isframe(what[0])) or look(*what)",
+        "import torch",
+        "@torch.library.custom_op('tried::twice', mutates_args=())",
+        "def twice(x: torch.Tensor) -> torch.Tensor: return x + x",
+        "twice.register_fake(torch.empty_like)",
+        "place = torch._library.simple_registry.singleton.find('tried::twice').fake_impl.kernels[-1].source",
+        "print(any(asked), twice(torch.ones(1)).item(), place)",
+    )
+    assert said.split() == ["False", "2.0", "<string>:7"]
 
 
 def test_a_process_that_has_torch_already_is_left_alone() -> None:

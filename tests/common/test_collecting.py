@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from kvtool.core.common.collecting import paused_collection
+from kvtool.core.common.collecting import kept_collection, paused_collection
 
 
 def test_it_goes_on_as_it_was() -> None:
@@ -26,3 +26,12 @@ def test_it_goes_on_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_whoever_ends_it_inside_has_it_back_behind() -> None:
+    with kept_collection():
+        gc.disable()
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -15,7 +15,7 @@ from kvtool import __version__
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.bounded import MOST_TEXT, Bounds, Child, Ended
-from kvtool.core.corpus.commands import read_by
+from kvtool.core.corpus.by_command import read_by
 from kvtool.core.corpus.readers import Document, UnreadableFile, ending_of
 
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back

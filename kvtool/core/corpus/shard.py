@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from kvtool.core.corpus.walk import Walked
+if TYPE_CHECKING:
+    from kvtool.core.corpus.walk import Walked
 
 _FORM = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 

@@ -6,18 +6,20 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
-from kvtool.core.corpus.bounded import Bounds
 from kvtool.core.corpus.commands import commands_of, complaint
-from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions, system_option
 from kvtool.core.options.option import option
 from kvtool.core.retrieval.options import embedder_option
+
+if TYPE_CHECKING:
+    from kvtool.core.corpus.reading import Reading
 
 FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
@@ -163,6 +165,9 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     @property
     def reading(self) -> Reading:
         """The readers of a run."""
+        from kvtool.core.corpus.bounded import Bounds  # every command declares these options, and few read
+        from kvtool.core.corpus.reading import Reading
+
         return Reading(commands_of(self.readers), Bounds(self.read_timeout, self.read_memory))
 
     @property

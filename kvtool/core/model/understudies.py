@@ -1,20 +1,22 @@
 """Importing `transformers` without the half of its modules that no question uses.
 
-`import transformers.modeling_utils` also runs torch's compiler, its distributed tensors and SciPy's optimisers, and
-reads the source of every model three times. None of that code is copied or changed here: while others are imported, an
-`Understudy` has the few names of a module that they look up, and it becomes the module when it is asked for any other.
+`import transformers.modeling_utils` also runs torch's compiler, its distributed tensors, SciPy's optimisers and the
+set-up of clouds, and reads the source of every model three times. None of that code is copied here: while others are
+imported, an `Understudy` has the few names of a module that they look up, and it becomes the module when it is asked
+for any other, or when what goes by these names is called.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import ModuleType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 _becoming = threading.RLock()
@@ -31,18 +33,70 @@ def _told_its_version() -> dict[str, Any]:
     return {"__version__": version("transformers")}
 
 
+class _Later:
+    """A module's function or class, looked up when it is called or asked for something."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def _own(self) -> Any:
+        return getattr(_become(self._module), self._name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._own()(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own(), name)
+
+
+def _later(module: str, *names: str) -> Callable[[], Mapping[str, Any]]:
+    return lambda: {name: _Later(module, name) for name in names}
+
+
+# torch asks where an operation is declared, and `inspect` looks the file up among those of all modules, which it all
+# resolves: 0.1 s for five answers that the frame has.
+
+
+def _place(stacklevel: int) -> str:
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _module_of(frame: FrameType) -> ModuleType | None:
+    return sys.modules.get(frame.f_globals["__name__"])
+
+
 # What each of them is asked for while others are imported.
 PLAYED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "accelerate": _later("accelerate", "PartialState", "dispatch_model"),
+    "accelerate.hooks": _later("accelerate.hooks", "AlignDevicesHook", "add_hook_to_module"),
+    "accelerate.utils": _later(
+        "accelerate.utils",
+        *("extract_model_from_parallel", "get_balanced_memory", "get_max_memory", "infer_auto_device_map", "reduce"),
+    ),
+    "accelerate.utils.modeling": _later("accelerate.utils.modeling", "clean_device_map", "get_max_layer_size"),
     "torch._dynamo": lambda: dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _as_it_is),
     "transformers": _told_its_version,
     "transformers.models": dict,
+    "transformers.utils.chat_template_utils": _later(
+        "transformers.utils.chat_template_utils",
+        *("DocstringParsingException", "TypeHintParsingException", "_get_control_token_patterns"),
+        *("_get_template_literal_text", "encode_marked_chat", "get_json_schema", "mark_control_tokens"),
+        "render_jinja_template",
+    ),
     "transformers.processing_utils": lambda: {"Unpack": typing.Unpack},
 }
 # What does without the code of the package that it stands in; for others the package comes first.
-_ALONE = ("transformers.", "torch._dynamo._trace_wrapped_higher_order_op")
-# Others ask this module at their top what there is, and import less where the answer is no.
-_ASKED = "transformers.utils.import_utils"
-_DENIED = ("is_scipy_available", "is_torch_distributed_available")
+_ALONE = ("accelerate.", "transformers.", "torch._dynamo._trace_wrapped_higher_order_op")
+# What a module has in the place of functions of its own. The first is asked by others at their top what there is; they
+# import less where the answer is no.
+CHANGED: Mapping[str, Mapping[str, Any]] = {
+    "transformers.utils.import_utils": dict.fromkeys(
+        ("is_scipy_available", "is_torch_distributed_available"), lambda: False
+    ),
+    "torch._library.utils": {"get_source": _place},
+    "torch.library": {"inspect": SimpleNamespace(**vars(inspect) | {"getmodule": _module_of})},
+}
 
 
 class Understudy(ModuleType):
@@ -66,6 +120,12 @@ class Understudy(ModuleType):
             return sys.modules[self.__name__]
 
 
+def _become(name: str) -> ModuleType:
+    """A module, with its own code run."""
+    module = importlib.import_module(name)
+    return module.become() if isinstance(module, Understudy) else module
+
+
 class _Stage:
     """A loader that leaves out what a module's own code does."""
 
@@ -79,18 +139,18 @@ class _Stage:
         vars(module).update(self._known, _loader=self._loader)
 
 
-class _Denying:
-    """A loader that runs a module, and then has it say that some things are not there."""
+class _Changing:
+    """A loader that runs a module, and then puts others in the place of some of its functions."""
 
-    def __init__(self, loader: SourceFileLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: SourceFileLoader, changed: Mapping[str, Any]) -> None:
+        self._loader, self._changed = loader, changed
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        vars(module).update({name: lambda: False for name in _DENIED if name in vars(module)})
+        vars(module).update({name: other for name, other in self._changed.items() if name in vars(module)})
 
 
 class _Casting:
@@ -102,11 +162,12 @@ class _Casting:
         package = sys.modules.get(name.rpartition(".")[0])
         if isinstance(package, Understudy) and not name.startswith(_ALONE):
             package.become()
-        if name != _ASKED and name not in PLAYED:
+        if name not in CHANGED and name not in PLAYED:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(loader := spec.loader, SourceFileLoader):
-            staged: Any = _Denying(loader) if name == _ASKED else _Stage(loader, PLAYED[name]())
+            changed = CHANGED.get(name)
+            staged: Any = _Stage(loader, PLAYED[name]()) if changed is None else _Changing(loader, changed)
             spec.loader = staged
         return spec
 
