@@ -86,7 +86,7 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
         )
         log = _Log(run, options.request_log)
         app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, log.write)
-        listeners = [Listener(app, bound, tls), *_beside(run, engine, options)]
+        listeners = [Listener(app, bound, tls, patience=options.client_timeout), *_beside(run, engine, options)]
         address = address_of(bound, tls is not None)
         run.out.doing("loading the model")
         try:

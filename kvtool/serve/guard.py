@@ -74,7 +74,7 @@ def _host(headers: Headers) -> str | None:
 
 
 class Patience:
-    """Gives up clients that neither send nor read for so many seconds."""
+    """Gives up clients of whose body nothing comes for so many seconds."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self._app, self._seconds = app, seconds
@@ -100,10 +100,7 @@ class Patience:
         async def sending(message: Message) -> None:
             if late and message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            try:
-                await asyncio.wait_for(send(message), self._seconds)
-            except TimeoutError:
-                raise OSError("the client does not read") from None
+            await send(message)
 
         await self._app(scope, receiving, sending)
 
@@ -133,7 +130,7 @@ class Noted:
 
         try:
             await self._app(scope, receive, sending)
-        except OSError:  # the client has left, or does not read: there is nobody to tell
+        except OSError:  # the client has left: there is nobody to tell
             facts.status = 499
         except asyncio.CancelledError:  # the server has waited for it as long as it may
             begun, error = facts.status != 0, EndedError("the server ends before this was done", "ask again")

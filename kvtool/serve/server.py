@@ -22,6 +22,7 @@ from kvtool.core.errors import KvtoolError
 from kvtool.serve.beside import leave
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
+from kvtool.serve.protocol import patient
 
 _BACKLOG = 128
 _HEADER_BYTES = 64 * 1024
@@ -29,13 +30,20 @@ _HEADER_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application, and the bound socket at which it is reached; `tls`: what https is spoken with; `beside`: the
-    path of one beside a store."""
+    """An application, and the bound socket at which it is reached.
+
+    Attributes
+    ----------
+    tls : what https is spoken with.
+    beside : the path of a socket beside a store.
+    patience : seconds that a client may take over the head of a request, and over reading.
+    """
 
     app: ASGIApp
     socket: socket.socket
     tls: ssl.SSLContext | None = None
     beside: Path | None = None
+    patience: float = 60.0
 
     def close(self) -> None:
         """Let go of the address."""
@@ -115,7 +123,7 @@ def server_of(listener: Listener, drain: float) -> uvicorn.Server:
     """What answers at one socket; begun answers may take `drain` seconds at its end."""
     config = uvicorn.Config(
         listener.app,
-        http="h11",
+        http=patient(listener.patience),
         ws="none",
         lifespan="off",
         loop="asyncio",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +101,11 @@ async def body_of(request: Request) -> dict[str, Any]:
         text = data.decode("utf-8")
         if _depth(text) > _DEEPEST:
             raise ValueError("it is nested too deep")
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(
+            text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole, object_pairs_hook=_once
+        )
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no letter
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "not_json", f"the body is no JSON: {error}", "send one JSON object in UTF-8") from error
     if not isinstance(value, dict):
@@ -110,6 +115,28 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{text[:20]}… is too large")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object each of whose names stands once: of two values one would be left out without a word."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return value
 
 
 def _depth(text: str) -> int:

@@ -63,9 +63,14 @@ def wait_until(true: Any) -> None:
 
 @contextmanager
 def serving(
-    store: Path, key: str | None = KEY, asking: QueryOptions | None = None, model: str | None = None, **options: Any
+    store: Path,
+    key: str | None = KEY,
+    asking: QueryOptions | None = None,
+    model: str | None = None,
+    kept: int | None = None,
+    **options: Any,
 ) -> Iterator[Served]:
-    """Serve a store in this process."""
+    """Serve a store in this process; `kept`: bytes that the system may hold of what a client does not read."""
     wanted = ServeOptions(key=key is not None, **options)
     warnings: list[str] = []
 
@@ -84,11 +89,15 @@ def serving(
         patience=wanted.request_timeout,
     )
     bound = socket.create_server(("127.0.0.1", 0))
+    if kept is not None:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, kept)
     beside = listen(socket_path(store))
     served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
     app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, served.log.append)
-    reached = [Listener(app, bound, tls)] + ([Listener(shell_app(engine), beside)] if beside is not None else [])
+    reached = [Listener(app, bound, tls, patience=wanted.client_timeout)] + (
+        [Listener(shell_app(engine), beside)] if beside is not None else []
+    )
     servers = [server_of(each, drain=1) for each in reached]
     threads = [
         threading.Thread(target=server.run, args=([listener.socket],))

@@ -228,19 +228,6 @@ def test_a_body_that_never_comes() -> None:
     assert (b"connection", b"close") in sent[0]["headers"]
 
 
-def test_a_client_that_does_not_read() -> None:
-    ended: list[bool] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await Response("text")(scope, receive, send)
-        finally:
-            ended.append(True)
-
-    assert run(app, never, never).status == 499
-    assert ended == [True]
-
-
 def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
     """It is said in the thread that answers, which has to go on."""
     reader, writer = os.pipe()
