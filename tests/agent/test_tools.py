@@ -12,11 +12,13 @@ import pytest
 from mcp.client.client import Client
 from mcp.shared.exceptions import MCPError
 
-from kvtool.core.agent.server import StoreServer, uri_of
+from kvtool.core.agent.server import LISTED, StoreServer, uri_of
 from kvtool.core.agent.tools import Tools
+from kvtool.core.cache.store import Store
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from tests.cli.working import QUESTION, kvtool
+from tests.retrieval.making import ingest
 
 Talk = Callable[[Client], Awaitable[None]]
 
@@ -99,6 +101,38 @@ def test_status_and_documents_as_resources(store: Path, corpus: Path) -> None:
         assert content.text == (corpus / "mill2.md").read_text()  # type: ignore[union-attr]
 
     talk(store, say)
+
+
+def test_documents_are_listed_page_by_page(tmp_path: Path) -> None:
+    """Each once, also where some come and go between two pages; a cursor that no page had is told so."""
+    names = [f"/notes/{number:04}.md" for number in range(2 * LISTED + 7)]
+    going = (names[5], names[LISTED + 5])
+    files = {"going": dict.fromkeys(going, "Gone."), "rest": dict.fromkeys(set(names) - set(going), "One text.")}
+    with Store.create_or_open(tmp_path / "store") as store, store.writer() as writer:
+        writer.set_manifest({"model": "tiny"})
+        ingest(writer, files)
+
+    async def say(client: Client) -> None:
+        pages, cursor = [], None
+        while True:
+            page = await client.list_resources(cursor=cursor)
+            pages.append([resource.name for resource in page.resources])
+            if (cursor := page.next_cursor) is None:
+                break
+            if len(pages) == 1:
+                with Store.open(tmp_path / "store") as other, other.writer() as writer:
+                    writer.remove_file("going")
+        assert [len(page) for page in pages] == [LISTED, LISTED, 6]
+        assert [name for page in pages for name in page] == [name for name in names if name != going[1]]
+        (content,) = (await client.read_resource(uri_of(pages[-1][-1]))).contents
+        assert content.text == "One text."  # type: ignore[union-attr]
+        for wrong in ("", "nowhere", "%%%", "/w=="):
+            with pytest.raises(MCPError, match="of no page"):
+                await client.list_resources(cursor=wrong)
+        (template,) = (await client.list_resource_templates()).resource_templates
+        assert template.uri_template == "kvtool://document/{source}"
+
+    talk(tmp_path / "store", say)
 
 
 def test_a_resource_is_a_name_in_the_store_and_never_a_path(store: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from heapq import nsmallest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,10 +56,10 @@ class Shelf:
             chosen = passages[first : passage.index + after + 1]
             return Stretch(passage.source, first + 1, len(passages), [_excerpt(store, each) for each in chosen])
 
-    def sources(self) -> list[str]:
-        """The names of all documents, sorted."""
+    def sources(self, after: str, count: int) -> list[str]:
+        """The first names of documents behind a name, sorted; at most so many."""
         with self._reading() as (store, _):
-            return sorted(store.sources())
+            return nsmallest(count, (source for source in store.sources() if source > after))
 
     def text(self, source: str) -> str:
         """The text of a document by its very name. Raises UsageError where it is not in the store."""

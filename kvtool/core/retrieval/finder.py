@@ -112,7 +112,7 @@ class Finder:
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise NothingFoundError(
-                "no chunk matches the question", "use words that stand in the documents, or name them with --documents"
+                "no chunk matches the question", "use words that stand in the documents, or name the documents"
             )
         return hits
 
