@@ -83,6 +83,7 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
             queue=options.queue,
             patience=options.request_timeout,
             hot_memory=options.hot_memory,
+            keep_conversations=options.keep_conversations,
         )
         log = _Log(run, options.request_log)
         app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, log.write)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.serve.job import Ask
+from kvtool.serve.job import Ask, Turns
 from kvtool.serve.wire import Refusal, taken, texts
 
 # What of a question's options a client may set, under `kvtool`: nothing that names a file or a model of this machine.
@@ -73,8 +74,8 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
     ------
     Refusal, UsageError : it asks for nothing, or for what cannot be had.
     """
-    system, question = _conversation(taken(value, "messages", list, []))
-    return _wanted(value, "messages", question, replace(options, system=system or options.system))
+    system, turns, question = _conversation(taken(value, "messages", list, []))
+    return _wanted(value, "messages", question, replace(options, system=system or options.system), turns)
 
 
 def read_completion(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
@@ -85,7 +86,9 @@ def read_completion(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
     return _wanted(value, "prompt", prompts[0], options)
 
 
-def _wanted(value: Mapping[str, Any], asked: str, question: str, options: QueryOptions) -> Wanted:
+def _wanted(
+    value: Mapping[str, Any], asked: str, question: str, options: QueryOptions, turns: Turns | None = None
+) -> Wanted:
     _check_names(value, asked)
     own = taken(value, "kvtool", dict, {})
     if unknown := [name for name in own if name not in _OWN]:
@@ -104,7 +107,7 @@ def _wanted(value: Mapping[str, Any], asked: str, question: str, options: QueryO
     if len(stop) > _MOST_STOPS:
         raise Refusal(400, "too_many", f"stop has {len(stop)} texts", f"at most {_MOST_STOPS}", "stop")
     return Wanted(
-        ask=Ask(Request(question, choice.chunks, choice.documents), replace(options, **given), stop),
+        ask=Ask(Request(question, choice.chunks, choice.documents), replace(options, **given), stop, turns),
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),
@@ -123,18 +126,27 @@ def _check_names(value: Mapping[str, Any], asked: str) -> None:
             raise Refusal(400, "unsupported", f"{name} cannot be set to {given!r}", hint, name)
 
 
-def _conversation(messages: list[Any]) -> tuple[str, str]:
-    """The instruction, and the last question behind what was said before it."""
+def _conversation(messages: list[Any]) -> tuple[str, Turns, str]:
+    """The instruction, the turns before the last question, and that."""
     said = [_message(message, number) for number, message in enumerate(messages)]
     system = "\n\n".join(text for role, text in said if role in ("system", "developer"))
-    turns = [(role, text) for role, text in said if role in ("user", "assistant")]
-    if not turns or turns[-1][0] != "user":
+    spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
+    if not spoken or spoken[-1][0] != "user":
         raise Refusal(400, "no_question", "the last message has to be the user's", param="messages")
-    *before, (_, question) = turns
-    if not question.strip():
+    if not spoken[-1][1]:
         raise UsageError("the question is empty", "ask something")
-    talked = "".join(f"{'User' if role == 'user' else 'Assistant'}: {text.strip()}\n" for role, text in before)
-    return system, f"{talked}User: {question}" if before else question
+    return system, *_turns(spoken)
+
+
+def _turns(spoken: list[tuple[str, str]]) -> tuple[Turns, str]:
+    """Questions with their answers, and the last question. What one side said in several messages is one text; what an
+    assistant said before anybody asked stands before the first question."""
+    groups = [(role, [text for _, text in group if text]) for role, group in groupby(spoken, lambda one: one[0])]
+    if groups[0][0] == "assistant":
+        (_, greeting), (_, first), *later = groups
+        groups = [("user", [*(f"Assistant: {text}" for text in greeting), *first]), *later]
+    texts = ["\n\n".join(group) for _, group in groups]
+    return tuple(zip(texts[:-1:2], texts[1::2], strict=True)), texts[-1]
 
 
 def _message(message: Any, number: int) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from kvtool.serve.ending import Ending
 from kvtool.serve.job import Answer, Ask, Event, Job, Tell
 from kvtool.serve.resident import Resident
 from kvtool.serve.scheduler import Scheduler
+from kvtool.serve.talks import Talks
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.ingest_report import IngestReport
@@ -32,7 +33,8 @@ class Engine:
     place : the store's folder, or the URL of a shared one, which can only be asked.
     model : the model as the user names it; needed where the store is still to be made.
     warn : told what the server's owner should know, and no one question is about.
-    parallel, queue, patience : see `Scheduler`. `hot_memory`: bytes of chunks kept in memory.
+    parallel, queue, patience : see `Scheduler`. `hot_memory`: bytes of chunks kept in memory; `keep_conversations`: of
+        conversations.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Engine:
         queue: int = 64,
         patience: float = 300.0,
         hot_memory: int = 10**9,
+        keep_conversations: int = 5 * 10**8,
     ) -> None:
         self.place, self.model = place, model
         self._warn = warn
         self._resident = Resident(place, model, hot_memory, self._warned)
-        self.scheduler = Scheduler(self._resident, warn, parallel, queue, patience)
+        self.talks = Talks(keep_conversations)
+        self.scheduler = Scheduler(self._resident, warn, parallel, queue, patience, self.talks)
         self.ending = Ending()
         self._writing = threading.Lock()
         self._embedding = threading.Lock()
@@ -195,6 +199,7 @@ class Engine:
             "model": self.model_name,
             "queue": self.scheduler.waiting,
             "running": self.scheduler.running,
+            "conversations": len(self.talks),
         }
 
     def store_stats(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvtool.core.query.reply import Reply, ReplyChunk, Request
 if TYPE_CHECKING:
     from kvtool.core.model.generate import Writing
     from kvtool.core.query.answer import Begun
+    from kvtool.serve.talks import Talk
 
 
 class BusyError(KvtoolError):
@@ -42,13 +43,23 @@ class EndedError(KvtoolError):
     """The server ends before the work is done."""
 
 
+Turns = tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question with its options; `stop`: texts that end the answer."""
+    """A question with its options.
+
+    Attributes
+    ----------
+    stop : texts that end the answer.
+    turns : questions and answers before it; None: it is a single question, and none will follow.
+    """
 
     request: Request
     options: QueryOptions
     stop: tuple[str, ...] = ()
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,7 @@ class Job:
     ----------
     tell : called with each event, in the thread that answers; it must not wait. Raises LeftError where nobody listens.
     arrived : by `time.monotonic()`.
-    begun, writing : once its prompt is there.
+    begun, writing : once its prompt is there; `talk`: the conversation that it is a turn of.
     left : whoever asked does not wait any more.
     failed : what went wrong in telling; `ended`: nothing more will be told.
     """
@@ -121,6 +132,7 @@ class Job:
     warnings: list[tuple[str, str]] = field(default_factory=list)
     begun: Begun | None = None
     writing: Writing | None = None
+    talk: Talk | None = None
     left: bool = False
     failed: KvtoolError | None = None
     ended: bool = False

@@ -25,6 +25,7 @@ class Metrics:
         self._ttft = _seconds("ttft", "From a question's turn to the first token of its answer.", registry)
         self._generation = _seconds("generation", "From an answer's first token to its end.", registry)
         self._queue = _seconds("queue", "That a question waited for its turn.", registry)
+        self._turns = Counter("kvtool_turns", "Turns behind others.", ("found",), registry=registry)
         self._tokens = Counter("kvtool_tokens", "Tokens of prompts and answers.", ("kind",), registry=registry)
         self._chunks = Counter("kvtool_chunks", "Chunks of prompts.", ("status",), registry=registry)
         self._read = Counter("kvtool_read_bytes", "Bytes of records that were read.", ("tier",), registry=registry)
@@ -40,6 +41,8 @@ class Metrics:
         self._ttft.observe(timing["ttft"] / 1e3)
         self._generation.observe(timing["generate"] / 1e3)
         self._queue.observe(answer.queue_ms / 1e3)
+        if (turn := answer.facts.get("turn", {})).get("number", 1) > 1:
+            self._turns.labels("anew" if "reason" in turn else "kept").inc()
         for kind in ("reused", "recomputed", "fresh", "generated"):
             self._tokens.labels(kind).inc(answer.facts["tokens"][kind])
         for chunk in answer.chunks:
@@ -68,6 +71,9 @@ class _Now:
         scheduler, stats = self._engine.scheduler, self._engine.store_stats()
         yield GaugeMetricFamily("kvtool_queued", "Questions that wait.", value=scheduler.waiting)
         yield GaugeMetricFamily("kvtool_running", "Answers that are written.", value=scheduler.running)
+        talks = self._engine.talks
+        yield GaugeMetricFamily("kvtool_conversations", "Conversations that are held.", value=len(talks))
+        yield GaugeMetricFamily("kvtool_conversation_bytes", "Bytes that they take.", value=talks.nbytes)
         levels = GaugeMetricFamily("kvtool_store_bytes", "Bytes of records in the store.", labels=["level"])
         for level, row in stats.get("levels", {}).items():
             levels.add_metric([level], row["bytes"])

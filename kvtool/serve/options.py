@@ -74,6 +74,15 @@ class ServeOptions(Options, sections=("serve",)):
         instead="1GB",
     )
 
+    keep_conversations: int = option(
+        5 * 10**8,
+        "What may be held of conversations until they go on; 0 holds none.",
+        group=LIMITS,
+        unit="size",
+        lowest=0,
+        instead="500MB",
+    )
+
     root: tuple[Path, ...] = option(
         (),
         "Folder whose files clients may have ingested by their paths.",

@@ -12,11 +12,11 @@ from kvtool.core.common.types import Warn
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell, as_error
 from kvtool.serve.resident import Resident
+from kvtool.serve.talks import Talk, Talks, begun_for
 
 if TYPE_CHECKING:
     from kvtool.core.model.together import Together
     from kvtool.core.query.answer import Begun
-    from kvtool.core.session.session import Session
 
 _ANOTHER_STORE = 2  # times that a question may find another store than the one that was there a moment before
 _RETRY_AFTER = (1, 60)  # seconds, at least and at most
@@ -36,17 +36,20 @@ class Scheduler:
     ----------
     parallel : answers that are written at a time; `queue`: jobs that may wait beside.
     patience : seconds that a job may take from its coming to its end.
+    talks : conversations between their requests.
     """
 
-    def __init__(self, resident: Resident, warn: Warn, parallel: int, queue: int, patience: float) -> None:
+    def __init__(
+        self, resident: Resident, warn: Warn, parallel: int, queue: int, patience: float, talks: Talks
+    ) -> None:
         self._resident, self._warn = resident, warn
-        self._parallel, self._queue, self._patience = parallel, queue, patience
+        self._parallel, self._queue, self._patience, self._talks = parallel, queue, patience, talks
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
         self._stepped = self._step_took = 0.0  # when the last step ended, by `time.monotonic()`, and its seconds
-        self._unkept: deque[Begun] = deque()
+        self._unkept: deque[Begun | Talk] = deque()
         self._seconds = 1.0  # that an answer has taken lately
         self._taking, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
@@ -232,7 +235,7 @@ class Scheduler:
         for attempt in range(_ANOTHER_STORE):
             session = self._resident.session()
             try:
-                return _begun(session, job.ask)
+                return begun_for(job, session, self._talks)
             except (ModelError, StoreFormatError):
                 if attempt == _ANOTHER_STORE - 1 or session is self._resident.session():
                     raise
@@ -244,15 +247,16 @@ class Scheduler:
         assert job.writing is not None
         begun = job.begun
         try:
-            reply = begun.reply(job.writing.end())
+            said = job.writing.end()
+            reply = begun.reply(said) if job.talk is None else job.talk.reply(said)
             event: Event = Answer.of(reply, job)
         except Exception as error:
             event = as_error(error)
-        self._end(job, event)
         if isinstance(event, Answer):
-            self._unkept.append(begun)
+            self._unkept.append(job.talk or begun)
+        self._end(job, event)
 
-    def _keep(self, begun: Begun, together: Together) -> None:
+    def _keep(self, begun: Begun | Talk, together: Together) -> None:
         """Keep what is to be kept of an answer that was told."""
         from kvtool.core.model.between import between_layers
 
@@ -271,7 +275,9 @@ class Scheduler:
                 return
             jobs.remove(job)
             self._changed.notify_all()
-        job.begun = job.writing = None
+        if job.talk is not None:
+            self._talks.hold(job.talk.talk, job.ask.request)
+        job.begun = job.writing = job.talk = None
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8
@@ -290,11 +296,3 @@ class Scheduler:
         except Exception as error:
             job.failed = as_error(error)
             self._warn(f"an event could not be told: {job.failed.message}", job.failed.hint)
-
-
-def _begun(session: Session, ask: Ask) -> Begun:
-    from kvtool.core.query.answer import begin_answer
-    from kvtool.core.query.layout import lay_out
-
-    with session.lock, session.store.view():
-        return begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)

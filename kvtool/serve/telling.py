@@ -34,13 +34,13 @@ def about(answer: Answer) -> dict[str, Any]:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """How many tokens there were; `cached_tokens` are those whose stored keys and values were used as they are."""
+    """How many tokens there were; `cached_tokens` are those whose keys and values stood, or were read as they are."""
     tokens = answer.facts["tokens"]
     return {
         "prompt_tokens": tokens["prompt"],
         "completion_tokens": tokens["generated"],
         "total_tokens": tokens["prompt"] + tokens["generated"],
-        "prompt_tokens_details": {"cached_tokens": tokens["reused"]},
+        "prompt_tokens_details": {"cached_tokens": tokens["reused"] + answer.facts.get("turn", {}).get("kept", 0)},
     }
 
 

@@ -127,7 +127,8 @@ def test_a_store_is_made_by_the_first_ingest(tiny: Path, tmp_path: Path) -> None
         sent = {"documents": [{"name": "mill.md", "text": "The mill was built by baker Z."}]}
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["added"] == 1
         assert sources(client, "Who built the mill?") == ["mill.md:1"]
-        assert client.get("/health").json() == {"status": "ok", "model": "tiny", "queue": 0, "running": 0}
+        busy = {"queue": 0, "running": 0, "conversations": 1}
+        assert client.get("/health").json() == {"status": "ok", "model": "tiny", **busy}
 
 
 def test_what_others_ingest_is_found(store: Path, tmp_path: Path) -> None:

@@ -119,6 +119,11 @@ class PromptCache(Cache):
         """By how much the position of a row that is appended is larger than its place."""
         return self.turned_to[-1] + 1 - len(self.turned_to) if self.turned_to else 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, room for further rows included."""
+        return sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in self.buffers)
+
     def reserve(self, length: int) -> None:
         """Make room for `length` rows."""
         for buffer in self.buffers:

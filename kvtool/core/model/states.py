@@ -131,6 +131,14 @@ class StateCache(PromptCache):
         super().set_length(length)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that it takes: rows, states, and those that are marked."""
+        rows = sum(one.keys.nbytes + one.values.nbytes for one in self.buffers if isinstance(one, BufferLayer))
+        held = [layer.states() for layer in self.state_layers]
+        marked = () if self._marked is None else self._marked.states
+        return rows + sum(tensor.nbytes for states in (*held, *marked) for tensor in states.values())
+
+    @property
     def state_layers(self) -> Sequence[StateLayer]:
         """The layers that keep a state."""
         return [layer for layer in self.buffers if isinstance(layer, StateLayer)]

@@ -9,42 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.plan import Candidate, standing
-from kvtool.core.fusion.rounds import copied
 from kvtool.core.model.generate import Generated, generate
-from kvtool.core.model.prompt import turn_header
-from kvtool.core.model.states import Marked, StateCache
+from kvtool.core.model.tokens import encode
 from kvtool.core.query.answer import Begun, OnText, begin_answer
 from kvtool.core.query.follow_up import search_text
 from kvtool.core.query.layout import Standing, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
+from kvtool.core.query.turns import Laid, Stands, Turn, marked
 
 if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 Lend = Callable[[], AbstractContextManager["Session"]]
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A question and what came of it.
-
-    Attributes
-    ----------
-    places : where the passages stand that it was answered from, the best first.
-    tokens : as in its reply.
-    """
-
-    question: str
-    answer: str
-    places: tuple[str, ...]
-    tokens: dict[str, int]
 
 
 class Conversation:
@@ -56,18 +38,19 @@ class Conversation:
     ----------
     lend : gives the session for one question.
     options : of all questions that bring none of their own.
-
+    by_text : answers stand as their text is tokenised, not as they were generated: so they do where nothing but the
+        text is left of them.
     """
 
-    def __init__(self, lend: Lend, options: QueryOptions | None = None) -> None:
-        self._lend = lend
+    def __init__(self, lend: Lend, options: QueryOptions | None = None, by_text: bool = False) -> None:
+        self._lend, self._by_text = lend, by_text
         self.options = options or QueryOptions()
         self._now = _Now()
 
     @classmethod
-    def over(cls, session: Session, options: QueryOptions | None = None) -> Conversation:
+    def over(cls, session: Session, options: QueryOptions | None = None, by_text: bool = False) -> Conversation:
         """A conversation over a session that stays open."""
-        return cls(lambda: nullcontext(session), options)
+        return cls(lambda: nullcontext(session), options, by_text)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -84,6 +67,16 @@ class Conversation:
         """How many tokens of text stand: the next question's prompt begins with them."""
         stands = self._now.stands
         return 0 if stands is None else len(stands.standing.tokens.ids) + len(stands.pending)
+
+    @property
+    def rows(self) -> int:
+        """How many of these have rows in the prompt cache: the others are computed with the next question."""
+        return 0 if self._now.stands is None else len(self._now.stands.standing.tokens.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the prompt cache that it holds."""
+        return 0 if self._now.stands is None else self._now.stands.standing.cache.nbytes
 
     def reset(self) -> None:
         """Forget all turns, and what they were about."""
@@ -124,8 +117,19 @@ class Conversation:
             begun.keep()
             return self.take(begun, said)
 
-    def begin(self, session: Session, question: str | Request, options: QueryOptions | None = None) -> Begun:
-        """The first half of `ask`, up to the first token. The conversation stays as it was until `take`."""
+    def begin(
+        self,
+        session: Session,
+        question: str | Request,
+        options: QueryOptions | None = None,
+        must_find: bool = True,
+    ) -> Begun:
+        """The first half of `ask`, up to the first token. The conversation stays as it was until `take`.
+
+        Parameters
+        ----------
+        must_find : the first question needs passages.
+        """
         options = options or self.options
         request = Request(question) if isinstance(question, str) else question
         with session.lock, session.store.view():
@@ -133,10 +137,13 @@ class Conversation:
                 before = [turn.question for turn in self.said]
                 request = replace(request, search=search_text(request.question, before, session.finder))
             behind = self._behind(session, options)
-            asked = lay_out(session, request, options, behind=behind)
+            asked = lay_out(session, request, options, behind=behind, must_find=must_find)
             if self._now.stands is not None:
                 self._stand_on(replace(self._now.stands, is_whole=False))
-            return begin_answer(session, asked, options)
+            begun = begin_answer(session, asked, options)
+            if self._by_text:
+                marked(begun.outcome.fused.cache)  # where the answer begins
+            return begun
 
     def take(self, begun: Begun, said: Generated) -> Reply:
         """The second half of `ask`: the answer becomes a turn."""
@@ -144,8 +151,33 @@ class Conversation:
         request = begun.asked.request
         reply.turn = {"number": len(self.turns) + 1, "search": request.search or request.question}
         turn = Turn(reply.question, reply.answer, tuple(reply.places), reply.tokens)
-        self._now = replace(self._now, turns=(*self.turns, turn), stands=_Stands.after(begun, reply))
+        ids = self._ids_of(begun, reply.answer) if self._by_text else said.ids
+        self._add(turn, begun, Stands.after(begun, said.ids, ids))
         return reply
+
+    def give(self, session: Session, question: Request, answer: str) -> Begun:
+        """Add a turn whose answer is known: as if it had been said. It need not have found anything."""
+        begun = self.begin(session, question, must_find=False)
+        counts = {name: count for name, count in asdict(begun.outcome.fused.tokens).items() if name != "rows"}
+        places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
+        ids = self._ids_of(begun, answer)
+        self._add(Turn(question.question, answer, places, counts), begun, Stands.after(begun, begun.known, ids))
+        return begun
+
+    def finds_the_same(self, session: Session) -> bool:
+        """Whether its questions would be answered from the same passages now, read as they were."""
+        stands = self._now.stands
+        if stands is None or stands.session is not session:
+            return False
+        with session.lock, session.store.view():
+            return all(laid.is_so(session, self.options, stands.standing.cache) for laid in self._now.laid)
+
+    def _ids_of(self, begun: Begun, answer: str) -> Ids:
+        return tuple(encode(begun.session.tokenizer, answer))
+
+    def _add(self, turn: Turn, begun: Begun, stands: Stands) -> None:
+        now = self._now
+        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, Laid.of(begun)), stands=stands)
 
     def _behind(self, session: Session, options: QueryOptions) -> Standing | None:
         """What the question comes behind, with the user's turn begun; None: it is the first."""
@@ -164,71 +196,8 @@ class Conversation:
         self._stand_on(stands)
         return stands.standing
 
-    def _stand_on(self, stands: _Stands) -> None:
+    def _stand_on(self, stands: Stands) -> None:
         self._now = replace(self._now, stands=stands)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stands:
-    """What a conversation holds between two questions.
-
-    Attributes
-    ----------
-    states : of a model that keeps some, as they are behind the rows of `standing`.
-    pending : tokens behind those of `standing` that no row was computed for yet: the answer's last one, and what the
-        template has between two turns.
-    is_whole : nothing was written behind the rows that stand; else a question may have been begun there, and came to
-        nothing.
-    """
-
-    session: Session
-    system: str | None
-    standing: Standing
-    states: Marked | None
-    pending: Ids
-    is_whole: bool = True
-
-    @classmethod
-    def after(cls, begun: Begun, reply: Reply) -> _Stands:
-        """What a reply leaves. Its answer's rows are those that it was generated by."""
-        fused, said, before = reply.fused, reply.generated.ids, begun.asked.behind
-        computed = fused.cache.buffers[0].length - fused.plan.length
-        chunks = {one.source.chunk_id: len(one.source.ids) for one in fused.plan.chunks if one.source.chunk_id}
-        tokens = standing(fused.plan.segments, said[:computed])
-        known = {**before.chunks, **chunks} if before is not None else chunks
-        pending = (*said[computed:], *turn_header(begun.session.tokenizer))
-        stands = Standing(tokens, fused.cache, known)
-        return cls(begun.session, begun.options.system, stands, _marked(fused.cache), pending)
-
-    def whole(self) -> _Stands:
-        """The same without what is behind the rows that stand."""
-        if self.is_whole:
-            return self
-        cache, rows = self.standing.cache, len(self.standing.tokens.rows)
-        if isinstance(cache, StateCache):
-            assert self.states is not None
-            cache.go_back(self.states)
-            return replace(self, is_whole=True)
-        # A thread that reads a slow record may still write into the old one.
-        return replace(
-            self, standing=replace(self.standing, cache=copied(self.session.decoder, cache, rows)), is_whole=True
-        )
-
-    def settled(self) -> _Stands:
-        """The same with its cache brought to where the next question begins; it has to be whole."""
-        if not self.pending:
-            return self
-        tokens, cache = self.standing.tokens, self.standing.cache
-        self.session.decoder.append(self.pending, cache)
-        grown = range(len(tokens.ids), len(tokens.ids) + len(self.pending))
-        kept = None if tokens.kept is None else (*tokens.kept, *grown)
-        stands = replace(self.standing, tokens=Candidate((*tokens.ids, *self.pending), kept=kept))
-        return replace(self, standing=stands, states=_marked(cache), pending=())
-
-
-def _marked(cache: object) -> Marked | None:
-    """Where states can be set back to."""
-    return cache.mark() if isinstance(cache, StateCache) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +207,10 @@ class _Now:
     Attributes
     ----------
     turns : those that stand. `earlier`: they stand no more, and still say what is talked about.
+    laid : how those that stand were laid out.
     """
 
     turns: tuple[Turn, ...] = ()
     earlier: tuple[Turn, ...] = ()
-    stands: _Stands | None = None
+    laid: tuple[Laid, ...] = ()
+    stands: Stands | None = None

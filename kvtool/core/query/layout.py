@@ -80,6 +80,7 @@ def lay_out(
     exactly: bool = False,
     answered: bool = True,
     behind: Standing | None = None,
+    must_find: bool = True,
 ) -> Asked:
     """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet.
 
@@ -88,6 +89,7 @@ def lay_out(
     exactly : take no lossy level where there is an exact one, whatever was measured.
     answered : an answer will follow, for which there must be room.
     behind : what stands already: chunks that stand there are not repeated, and none may be left that does not.
+    must_find : without `behind`, something has to be found.
 
     Raises
     ------
@@ -97,10 +99,10 @@ def lay_out(
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
-        hits, again = _found(session, request, options, behind)
+        hits, again = _found(session, request, options, behind, must_find)
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
-        if not left and behind is None:
+        if not left and behind is None and must_find:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
         plan = _plan(session, request, options, with_rows(session.store, [found for _, found in left]), behind)
         revision = session.store.revision()
@@ -121,18 +123,19 @@ def _check_length(decoder: Decoder, tokens: int, behind: Standing | None) -> Non
 
 
 def _found(
-    session: Session, request: Request, options: QueryOptions, behind: Standing | None
+    session: Session, request: Request, options: QueryOptions, behind: Standing | None, must_find: bool
 ) -> tuple[list[Hit], list[Hit]]:
     """The chunks for a request: those that are new, and those that stand already. Where something stands, a question
     that finds nothing is asked of that."""
-    if behind is None:
-        return chunks_for(session.finder, request, options, session.hot), []
     try:
         hits = chunks_for(session.finder, request, options, session.hot)
     except NothingFoundError:
+        if behind is None and must_find:
+            raise
         hits = []
-    again = [hit for hit in hits if hit.passage.chunk_id in behind.chunks]
-    return [hit for hit in hits if hit.passage.chunk_id not in behind.chunks], again
+    known: Mapping[bytes, int] = {} if behind is None else behind.chunks
+    again = [hit for hit in hits if hit.passage.chunk_id in known]
+    return [hit for hit in hits if hit.passage.chunk_id not in known], again
 
 
 def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str) -> Asked:

@@ -1,0 +1,215 @@
+"""Conversations between their requests: a client sends all turns each time, and what stands of them is kept here.
+
+Kept or not, the answer is that of `Conversation` behind the same turns: where nothing is kept of them, they are gone
+through anew, each with the passages that its question finds and with its answer as the client has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from kvtool.core.errors import ContextFullError
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.job import Ask, Job, Turns
+
+if TYPE_CHECKING:
+    from kvtool.core.model.generate import Generated
+    from kvtool.core.query.answer import Begun
+    from kvtool.core.query.conversation import Conversation
+    from kvtool.core.query.reply import Reply
+    from kvtool.core.session.session import Session
+
+_FREE = ("temperature", "seed", "explain", "token_ids")  # options that leave what stands as it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """All that what stands is made of, the store and the model aside."""
+
+    options: QueryOptions
+    chunks: tuple[str, ...]
+    documents: tuple[str, ...]
+    turns: Turns
+
+    @classmethod
+    def of(cls, options: QueryOptions, request: Request, turns: Turns) -> _Key:
+        """The key of a conversation; what is no matter is as nobody has set it."""
+        plain = QueryOptions()
+        free = {name: getattr(plain, name) for name in _FREE}
+        return cls(replace(options, **free), request.chunks, request.documents, turns)
+
+    @property
+    def texts(self) -> list[str]:
+        """Questions and answers in their order."""
+        return [text for turn in self.turns for text in turn]
+
+
+@dataclass(slots=True)
+class Talk:
+    """A question on its way, with the conversation that it belongs to.
+
+    Attributes
+    ----------
+    kept : rows that stood before. `reason`: why not all turns stood; "": they did, or there are none.
+    ms : what bringing those turns back has taken. `gone_through`: of them, those that had to be.
+    """
+
+    talk: Conversation
+    begun: Begun
+    kept: int
+    reason: str
+    ms: float
+    gone_through: Sequence[Begun]
+
+    def reply(self, said: Generated) -> Reply:
+        """What there is to say of the answer, which becomes a turn."""
+        reply = self.talk.take(self.begun, said)
+        stands = reply.tokens["standing"]
+        kept = min(self.kept, stands)
+        reply.turn |= {"number": len(self.talk.said), "kept": kept, "renewed": stands - kept}
+        if self.reason:
+            reply.turn["reason"] = self.reason
+        reply.timing_ms["earlier"] = self.ms
+        reply.timing_ms["ttft"] += self.ms
+        return reply
+
+    def keep(self) -> None:
+        """Store what was missing in the store."""
+        for begun in self.gone_through:
+            begun.keep(again=True)
+        self.begun.keep()
+
+
+class Talks:
+    """Holds what stands of conversations, up to a number of bytes; what was not asked for longest goes first.
+
+    One thread uses it; others may look at its length and its bytes.
+
+    Parameters
+    ----------
+    limit : bytes of prompt caches; 0: nothing is held.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[_Key, tuple[Conversation, int]] = OrderedDict()
+        self._session: Session | None = None
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, session: Session, ask: Ask) -> Talk:
+        """Bring a question to the first token of its answer, behind the turns before it.
+
+        Where it fails, what stands of the turns is held all the same. Raises as `Conversation.begin` does.
+        """
+        if session is not self._session:
+            self.clear()
+            self._session = session
+        turns, options = ask.turns or (), ask.options
+        if turns and (options.defer or options.slo_ms is not None):
+            session.warn("`defer` and `slo_ms` are for a first question: they are left aside behind other turns", "")
+            options = replace(options, defer=False, slo_ms=None)
+        started = time.perf_counter()
+        talk, reason = self._taken(session, _Key.of(options, ask.request, turns))
+        kept, gone_through = talk.rows, []
+        try:
+            for question, answer in turns[len(talk.said) :]:
+                request = replace(ask.request, question=question)
+                gone_through.append(_behind(session, talk, partial(talk.give, session, request, answer)))
+            ms = (time.perf_counter() - started) * 1e3
+            begun = _behind(session, talk, partial(talk.begin, session, ask.request, options))
+        except BaseException:
+            self.hold(talk, ask.request)
+            raise
+        return Talk(talk, begun, kept, reason, ms, gone_through)
+
+    def hold(self, talk: Conversation, request: Request) -> None:
+        """Hold what stands of a conversation until it goes on.
+
+        Parameters
+        ----------
+        request : the last one: the chunks or documents that it names hold for the whole conversation.
+        """
+        size, options = talk.nbytes, talk.options
+        if not talk.turns or size > self._limit or options.defer or options.slo_ms is not None:
+            return
+        key = _Key.of(options, request, tuple((turn.question, turn.answer) for turn in talk.said))
+        self._take(key)
+        self._held[key] = talk, size
+        self.nbytes += size
+        while self.nbytes > self._limit:
+            self._take(next(iter(self._held)))
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._held.clear()
+        self.nbytes = 0
+
+    def _taken(self, session: Session, key: _Key) -> tuple[Conversation, str]:
+        """The conversation that stands behind these turns or the first of them, or a new one; why not behind all."""
+        from kvtool.core.query.conversation import Conversation
+
+        reason = self._why_not(key) if key.turns else ""
+        for count in range(len(key.turns), 0, -1):
+            held = self._take(replace(key, turns=key.turns[:count]))
+            if held is None:
+                continue
+            if held.finds_the_same(session):
+                return held, "" if count == len(key.turns) else f"what is held ends with turn {count}"
+            reason = "other passages are found now, or read otherwise"
+            break
+        return Conversation.over(session, key.options, by_text=True), reason
+
+    def _take(self, key: _Key) -> Conversation | None:
+        held = self._held.pop(key, None)
+        if held is None:
+            return None
+        self.nbytes -= held[1]
+        return held[0]
+
+    def _why_not(self, key: _Key) -> str:
+        """What keeps a conversation from being one of those that are held."""
+        alike = 0
+        for other in self._held:
+            if other.turns == key.turns:
+                return "it was asked with other options"
+            pairs = zip(other.texts, key.texts, strict=False)
+            alike = max(alike, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        if alike == len(key.texts):
+            return "the conversation that is held has gone on already"
+        return f"turn {alike // 2 + 1} differs from what was said" if alike else "none is held that begins so"
+
+
+def _behind(session: Session, talk: Conversation, turn: Callable[[], Begun]) -> Begun:
+    """Begin a turn; where it is too long for the model behind the others, it starts over, as a chat does."""
+    try:
+        return turn()
+    except ContextFullError as error:
+        if not talk.turns:
+            raise
+        hint = "the model sees none of the turns before; they still steer the search"
+        session.warn(f"{error.message}: it starts over", hint)
+        talk.start_over()
+        return turn()
+
+
+def begun_for(job: Job, session: Session, talks: Talks) -> Begun:
+    """Bring a job to the first token of its answer, behind the turns of its conversation if it has one."""
+    from kvtool.core.query.answer import begin_answer
+    from kvtool.core.query.layout import lay_out
+
+    ask = job.ask
+    with session.lock, session.store.view():
+        if ask.turns is None:
+            return begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
+        job.talk = talks.begin(session, ask)
+        return job.talk.begun

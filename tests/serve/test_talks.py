@@ -1,0 +1,258 @@
+"""Turns of a conversation over requests that bring all of them: kept or gone through anew, the answer is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvtool
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.conversation import Conversation
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import Answer, Ask, Turns
+from tests.cli.working import write_corpus
+from tests.families import save_tiny
+from tests.serve.conftest import Served, serving
+
+QUESTIONS = (
+    "Who built the third mill?",
+    "What does the fifth mill grind?",
+    "And when was that?",
+    "And the second one?",
+)
+PLENTY = 10**9
+SHORT = QueryOptions(max_tokens=6, top_k=2)
+
+
+class Client:
+    """A client of an engine in this process; it keeps the turns itself, as clients do."""
+
+    def __init__(self, store: Path, keep: int = PLENTY) -> None:
+        self.warnings: list[str] = []
+        self.engine = Engine(store, ModelOptions(), lambda text, _: self.warnings.append(text), keep_conversations=keep)
+        self.engine.start()
+
+    def ask(self, question: str, turns: Turns = (), options: QueryOptions = SHORT, **request: Any) -> Answer:
+        return self.engine.ask(Ask(Request(question, **request), options, turns=turns))
+
+    def talk(self, questions: tuple[str, ...] = QUESTIONS, options: QueryOptions = SHORT) -> tuple[Turns, list[Answer]]:
+        turns: Turns = ()
+        answers = []
+        for question in questions:
+            answers.append(self.ask(question, turns, options))
+            turns = (*turns, (question, answers[-1].text))
+        return turns, answers
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+
+@pytest.fixture
+def client(ready: Path) -> Iterator[Client]:
+    with Client(ready) as made:
+        yield made
+
+
+def counts(answer: Answer) -> tuple[int, int]:
+    return answer.facts["turn"]["kept"], answer.facts["turn"]["renewed"]
+
+
+@pytest.mark.parametrize("fusion", ["union", "epic", "full", "blend"])
+def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) -> None:
+    options = replace(SHORT, fusion=fusion)
+    with Client(ready) as one, Client(ready, keep=0) as other:
+        turns, kept = one.talk(options=options)
+        again, anew = other.talk(options=options)
+        assert len(one.engine.talks) == 1
+        assert one.engine.talks.nbytes > 0
+        assert len(other.engine.talks) == 0
+    assert turns == again
+    for number, (answer, other_answer) in enumerate(zip(kept, anew, strict=True), 1):
+        turn, its = answer.facts["turn"], other_answer.facts["turn"]
+        assert turn["number"] == its["number"] == number
+        assert turn["search"] == its["search"]
+        assert answer.facts["tokens"]["prompt"] == other_answer.facts["tokens"]["prompt"]
+        assert [chunk.id for chunk in answer.chunks] == [chunk.id for chunk in other_answer.chunks]
+        assert turn["kept"] + turn["renewed"] == answer.facts["tokens"]["standing"]
+        assert its["kept"] == 0
+    for answer in kept[1:]:
+        kept_tokens, again_tokens = counts(answer)
+        assert kept_tokens > 0
+        assert again_tokens < 40  # the answer as its text has it, and what stands between two turns
+        assert "reason" not in answer.facts["turn"]
+    assert [answer.facts["turn"].get("reason") for answer in anew] == [None, *["none is held that begins so"] * 3]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v2", "lfm2", "qwen3.5"])
+def test_families(name: str, tmp_path: Path) -> None:
+    model = save_tiny(name, tmp_path / "model")
+    store = tmp_path / "store"
+    with kvtool.open(store, model=str(model)) as cache:
+        cache.ingest(write_corpus(tmp_path / "corpus"), chunk_tokens=64, lead_in="prefix")
+    with Client(store) as one, Client(store, keep=0) as other:
+        turns, kept = one.talk(QUESTIONS[:3])
+        assert other.talk(QUESTIONS[:3])[0] == turns
+    assert all(counts(answer)[0] > 0 for answer in kept[1:])
+
+
+def test_it_is_the_conversation_of_a_chat(ready: Path, client: Client) -> None:
+    """Its answers stand as their text is tokenised, since that is all that a client sends."""
+    turns, _ = client.talk()
+    with kvtool.open(ready) as cache:
+        talk = Conversation.over(cache._opened(), SHORT, by_text=True)
+        assert tuple((question, talk.ask(question).answer) for question in QUESTIONS) == turns
+
+
+def test_another_earlier_turn_is_another_conversation(client: Client) -> None:
+    turns, answers = client.talk()
+    (first, _), *later = turns[:-1]
+    changed = client.ask(QUESTIONS[-1], ((first, "nobody"), *later))
+    assert changed.facts["turn"]["reason"] == "turn 1 differs from what was said"
+    assert counts(changed)[0] == 0
+    regenerated = client.ask(QUESTIONS[-1], turns[:-1])
+    assert regenerated.text == answers[-1].text
+    assert regenerated.facts["turn"]["reason"] == "the conversation that is held has gone on already"
+    other = client.ask("What else?", turns, replace(SHORT, fusion="full"))
+    assert other.facts["turn"]["reason"] == "it was asked with other options"
+    on = client.ask("What else?", turns)  # the first one still stands, untouched by the others
+    assert counts(on)[0] > 0
+    more = client.ask("What else?", (*turns, ("What else?", on.text), ("Really?", "Yes.")))
+    assert more.facts["turn"]["reason"] == f"what is held ends with turn {len(turns) + 1}"
+    assert counts(more)[0] > 0
+    stranger = client.ask("What else?", (("Who?", "Me."),))
+    assert stranger.facts["turn"]["reason"] == "none is held that begins so"
+
+
+def test_how_an_answer_is_drawn_changes_nothing_of_what_stands(client: Client) -> None:
+    turns, _ = client.talk(QUESTIONS[:2])
+    drawn = client.ask(QUESTIONS[2], turns, replace(SHORT, temperature=1.0, seed=3))
+    assert counts(drawn)[0] > 0
+
+
+def test_an_ingest_that_changes_nothing_found_keeps_it(store: Path, tmp_path: Path) -> None:
+    with Client(store) as client:
+        turns, _ = client.talk(QUESTIONS[:2])
+        (tmp_path / "other.md").write_text("# Bees\n\nQueen and drones dance.", "utf-8")
+        with kvtool.open(store) as cache:
+            cache.ingest(tmp_path / "other.md")
+        still = client.ask(QUESTIONS[2], turns)
+        assert counts(still)[0] > 0
+        turns = (*turns, (QUESTIONS[2], still.text))
+        (tmp_path / "third.md").write_text("Who built the third mill? " * 3 + "Baker Z built the third mill.", "utf-8")
+        with kvtool.open(store) as cache:
+            cache.ingest(tmp_path / "third.md")
+        changed = client.ask(QUESTIONS[3], turns)
+        with Client(store, keep=0) as other:
+            assert other.ask(QUESTIONS[3], turns).text == changed.text
+    assert changed.facts["turn"]["reason"] == "other passages are found now, or read otherwise"
+
+
+def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
+    with Client(ready) as measuring:
+        measuring.talk(QUESTIONS[:1])
+        one = measuring.engine.talks.nbytes
+    with Client(ready, keep=int(2.5 * one)) as client:
+        first, _ = client.talk(QUESTIONS[:1])
+        client.talk(QUESTIONS[1:2])
+        third, _ = client.talk(("Who built the first mill?",))
+        assert len(client.engine.talks) <= 2
+        assert client.engine.talks.nbytes <= 2.5 * one
+        gone = client.ask("What else?", first)
+        assert gone.facts["turn"]["reason"] == "none is held that begins so"
+        assert counts(client.ask("What else?", third))[0] > 0
+
+
+def test_who_leaves_in_the_middle_finds_it_as_it_was(ready: Path, client: Client) -> None:
+    turns, _ = client.talk(QUESTIONS[:2])
+    stream = client.engine.stream(Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
+    next(stream)
+    stream.close()
+    after = client.ask(QUESTIONS[2], turns)
+    with Client(ready, keep=0) as other:
+        assert other.ask(QUESTIONS[2], turns).text == after.text
+    assert counts(after)[0] > 0
+
+
+def test_a_question_that_fails_leaves_what_stands(client: Client) -> None:
+    turns, _ = client.talk(QUESTIONS[:2])
+    with pytest.raises(KvtoolError):
+        client.ask(QUESTIONS[2], turns, replace(SHORT, max_tokens=6), chunks=("nothing",))
+    assert counts(client.ask(QUESTIONS[2], turns))[0] > 0
+
+
+def test_an_earlier_question_need_not_have_found_anything(client: Client) -> None:
+    answer = client.ask(QUESTIONS[0], (("xyzzy", "I do not know."),))
+    assert answer.chunks
+    assert counts(answer) == (0, answer.facts["tokens"]["standing"])
+    with pytest.raises(KvtoolError, match="no chunk matches"):
+        client.ask("xyzzy")
+
+
+def test_a_conversation_that_is_too_long_starts_over_as_a_chat_does(client: Client) -> None:
+    long = tuple((f"What of mill {number}?", "word " * 300) for number in range(8))
+    answer = client.ask(QUESTIONS[0], long)
+    assert answer.facts["turn"]["number"] == 9
+    assert any("starts over" in text for text, _ in answer.warnings)
+    on = client.ask(QUESTIONS[1], (*long, (QUESTIONS[0], answer.text)))
+    assert counts(on)[0] > 0
+
+
+def test_options_for_a_single_question_are_left_aside_with_a_word(client: Client) -> None:
+    turns, _ = client.talk(QUESTIONS[:1])
+    answer = client.ask(QUESTIONS[1], turns, replace(SHORT, defer=True))
+    assert any("left aside" in text for text, _ in answer.warnings)
+    assert counts(answer)[0] > 0
+
+
+# ---- over HTTP ---------------------------------------------------------------------------------------------------
+
+
+def post(served: Served, *messages: tuple[str, str]) -> dict[str, Any]:
+    with served.client as http:
+        body = {"messages": [{"role": role, "content": text} for role, text in messages]}
+        found = http.post("/v1/chat/completions", json=body)
+        assert found.status_code == 200, found.text
+        value: dict[str, Any] = found.json()
+        return value
+
+
+def test_over_http(ready: Path) -> None:
+    with serving(ready, asking=SHORT) as served:
+        first = post(served, ("user", QUESTIONS[0]))
+        said = first["choices"][0]["message"]["content"]
+        second = post(served, ("user", QUESTIONS[0]), ("assistant", said), ("user", QUESTIONS[1]))
+        with served.client as http:
+            health, metrics = http.get("/health").json(), http.get("/metrics").text
+    turn = second["kvtool"]["turn"]
+    assert turn["kept"] > 0
+    details = second["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == turn["kept"] + second["kvtool"]["tokens"]["reused"]
+    assert "earlier" in second["kvtool"]["timing_ms"]
+    assert health["conversations"] == 1
+    assert "kvtool_conversations 1.0" in metrics
+    assert 'kvtool_turns_total{found="kept"} 1.0' in metrics
+
+
+def test_who_says_what_in_several_messages(ready: Path) -> None:
+    """Messages of one side are one text; what an assistant says before anybody asked stands before the question."""
+    with serving(ready, asking=SHORT) as served:
+        greeted = post(served, ("assistant", "Hello!"), ("user", "hello"), ("user", QUESTIONS[0]))
+        said = greeted["choices"][0]["message"]["content"]
+        on = post(
+            served,
+            *(("assistant", "Hello!"), ("user", "hello"), ("user", QUESTIONS[0])),
+            *(("assistant", said), ("user", QUESTIONS[1])),
+        )
+    assert greeted["kvtool"]["turn"]["number"] == 1
+    assert on["kvtool"]["turn"]["number"] == 2
+    assert on["kvtool"]["turn"]["kept"] > 0
