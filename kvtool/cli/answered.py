@@ -24,7 +24,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
-    _show_states(out, facts)
+    show_states(out, facts)
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
     _show_stream(out, facts)
 
@@ -41,7 +41,7 @@ def show_decision(out: Out, facts: Facts) -> None:
         out.detail(f"  {reason}")
 
 
-def _show_states(out: Out, facts: Facts) -> None:
+def show_states(out: Out, facts: Facts) -> None:
     """What chunks of a model that keeps states lose by having been computed apart."""
     if states := facts.get("states"):
         loss = states["loss"]

@@ -206,3 +206,21 @@ def test_states_that_are_carried_wrongly_are_found(name: str, monkeypatch: pytes
 def test_a_model_that_begins_anew_at_every_pass_is_refused() -> None:
     (name,) = {*HYBRIDS} - {*GOES_ON}
     assert not check_apart(identity(WARM), decoder(name), CHUNKS[:2], QUESTION, 1e-3).passed
+
+
+def test_other_passes_through_the_layers_are_left_alone() -> None:
+    """A question that another thread answers while a chunk is computed keeps its states, and gives the chunk none."""
+    name, other = "qwen3.5", CHUNKS[1]
+    own = decoder(name)
+    behind = alone.Behind(own, WARM)
+    _, plain = own.prefill(other)
+    watch = alone._Carrying(own, behind, [alone._identity])
+    hooks = watch.hooked(behind.new_cache(own, 8))
+    try:
+        _, beside = own.prefill(other)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not watch.differences
+    for one, two in zip(plain.state_layers, beside.state_layers, strict=True):
+        assert all(torch.equal(state, two.states()[key]) for key, state in one.states().items())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
+from kvtool.core.common.turns import Turns
+from kvtool.core.session.alone import AloneMaker
 from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, kvtool, write_corpus
 from tests.families import save_tiny
 from tests.query.test_chains import FIRST, SECOND, flip, keys_of, stretches
@@ -65,6 +70,11 @@ def test_all_but_the_question_is_reused_and_the_loss_is_told(store: Path) -> Non
     assert row["bytes_read"] > 0
 
 
+def test_a_conversation_tells_the_loss_too(store: Path) -> None:
+    done = kvtool("chat", "--store", store, "--fusion", "reuse", *SHORT, stdin=b"third mill\nsecond mill\n").fine()
+    assert done.err.count("approximate: the model keeps states") == 2  # it stands in what the second goes on from
+
+
 def test_a_chunk_at_the_beginning_is_exact(store: Path) -> None:
     first = ask(store).json["chunks"][0]["id"]
     asked = ("query", FIRST, "--store", store, "--chunks", first, *SHORT, "--json", "--compare", "reuse,epic")
@@ -97,6 +107,61 @@ def test_what_is_refused(made: Path, store: Path, tmp_path: Path) -> None:
     without = kvtool("query", FIRST, "--store", tmp_path / "other", "--fusion", "reuse")
     without.failed(2, "computed alone", "--lead-in warm")
     kvtool("ingest", made / "corpus", "--store", tmp_path / "other", "--lead-in", "learned").failed(2, "lead-in")
+
+
+def test_fewer_link_tokens_than_the_gate_takes_are_held_to_the_loss_of_reuse(store: Path) -> None:
+    gate = kvtool("inspect", "gate", "--store", store, "--json").fine().json["apart"]["loss_by_mode"]
+    assert gate["epic"] < gate["reuse"]
+    asked = ("query", FIRST, "--store", store, "--documents", "mill2.md", *SHORT, "--fusion", "epic")
+    between = (*asked, "--max-state-loss", (gate["epic"] + gate["reuse"]) / 2, "--json")
+    assert kvtool(*between).fine().json["states"]["loss"] == gate["epic"]
+    kvtool(*between, "--link-tokens", "0").failed(12, "nats a token")
+    assert kvtool(*asked, "--link-tokens", "0", "--json").fine().json["states"]["loss"] == gate["reuse"]
+
+
+def test_a_chunk_that_is_too_long_takes_no_other_file_along(made: Path, tmp_path: Path) -> None:
+    """The same short chunk is in a file with a chunk that the model cannot hold, and in one without."""
+    folder, short = tmp_path / "long", "The common chunk of both files says that the mill is blue."
+    folder.mkdir()
+    texts = (short, " ".join(f"word{number}" for number in range(1200)))
+    rows = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
+    (folder / "a.jsonl").write_text("\n".join(rows), "utf-8")
+    (folder / "b.md").write_text(short, "utf-8")
+    ingest = ("ingest", folder, "--model", made / "model", "--store", tmp_path / "store", *PREFIX)
+    done = kvtool(*ingest, "--chunk-tokens", "2047", "--json")
+    assert done.code == 3
+    assert "failed: " in done.err
+    assert (done.json["documents"]["added"], done.json["chunks"]["computed"]) == (1, 1)
+    row = kvtool("query", FIRST, "--store", tmp_path / "store", "--documents", "b.md", "--fusion", "reuse", "--json")
+    assert statuses(row.fine().json) == ["exact"]
+
+
+def test_a_served_model_is_run_in_turns(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingest beside answers takes the model's turn for each chunk, for the beginning and for the gate."""
+    turns, now = [], []
+
+    @contextmanager
+    def turn(self: Turns) -> Iterator[None]:
+        turns.append(self)
+        now.append(self)
+        yield
+        now.pop()
+
+    def held(*names: Any) -> None:
+        for kind, name in names:
+            plain = getattr(kind, name)
+
+            def only(*args: Any, plain: Any = plain, **more: Any) -> Any:
+                assert now
+                return plain(*args, **more)
+
+            monkeypatch.setattr(kind, name, only)
+
+    monkeypatch.setattr(Turns, "turn", turn)
+    held((AloneMaker, "chunk"), (AloneMaker, "beginning"))
+    ingest = ("ingest", made / "corpus" / "mill2.md", "--model", made / "model", "--store", tmp_path / "store", *ALONE)
+    computed = kvtool(*ingest, "--json").fine().json["chunks"]["computed"]
+    assert len(turns) == computed + 2
 
 
 def alone_of(store: Path, chunk: str) -> bytes:

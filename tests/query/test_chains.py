@@ -241,12 +241,23 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
     with Store.open(store) as opened:
         (damage, *_) = verify(opened)
         assert "(in stretches)" in damage.reason
-    damaged = ask(store, SECOND).json
+    done = ask(store, SECOND)
+    damaged = done.json
+    assert ("is damaged, and was computed again" in done.err) == bool(kind)  # without its description it is not stored
     assert damaged["answer"] == whole["answer"]
     assert damaged["tokens"]["reused"] < whole["tokens"]["reused"]
     assert told(ask(store, SECOND).json) == told(whole)  # it was stored anew
     with Store.open(store) as opened:
         assert verify(opened) == []
+
+
+def test_what_is_left_of_others_is_looked_for_once_a_writer(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes all names of the table."""
+    looked = []
+    monkeypatch.setattr("kvtool.core.cache.writer.left_over", lambda snapshot: looked.append(snapshot) or [])
+    ask(store, FIRST)
+    assert stretches(store)["count"] > 3
+    assert len(looked) == 1
 
 
 def test_repair_drops_the_stretch_whole(store: Path) -> None:

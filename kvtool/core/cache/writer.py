@@ -64,6 +64,7 @@ class Writer:
         self._flushed_at = time.monotonic()
         self._fresh: set[bytes] = set()  # put since the last commit_file: collect must not take them for garbage
         self._ended = False
+        self._tidied = False  # whether what killed writers left of stretches is dropped
 
     # ---- putting -------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,8 @@ class Writer:
         ------
         NoSpaceError : it is not stored.
         """
-        self.drop_stretches([stretch])
+        self._drop_stretches([stretch], left=not self._tidied)
+        self._tidied = True
         rows: list[Row] = []
         for place, payload in parts:
             rows.append(part_row(stretch, place, payload))
@@ -90,8 +92,13 @@ class Writer:
 
     def drop_stretches(self, stretches: Iterable[bytes]) -> int:
         """Drop these stretches, and what is left of others. Returns how many rows went."""
+        return self._drop_stretches(stretches, left=True)
+
+    def _drop_stretches(self, stretches: Iterable[bytes], left: bool) -> int:
+        """As `drop_stretches`; what is `left` of others is found by reading all names."""
         with self._store.environment.read() as snapshot:
-            doomed = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)} | {*left_over(snapshot)}
+            doomed = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)}
+            doomed |= {*left_over(snapshot)} if left else set()
         if doomed:
             self._commit([], sorted(doomed), weighed=False)
         return len(doomed)

@@ -22,7 +22,17 @@ from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chain import KEYS, VALUES, Found, ReadPart, fitting, named_states, pass_of, take_beginning
+from kvtool.core.fusion.chain import (
+    DAMAGED,
+    KEYS,
+    VALUES,
+    Found,
+    ReadPart,
+    fitting,
+    named_states,
+    pass_of,
+    take_beginning,
+)
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.reach import Reach
@@ -34,8 +44,6 @@ from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rotary import Table
 from kvtool.core.model.states import StateCache, StateLayer, States
 from kvtool.core.records.parts import decode_part
-
-_DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,7 @@ def _as_found(plan: Plan, stored: Stored) -> Plan:
 
 
 def _with_reason(plan: Plan, number: int) -> Plan:
-    segments = [replace(one, reason=_DAMAGED) if at == number else one for at, one in enumerate(plan.segments)]
+    segments = [replace(one, reason=DAMAGED) if at == number else one for at, one in enumerate(plan.segments)]
     return Plan(tuple(segments))
 
 

@@ -30,7 +30,7 @@ from kvtool.core.records.parts import decode_part
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
 KEYS, VALUES = "keys", "values"
-_DAMAGED = "damaged"
+DAMAGED = "damaged"
 _NOT_KEPT = "not kept"
 
 
@@ -130,7 +130,7 @@ def fuse_chain(
         if damaged is None:
             break
         found = found.without(damaged)
-        plan = _with_reason(plan, damaged, _DAMAGED)
+        plan = _with_reason(plan, damaged, DAMAGED)
     read_ms = add_span(timeline, "read states", started) * 1e3
     started = time.perf_counter()
     plan = _as_reused(plan, found.usable)

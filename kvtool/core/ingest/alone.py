@@ -19,19 +19,24 @@ class AloneStorer:
 
     session: Session
 
+    def check_length(self, chunks: Sequence[WantedChunk]) -> None:
+        """Refuse chunks of which the model cannot hold one behind the lead-in. Raises UsageError."""
+        self.session.alone.check_length(max((len(chunk.ids) for chunk in chunks), default=0))
+
     def take(self, writer: Writer, report: IngestReport, chunks: Sequence[WantedChunk]) -> None:
         """Store chunks, and before the first of a store the prompt's own beginning; durable on return.
 
         Raises
         ------
-        UsageError : a chunk is longer than the model takes.
         NoSpaceError : there is no room.
         """
-        maker, store = self.session.alone, self.session.store
-        report.kv_bytes += keep_beginning(maker, store, writer)
+        maker, store, turns = self.session.alone, self.session.store, self.session.decoder.turns
+        with turns.turn():  # of a served model, between two steps of the answers
+            report.kv_bytes += keep_beginning(maker, store, writer)
         for chunk in chunks:
-            started = time.perf_counter()
-            made = maker.chunk(chunk.ids)
+            with turns.turn():
+                started = time.perf_counter()
+                made = maker.chunk(chunk.ids)
             report.prefill_seconds += time.perf_counter() - started
             put(writer, made)
             report.kv_bytes += made.info.size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -203,12 +203,13 @@ class _Job:
             for file in self.stream:
                 new = novelties.of(file)
                 if self.choices.identity.keeps_states:
-                    self._describe(store, writer, file, new)
+                    if not self._describe(store, writer, file, new):
+                        novelties.take_back(new)
                     continue
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
                     storer = self._storer(store, writer, new)
-                if storer is not None and not self._fits(file, new, storer):
+                if storer is not None and not self._fits(file, new, storer.maker.check_length):
                     novelties.take_back(new)
                     continue
                 self._changed = True
@@ -226,10 +227,12 @@ class _Job:
             if storer is not None:
                 storer.close()
 
-    def _fits(self, file: PreparedFile, new: Sequence[WantedChunk], storer: ChunkStorer) -> bool:
+    def _fits(
+        self, file: PreparedFile, new: Sequence[WantedChunk], check: Callable[[Sequence[WantedChunk]], None]
+    ) -> bool:
         """Whether the model can hold a file's new chunks. A file whose chunks it cannot hold fails alone."""
         try:
-            storer.maker.check_length(new)
+            check(new)
         except UsageError as error:
             self.account.fail(Failure(file.entry.path, f"{error.message}: {error.hint}"))
             self.account.advance(file.entry.size)
@@ -243,21 +246,20 @@ class _Job:
         self.account.count_file(file)
         self.account.advance(file.entry.size)
 
-    def _describe(self, store: Store, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+    def _describe(self, store: Store, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> bool:
         """Commit a file of a store whose model keeps states. What its chunks are alone is computed only behind a
-        lead-in, and first: what is told of a chunk later is that it is known."""
+        lead-in, and first: what is told of a chunk later is that it is known. Returns whether they fit the model."""
         if self.choices.identity.keeps_alone and new:
+            storer = self._alone(store)
+            if not self._fits(file, new, storer.check_length):
+                return False
             self._keep_identity(writer)
-            try:
-                self._alone(store).take(writer, self.account.report, new)
-            except UsageError as error:  # too long a chunk
-                self.account.fail(Failure(file.entry.path, f"{error.message}: {error.hint}"))
-                self.account.advance(file.entry.size)
-                return
+            storer.take(writer, self.account.report, new)
             self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
         self._changed = True
         writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new})
         self._commit_known(writer, file)
+        return True
 
     def _needs_prefix(self, store: Store) -> bool:
         identity = self.choices.identity
@@ -320,10 +322,9 @@ class _Job:
     def _gate(self, session: Session) -> None:
         from kvtool.core.session.laws import gate_apart, gate_store
 
-        if session.identity.keeps_alone:
-            gate_apart(session.store, session.decoder, session.identity, self._gated)
-
         with session.decoder.turns.turn():
+            if session.identity.keeps_alone:
+                gate_apart(session.store, session.decoder, session.identity, self._gated)
             verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()

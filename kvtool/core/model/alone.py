@@ -189,6 +189,8 @@ class _Carrying:
 
     def _hook(self, layer: int, cache: StateCache) -> Any:
         def again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            if not any(one is cache for one in (*args, *kwargs.values())):
+                return  # another thread's pass through the same layers
             after = cache.buffers[layer].states()
             numbers = [number for what, number in after if what == RECURRENT]
             changed = [self._changed(module, args, kwargs, cache, layer, offset) for offset in self.offsets]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.apart import Stored, fuse_apart
 from kvtool.core.fusion.chain import Found
+from kvtool.core.fusion.selectors.epic import Epic
+from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.session.alone import alone_id, found_in, put, stretch_id
 
 if TYPE_CHECKING:
@@ -29,12 +31,18 @@ def check_loss(session: Session, mode: str, options: QueryOptions) -> dict[str, 
     ------
     GateError : unless it is to be answered all the same.
     """
-    verdict = session.check_apart()
+    verdict, measured = session.check_apart(), _measured_as(mode, options)
     if verdict is not None and not options.force:
         verdict.enforce()
-        verdict.enforce_loss(mode, options.max_state_loss)
-    loss = None if verdict is None else verdict.losses.get(mode)
+        verdict.enforce_loss(measured, options.max_state_loss)
+    loss = None if verdict is None else verdict.losses.get(measured)
     return {"loss": loss, "max_loss": options.max_state_loss}
+
+
+def _measured_as(mode: str, options: QueryOptions) -> str:
+    """The mode whose measured loss holds: with fewer link tokens than the gate takes `epic` may lose all that `reuse`
+    does."""
+    return Reuse.name if mode == Epic.name and options.link_tokens < Epic().link_tokens else mode
 
 
 def answer_apart(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> Fused:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.stretches import least_used
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.chain import Chained, Found, fuse_chain
+from kvtool.core.fusion.chain import DAMAGED, Chained, Found, fuse_chain
 from kvtool.core.session.alone import found_in, put, stretch_id
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def keep(session: Session, chained: Chained, limit: int, again: bool = False) ->
     again : the question was answered just now in another mode, and counts once in what the store has served.
     """
     store, plan = session.store, chained.fused.plan
+    for segment in plan.segments:
+        if segment.reason == DAMAGED:
+            what = f"chunk {segment.source.chunk_id.hex()[:12]}" if segment.position else "the prompt's beginning"
+            session.warn(f"what was stored of the prompt up to {what} is damaged, and was computed again", "")
     reused = [segment.source.chunk_id for segment in plan.cached_chunks]
     store.note_access(reused, len(plan.chunks) - len(reused), again)
     store.note_use([segment.source.chunk_id for segment in plan.chunks if not segment.cached])

@@ -63,10 +63,15 @@ class AloneMaker:
         """What chunks are computed behind."""
         return Behind(self.decoder, self.identity.lead_in.ids)
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse a chunk of so many tokens where the model cannot hold it behind the lead-in. Raises UsageError."""
+        behind = len(self.identity.lead_in.ids)
+        self.decoder.check_length(behind + tokens, "use a shorter --lead-in or fewer --chunk-tokens")
+
     def chunk(self, ids: Ids) -> NewStretch:
         """Compute a chunk. Raises UsageError where the model cannot hold it behind the lead-in."""
+        self.check_length(len(ids))
         lead = self.identity.lead_in.ids
-        self.decoder.check_length(len(lead) + len(ids), "use a shorter --lead-in or fewer --chunk-tokens")
         parts = _parts(compute_alone(self.decoder, self.behind, ids))
         info = StretchInfo(
             start=len(lead),
