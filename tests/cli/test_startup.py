@@ -120,3 +120,12 @@ def test_the_sample_says_where_a_question_spends_its_time(store: Path) -> None:
     lines = [line.split("  ")[0] for line in (one.strip() for one in done.stdout.splitlines()[1:])]
     expected = ["clock, s", "processor, s", "before it, ms", "import, ms", "load model, ms", "retrieve, ms"]
     assert [*expected, "fuse, ms", "generate, ms", "modules"] == [line for line in lines if line != "read, MB"]
+
+
+def test_the_sample_says_what_a_question_takes_beside_a_server(store: Path) -> None:
+    words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2"]
+    done = subprocess.run([*words, "--server"], capture_output=True, text=True, encoding="utf-8", timeout=600)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("  ")[0] for line in (one.strip() for one in done.stdout.splitlines()[1:])]
+    assert lines == ["clock, s", "first token, s", "the rest, s"]
+    assert not Path(f"{store}.sock").exists()
