@@ -15,13 +15,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 import typer.main
 
+from kvtool.cli import completion
 from kvtool.cli.commands import new_app
 from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.out import Out
@@ -57,7 +58,6 @@ COMMANDS = {
     "help": "Show a page of the documentation, or what a command takes.",
 }
 _GROUPS = ("store", "inspect", "bench")  # whose commands are missed without the group's name
-COMPLETION = "_KVTOOL_COMPLETE"  # set by the shell's completion script
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
 # Of commands that have nothing to resume.
@@ -84,6 +84,13 @@ class Root(LazyGroup):
     def load(self, name: str) -> Any:
         return load_command(name)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the flags; those of completion need not name a shell."""
+        if args and args[0] in completion.FLAGS and not ctx.resilient_parsing:
+            completion.do(args[0], args[1:])
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Find the named command; one that stands in a group, such as `stats`, is told with its group's name."""
         if args and args[0] not in COMMANDS:
@@ -106,7 +113,6 @@ def load_command(name: str) -> Any:
 
 
 app = new_app(help="Answer questions over documents whose KV caches are computed once and fused at query time.")
-app._add_completion = True  # --install-completion and --show-completion, on the root alone
 
 
 def _show_version(wanted: bool) -> None:
@@ -123,6 +129,8 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and leave.", callback=_show_version, is_eager=True)
     ] = False,
+    install_completion: completion.Install = None,
+    show_completion: completion.Show = None,
 ) -> None:
     if ctx.invoked_subcommand is None:
         sys.stderr.write(ctx.get_help() + "\n")
@@ -150,7 +158,8 @@ def _run(argv: Sequence[str] | None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     _share_cores()
     out = Out.asked(args)
-    with _signals(), out.spinning("starting"):
+    asked_by_shell = bool(os.environ.get(completion.VARIABLE))  # someone is typing there
+    with _signals(), nullcontext() if asked_by_shell else out.spinning("starting"):
         try:
             return _guarded(args, out)
         except SystemExit as exit:  # a closed stdout, or a command's own
@@ -204,8 +213,8 @@ def _guarded(args: list[str], out: Out) -> int:
 
 def _invoke(args: list[str]) -> int:
     root = typer.main.get_command(app)
-    if os.environ.get(COMPLETION):
-        root.main(args, prog_name="kvtool", complete_var=COMPLETION)  # answers and leaves
+    if os.environ.get(completion.VARIABLE):
+        completion.answer(root, args)
     try:
         with root.make_context("kvtool", args) as context:
             result = root.invoke(context)
