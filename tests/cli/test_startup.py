@@ -81,12 +81,15 @@ def test_a_function_of_an_understudy_is_the_modules_own_when_it_is_called() -> N
     said = python(
         "import sys, torch, transformers.modeling_utils as imported",
         "from accelerate.utils import get_max_memory",
+        "from accelerate.hooks import AlignDevicesHook, add_hook_to_module",
         "before = 'accelerate.accelerator' in sys.modules",
+        "hooked = add_hook_to_module(torch.nn.Identity(), AlignDevicesHook())._hf_hook",  # its package comes first
         "same = imported.unwrap_model(model := torch.nn.Identity()) is model",
         "from accelerate import Accelerator, utils",
         "from transformers.utils.chat_template_utils import render_jinja_template",
         "asked = [[{'role': 'user', 'content': 'hi'}]]",
         "text = render_jinja_template(asked, chat_template='{{ messages[0].content }}')[0][0]",
+        "same = same and type(hooked) is sys.modules['accelerate.hooks'].AlignDevicesHook",
         "print(before, same, list(get_max_memory()) == list(utils.get_max_memory()), Accelerator.__module__, text)",
     )
     assert said.split() == ["False", "True", "True", "accelerate.accelerator", "hi"]

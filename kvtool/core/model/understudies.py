@@ -87,7 +87,7 @@ PLAYED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "transformers.processing_utils": lambda: {"Unpack": typing.Unpack},
 }
 # What does without the code of the package that it stands in; for others the package comes first.
-_ALONE = ("accelerate.", "transformers.", "torch._dynamo._trace_wrapped_higher_order_op")
+_ALONE = ("transformers.", "torch._dynamo._trace_wrapped_higher_order_op")
 # What a module has in the place of functions of its own. The first is asked by others at their top what there is; they
 # import less where the answer is no.
 CHANGED: Mapping[str, Mapping[str, Any]] = {
@@ -113,8 +113,10 @@ class Understudy(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def become(self) -> ModuleType:
-        """Run the module's own code, once; returns what stands in the module's place then: it may have put another."""
+        """Run the module's own code, once, behind its package's; returns what stands in the module's place then: it may
+        have put another."""
         with _becoming:
+            _become_package(self.__name__)
             if (loader := vars(self).pop("_loader", None)) is not None:
                 loader.exec_module(self)
             return sys.modules[self.__name__]
@@ -124,6 +126,13 @@ def _become(name: str) -> ModuleType:
     """A module, with its own code run."""
     module = importlib.import_module(name)
     return module.become() if isinstance(module, Understudy) else module
+
+
+def _become_package(name: str) -> None:
+    """Have a module's package run its own code, unless the module does without."""
+    package = sys.modules.get(name.rpartition(".")[0])
+    if isinstance(package, Understudy) and not name.startswith(_ALONE):
+        package.become()
 
 
 class _Stage:
@@ -159,10 +168,8 @@ class _Casting:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package = sys.modules.get(name.rpartition(".")[0])
-        if isinstance(package, Understudy) and not name.startswith(_ALONE):
-            package.become()
         if name not in CHANGED and name not in PLAYED:
+            _become_package(name)
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(loader := spec.loader, SourceFileLoader):
