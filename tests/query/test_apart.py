@@ -216,3 +216,15 @@ def test_a_pack_carries_them(store: Path, tmp_path: Path) -> None:
     kvtool("store", "import", tmp_path / "packed.kvpack", "--store", tmp_path / "there").fine()
     there = ask(tmp_path / "there").json
     assert (statuses(there), there["answer"]) == (statuses(whole), whole["answer"])
+
+
+def test_a_shared_store_has_no_states_and_says_so(made: Path, store: Path, tmp_path: Path) -> None:
+    url, there = f"file://{tmp_path / 'shared'}", tmp_path / "there"
+    alone = stretches(store)["alone"]
+    pushed = kvtool("store", "push", url, "--store", store).fine()
+    assert f"{alone} chunks computed alone and 1 stretch of prompts stay here" in pushed.err
+    assert "`kvtool store export`" in pushed.err
+    assert "a shared store holds no states" in kvtool("store", "pull", url, "--store", there).fine().err
+    assert {*statuses(ask(there).json)} == {"miss"}
+    assert "miss" not in statuses(ask(there).json)
+    assert "states" not in kvtool("store", "pull", url, "--store", there).fine().err

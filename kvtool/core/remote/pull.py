@@ -62,6 +62,11 @@ def pull(
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
         if delete and not yes:
             _check_share(store, catalogue, blobs.url)
+        if events is not None and catalogue.identity.get("keeps_states") and not store.stretches():
+            events.warn(
+                "a shared store holds no states, so none of this model come: questions compute and keep them here",
+                "a pack of `kvtool store export` has them, for `kvtool store import`",
+            )
         return adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
 
 

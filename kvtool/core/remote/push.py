@@ -8,6 +8,7 @@ from dataclasses import replace
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import survey
 from kvtool.core.remote.blobs import Blobs
@@ -72,6 +73,7 @@ class _Push:
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
+        self._say_what_stays()
         head, theirs = self._there()
         listed = own_names(self.blobs) if delete else set()
         mine = survey.survey(self.store, theirs, self.report.note_damage)
@@ -89,6 +91,17 @@ class _Push:
             if delete and not self.sweep.run(listed):
                 head, theirs = self._there()  # what somebody who knows of no leases counts on was deleted
                 self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
+
+    def _say_what_stays(self) -> None:
+        """States are of prompts and chunks of a model that keeps some; a catalogue knows no name for them."""
+        if stretches := self.store.stretches():
+            alone = sum(info.alone for info in stretches.values())
+            prompts = counted(len(stretches) - alone, "stretch", "stretches")
+            self.events.warn(
+                f"a shared store holds no states: {counted(alone, 'chunk')} computed alone and {prompts} of prompts "
+                "stay here, and whoever asks there computes them",
+                "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
+            )
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
         """What is there; a push that verifies replaces a catalogue that is damaged."""
