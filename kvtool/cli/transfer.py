@@ -18,7 +18,13 @@ from kvtool.core.remote.options import PullOptions, PushOptions, RemoteOptions
 if TYPE_CHECKING:
     from kvtool.core.remote.transfer_report import TransferReport
 
-Url = Annotated[str, typer.Argument(metavar="URL", help="redis://HOST:PORT/DB[?prefix=NAME] or file:///FOLDER.")]
+Url = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="redis://HOST:PORT/DB[?prefix=NAME], s3://BUCKET/FOLDER (also gs://, az://) or file:///FOLDER.",
+    ),
+]
 
 
 _SHARED = "redis://cache:6379/0"

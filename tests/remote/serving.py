@@ -1,4 +1,4 @@
-"""A real Redis of the tests' own, and a link to it that can be slow or dead."""
+"""A real Redis and an S3 of the tests' own, and a link to it that can be slow or dead."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +63,7 @@ class RedisServer:
         self.port = free_port()
         command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *more]
         self._child = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-        self._wait()
+        _wait_for(self.port)
 
     @property
     def url(self) -> str:
@@ -71,12 +73,37 @@ class RedisServer:
         self._child.kill()
         self._child.wait()
 
-    def _wait(self) -> None:
-        for _ in range(500):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                return
-            time.sleep(0.02)
-        raise AssertionError("redis-server did not start")
+
+class S3Server:
+    """moto's S3 on a loopback port. It knows no users, so whatever signs a request is let in."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self._child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _wait_for(self.port)
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    def empty(self) -> None:
+        """Forget all that it holds; there is one bucket then."""
+        self._call("POST", "moto-api/reset")
+        self._call("PUT", "bucket")
+
+    def _call(self, method: str, path: str) -> None:
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/{path}", method=method)
+        with urllib.request.urlopen(asked, timeout=30):
+            pass
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(3000):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the server did not start")
 
 
 class Link:
@@ -84,6 +111,7 @@ class Link:
 
     Attributes
     ----------
+    url : of the tier behind it.
     rate : bytes a second towards the client; 0: nothing any more, with the connection kept open.
     cut_after : bytes towards the client after which both ends are closed, and new connections refused.
     crawl_after : bytes towards the client after which it lets through a hundred bytes a second.
@@ -97,11 +125,8 @@ class Link:
         self._open: list[socket.socket] = []
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}/0"
         threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
 
     def close(self) -> None:
         for one in (self._server, *self._open):
@@ -153,8 +178,39 @@ def redis_url(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of an empty bucket, with what its tools find in the environment."""
+    s3_server.empty()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_server.port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAZQXWVA")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "zqxwvb")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    return "s3://bucket/team/kv"
+
+
+@pytest.fixture(params=["redis", "s3"])
+def behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    """An empty tier of each server, behind a link."""
+    server = request.getfixturevalue(f"{request.param}_server")
+    url = str(request.getfixturevalue(f"{request.param}_url"))
+    link = Link(server.port)
+    if request.param == "s3":
+        link.url = url
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
+    yield link
+    link.close()
+
+
 # A tier of each kind: the fixture of a server's URL, or the URL of a place below the test's own folder.
-TIERS = {"file": "file://{folder}/shared", "redis": "redis_url"}
+TIERS = {"file": "file://{folder}/shared", "redis": "redis_url", "s3": "s3_url"}
 
 
 @pytest.fixture(params=TIERS)

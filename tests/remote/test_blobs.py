@@ -90,7 +90,12 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("s3://bucket", "no shared store of the kind s3://"),
+        ("ftp://host/x", "no shared store of the kind ftp://"),
+        ("s3://", "names no place of values"),
+        ("s3://bucket/a//b", "names no place of values"),
+        ("gs://bucket/../other", "names no place of values"),
+        ("az://key:secret@container", "holds a user or a password"),
+        ("https://host/kv?signature=1", "behind . or #"),
         ("file://host/folder", "names no folder of this machine"),
         ("file://relative", "names no folder of this machine"),
         ("redis://host:port/0", "cannot be read"),
@@ -149,19 +154,18 @@ def test_a_full_redis(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_who_waits_may_give_up(redis_server: RedisServer, redis_url: str) -> None:
-    link = Link(redis_server.port)
-    with closing(open_blobs(link.url)) as blobs:
+def test_who_waits_may_give_up(behind: Link) -> None:
+    with closing(open_blobs(behind.url)) as blobs:
         blobs.put({"x": BIG})
-        link.rate = 0
+        behind.rate = 0
         arrivals = Arrivals(blobs)
         arrivals.ask(whole("x"))
         with pytest.raises(RemoteError, match="nothing whole within"):
             arrivals.take(0.1)
         assert arrivals.alive
-        link.rate = 1e12
+        behind.rate = 1e12
         assert arrivals.take(10).value == BIG
-        link.close()
+        behind.close()
         arrivals.ask(whole("x"))
         with pytest.raises(RemoteError):
             arrivals.take(10)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,10 @@ def shared(store: Path, url: str) -> str:
 
 
 @pytest.fixture
-def behind(store: Path, redis_server: RedisServer, redis_url: str) -> Iterator[Link]:
-    """The same in Redis, behind a link."""
-    kvtool("store", "push", redis_url, "--store", store).fine()
-    link = Link(redis_server.port)
-    yield link
-    link.close()
+def far(store: Path, behind: Link) -> Link:
+    """The same behind a link."""
+    kvtool("store", "push", behind.url, "--store", store).fine()
+    return behind
 
 
 @pytest.mark.usefixtures("slow_machine")
@@ -180,28 +177,30 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
-@pytest.mark.parametrize("mode", ["union", "reuse", "blend"])
-def test_the_tier_dies_in_the_middle(
-    mode: str, slo: tuple[str, ...], store: Path, behind: Link, redis_url: str
-) -> None:
+@pytest.mark.parametrize(
+    ("mode", "behind"),
+    [("union", "redis"), ("reuse", "redis"), ("blend", "redis"), ("union", "s3")],
+    indirect=["behind"],
+)
+def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Path, far: Link) -> None:
     """What has come is used, what has not is computed in place."""
-    ask(behind.url, mode="full").fine()  # the catalogue is here
-    behind.cut_after = behind.sent + ask(store).json["bytes_read"] * 2 // 3
-    done = ask(behind.url, *slo, mode=mode)
+    ask(far.url, mode="full").fine()  # the catalogue is here
+    far.cut_after = far.sent + ask(store).json["bytes_read"] * 2 // 3
+    done = ask(far.url, *slo, mode=mode)
     assert "what is not here is computed" in done.err
     statuses = {one["status"] for one in done.fine().json["chunks"]}
     assert statuses == ({"hit", "miss"} if slo else {"miss"})  # chunk by chunk, or layer by layer
     assert said(done) == said(ask(with_the_same_holes(store, done), mode=mode))
     if not slo:  # holes are stored; what an objective left no time to fetch may be fetched another time
-        assert all(one["status"] != "miss" for one in ask(behind.url, mode=mode).fine().json["chunks"])
+        assert all(one["status"] != "miss" for one in ask(far.url, mode=mode).fine().json["chunks"])
 
 
 @pytest.mark.parametrize("slo", [(), ("--slo-ms", "2000")], ids=["as asked", "streamed"])
-def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, behind: Link) -> None:
+def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, far: Link) -> None:
     """The head still comes; of the records next to nothing."""
-    ask(behind.url, mode="full").fine()
-    behind.crawl_after = behind.sent + ask(store).json["bytes_read"] // 2
-    done = ask(behind.url, "--remote-timeout", "0.5", *slo)
+    ask(far.url, mode="full").fine()
+    far.crawl_after = far.sent + ask(store).json["bytes_read"] // 2
+    done = ask(far.url, "--remote-timeout", "0.5", *slo)
     assert said(done) == said(ask(with_the_same_holes(store, done)))
     assert "miss" in {one["status"] for one in done.json["chunks"]} or computed_meanwhile(done)
     if slo:
@@ -231,25 +230,25 @@ def computed_meanwhile(done: Done) -> set[str]:
 
 
 @pytest.mark.usefixtures("slow_machine")
-@pytest.mark.parametrize("mode", ["union", "reuse"])
-def test_what_does_not_come_is_computed_while_the_others_do(mode: str, store: Path, behind: Link) -> None:
+@pytest.mark.parametrize(("mode", "behind"), [("union", "redis"), ("reuse", "s3")], indirect=["behind"])
+def test_what_does_not_come_is_computed_while_the_others_do(mode: str, store: Path, far: Link) -> None:
     """One chunk is known not to be there, another turns out to be damaged: neither is a hole in the end."""
     used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level([bytes.fromhex(used[1])], "raw")
-    kvtool("store", "push", behind.url, "--store", store, "--delete").fine()
-    wreck(behind.url, used[-1], "raw", 1)
+    kvtool("store", "push", far.url, "--store", store, "--delete").fine()
+    wreck(far.url, used[-1], "raw", 1)
     kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()  # which makes it again, here
-    ask(behind.url, mode="full").fine()
-    behind.rate = 2e5  # about a second for all the others
-    done = ask(behind.url, *SLO, mode=mode)
-    behind.rate = 1e12
+    ask(far.url, mode="full").fine()
+    far.rate = 2e5  # about a second for all the others
+    done = ask(far.url, *SLO, mode=mode)
+    far.rate = 1e12
     assert computed_meanwhile(done) == {used[1], used[-1]}
     assert said(done) == said(ask(store, mode=mode))
     assert {one["status"] for one in done.json["chunks"]} == {"hit"}
-    with Store.open(local_place(behind.url)) as opened:
+    with Store.open(local_place(far.url)) as opened:
         assert opened.levels(bytes.fromhex(used[1])) == ["raw"]  # what nobody had is kept
-    again = ask(behind.url, *SLO, mode=mode)  # nothing else is to be fetched: what is damaged is computed in its place
+    again = ask(far.url, *SLO, mode=mode)  # nothing else is to be fetched: what is damaged is computed in its place
     assert said(again) == said(ask(with_the_same_holes(store, again), mode=mode))
 
 

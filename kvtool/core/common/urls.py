@@ -13,17 +13,32 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """A kind of shared store: the module of its backend, and whether its URLs name a path of this machine, which has no
-    user and no password."""
+    """A kind of shared store.
+
+    Attributes
+    ----------
+    module : of its backend.
+    is_path : its URLs name a path of this machine, which has no user and no password.
+    has_folder : behind the host stands a folder, which is no secret.
+    """
 
     module: str
     is_path: bool = False
+    has_folder: bool = False
 
 
-KINDS: Mapping[str, Kind] = {"redis": Kind("redis"), "rediss": Kind("redis"), "file": Kind("folder", is_path=True)}
+_OBJECTS = Kind("objects", has_folder=True)
+_WEB = ("https", "http")
+KINDS: Mapping[str, Kind] = {
+    "redis": Kind("redis"),
+    "rediss": Kind("redis"),
+    "file": Kind("folder", is_path=True),
+    **dict.fromkeys(("s3", "gs", "az", *_WEB), _OBJECTS),
+}
 HIDDEN = "***"
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 SHOWN = ("prefix", "db", "protocol")  # what may stand behind `?` and is no secret
+_FOLDER = re.compile(r"(/[\w.%+=!~*'()-]*)*")
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
 
 
@@ -50,7 +65,8 @@ def for_people(url: str) -> str:
     _, at, place = place.rpartition("@")
     path, _, query = tail.partition("?")
     shown = (f"{HIDDEN}@" if at else "") + (place if is_host(place) else HIDDEN)
-    shown += path if re.fullmatch(r"(/\d*)?", path) else f"/{HIDDEN}"
+    has_folder = kind.lower() in KINDS and KINDS[kind.lower()].has_folder
+    shown += path if re.fullmatch(_FOLDER if has_folder else r"(/\d*)?", path) else f"/{HIDDEN}"
     return f"{kind}://{shown}" + (f"?{_query_for_people(query)}" if query else "")
 
 
@@ -85,8 +101,9 @@ def scrubbed(text: str) -> str:
     return _IN_TEXT.sub(_scrub, text) if ":" in text else text
 
 
+_OWN = "|".join(kind for kind in KINDS if kind not in _WEB)  # other programs speak of https:// that holds no secret
 _IN_TEXT = re.compile(
-    rf"(?:[^\s'\"`(]*@)?\b(?:(?:{'|'.join(KINDS)}):|[A-Za-z][A-Za-z0-9+.-]*://(?=\S*@))(?:[^\n]*@)?[^\s'\"`]*", re.I
+    rf"(?:[^\s'\"`(]*@)?\b(?:(?:{_OWN}):|[A-Za-z][A-Za-z0-9+.-]*://(?=\S*@))(?:[^\n]*@)?[^\s'\"`]*", re.I
 )
 
 

@@ -1,0 +1,238 @@
+"""`s3://`, `gs://`, `az://`, and `https://` to read only: blobs as objects, by obstore."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from kvtool.core.common.urls import for_people
+from kvtool.core.errors import RemoteError
+from kvtool.core.remote.blobs import TIMEOUT, seconds_held
+from kvtool.core.remote.limits import most_bytes
+from kvtool.core.remote.object_access import Address, address_of, open_objects
+from kvtool.core.remote.object_errors import explained, status_of
+from kvtool.core.remote.object_reader import Span, SpanReader
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta, UpdateVersion
+    from obstore.store import ObjectStore
+
+_LEASES = "push"  # the object of what is held
+_RESOLUTION = 1.0  # seconds: an object's time is told no finer
+_AT_ONCE = 16  # requests
+_TRIES = 20  # of a change that others make, too
+_MOST_IN_ONE = 64 * 2**20  # bytes that are sent in one request
+_PIECE = 64 * 2**10  # bytes of an answer that are worth a look
+
+_T = TypeVar("_T")
+
+
+def from_url(url: str, timeout: float) -> ObjectBlobs:
+    """The bucket and folder of a URL. Raises UsageError."""
+    return ObjectBlobs(address_of(url), for_people(url.rstrip("/")), timeout)
+
+
+class ObjectBlobs:
+    """The objects below a folder of a bucket. Lists are asked for what might be deleted and for nothing else.
+
+    Raises
+    ------
+    KvtoolError : obstore is not installed.
+    """
+
+    def __init__(self, address: Address, url: str, timeout: float = TIMEOUT) -> None:
+        self.url, self._address, self._timeout = url, address, timeout
+        with self._explained():
+            self._store = open_objects(address, timeout)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvtool-objects")
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See Blobs."""
+        return self._each(lambda name: self._value(name)[0], names)
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """See Blobs."""
+        import obstore
+
+        def size(name: str) -> int:
+            with suppress(FileNotFoundError), self._explained():
+                return int(obstore.head(self._store, name)["size"])
+            return 0
+
+        return self._each(size, names)
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """See Blobs."""
+        import obstore
+
+        def send(name: str) -> None:
+            value = values[name]
+            with self._changing():
+                obstore.put(self._sending, name, value, use_multipart=len(value) > _MOST_IN_ONE)
+
+        self._each(send, list(values))
+
+    def settle(self) -> None:
+        """An object is durable when it is acknowledged."""
+
+    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """See Blobs. The service refuses it where another one came first."""
+        value, meta = self._value(name)
+        return value == before and self._replace(name, meta, after)
+
+    def names(self, below: str = "") -> Iterator[str]:
+        """See Blobs."""
+        import obstore
+
+        folder = below.rpartition("/")[0]
+        with self._changing():
+            for page in obstore.list(self._store, prefix=folder or None):
+                for found in page:
+                    name = str(found["path"])
+                    if name.startswith(below) and name != _LEASES:
+                        yield name
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See Blobs."""
+        import obstore
+
+        def one(name: str) -> None:
+            with suppress(FileNotFoundError), self._changing():
+                obstore.delete(self._sending, name)
+
+        if names:
+            try:
+                with self._changing():
+                    obstore.delete(self._sending, list(names))
+            except FileNotFoundError:  # some services end at the first that is gone
+                self._each(one, names)
+
+    def hold(self, name: str) -> None:
+        """See Blobs. One object holds all leases; that of whoever wrote it last has the object's own time."""
+        self._lease(
+            lambda held, at: {each: when for each, when in held.items() if _stands(each, when, at)} | {name: None}
+        )
+
+    def held(self) -> set[str]:
+        """See Blobs."""
+        value, meta = self._value(_LEASES)
+        at = _time_of(meta)
+        return {name for name, held in _leases(value, at).items() if _stands(name, held, at)}
+
+    def release(self, name: str) -> None:
+        """See Blobs."""
+        self._lease(lambda held, at: {each: when for each, when in held.items() if each != name})
+
+    def reader(self) -> SpanReader:
+        """See Blobs."""
+        return SpanReader(self._pieces)
+
+    def close(self) -> None:
+        """See Blobs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- reading ----
+
+    def _value(self, name: str) -> tuple[bytes | None, ObjectMeta | None]:
+        import obstore
+
+        with suppress(FileNotFoundError), self._explained():
+            found = obstore.get(self._store, name)
+            if found.meta["size"] > most_bytes(name):
+                return b"", found.meta
+            return bytes(found.bytes()), found.meta
+        return None, None
+
+    def _pieces(self, span: Span) -> Iterator[bytes]:
+        """The bytes of a request, as they come."""
+        import obstore
+
+        try:
+            with self._explained():
+                found = obstore.get(self._store, span.name, options=_range_of(span))
+                if not span.is_part and found.meta["size"] > min(span.stop, most_bytes(span.name)):
+                    span.too_large = True
+                    return
+                yield from found.stream(min_chunk_size=_PIECE)
+        except FileNotFoundError:
+            span.missing = True
+
+    # ---- writing ----
+
+    @cached_property
+    def _sending(self) -> ObjectStore:
+        """The same place, more patient: an answer comes after all of a value was sent."""
+        return open_objects(self._address, self._timeout, writing=True)
+
+    def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
+        """Put a value in the place of the very one that was read, or of none."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
+        version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
+        with suppress(FileNotFoundError), self._changing():
+            try:
+                obstore.put(self._sending, name, after, mode=version or "create", use_multipart=False)
+                return True
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            except BaseError as error:
+                if status_of(error) != 409:  # two at the same moment
+                    raise
+        return False
+
+    def _lease(self, change: Callable[[Mapping[str, float], float], dict[str, float | None]]) -> None:
+        for _ in range(_TRIES):
+            value, meta = self._value(_LEASES)
+            at = _time_of(meta)
+            after = json.dumps(change(_leases(value, at), at), sort_keys=True).encode()
+            if self._replace(_LEASES, meta, after):
+                return
+            time.sleep(random.uniform(0.01, 0.1))
+        raise RemoteError(f"{self.url} changes all the time", "try again when no other push runs")
+
+    # ---- both ----
+
+    def _each(self, job: Callable[[str], _T], names: Sequence[str]) -> list[_T]:
+        return list(self._pool.map(job, names))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        with explained(self.url, self._timeout):
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        if self._address.read_only:
+            raise RemoteError(f"{self.url} can only be read", "push to where it may be written")
+        with self._explained():
+            yield
+
+
+def _range_of(span: Span) -> Any:
+    return {"range": (span.start, span.stop)} if span.is_part else None
+
+
+def _time_of(meta: ObjectMeta | None) -> float:
+    return meta["last_modified"].timestamp() if meta is not None else 0.0
+
+
+def _leases(value: bytes | None, at: float) -> dict[str, float]:
+    """What is held, with the time of its last renewal: that of the object where none is given."""
+    found: dict[str, float] = {}
+    with suppress(ValueError, AttributeError, KeyError, TypeError):
+        for name, held in json.loads(value or b"{}").items():
+            seconds_held(name)  # one of ours
+            found[name] = at if held is None else float(held)
+    return found
+
+
+def _stands(name: str, held: float, now: float) -> bool:
+    return now - held < seconds_held(name) + _RESOLUTION

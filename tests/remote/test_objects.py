@@ -1,0 +1,343 @@
+"""Object stores: credentials, services that refuse or fail, lists that lag, web servers that only give."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError
+from kvtool.core.remote.arrivals import Arrivals
+from kvtool.core.remote.object_reader import GAP, MOST_TOGETHER, spans_of
+from kvtool.core.remote.objects import ObjectBlobs
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import check_file
+from tests.cli.working import QUESTION, SHORT, kvtool
+from tests.remote.serving import free_port
+from tests.remote.test_sharing import forget, is_whole, new_store
+
+SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environment
+
+
+class Service(ThreadingHTTPServer):
+    """A web server of the test's own; `asked` are the requests that it got."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[Any], None]) -> None:
+        self.asked: list[tuple[str, str, str]] = []  # method, path, who asks
+
+        class Handler(SimpleHTTPRequestHandler):
+            def do_any(handler: Any) -> None:
+                self.asked.append((handler.command, handler.path, handler.headers.get("Authorization", "")))
+                answer(handler)
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
+
+            def log_message(handler: Any, *given: object) -> None:
+                return None
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[Any], None]], Service]]:
+    services: list[Service] = []
+
+    def start(answer: Callable[[Any], None]) -> Service:
+        services.append(Service(answer))
+        return services[-1]
+
+    yield start
+    for service in services:
+        service.close()
+
+
+Serve = Callable[[Callable[[Any], None]], Service]
+
+
+def answering(status: int, body: bytes = b"") -> Callable[[Any], None]:
+    def answer(handler: Any) -> None:
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(body)
+
+    return answer
+
+
+def error_of(code: str) -> bytes:
+    return f"<Error><Code>{code}</Code><Message>AKIAZQXWVA zqxwvb</Message></Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said", "kind", "tries"),
+    [
+        (403, "SignatureDoesNotMatch", "refuses: 403 SignatureDoesNotMatch", RemoteError, 1),
+        (401, "AccessDenied", "refuses: 401 AccessDenied", RemoteError, 1),
+        (404, "NoSuchBucket", "no bucket or container", RemoteError, 1),
+        (429, "SlowDown", "is busy: 429 SlowDown", RemoteError, 4),
+        (503, "SlowDown", "is busy: 503 SlowDown", RemoteError, 4),
+        (500, "InternalError", "failed: 500 InternalError", RemoteError, 4),
+        (507, "InsufficientStorage", "is full", NoSpaceError, 4),
+    ],
+)
+@pytest.mark.usefixtures("s3_url")
+def test_a_service_that_refuses_or_fails(
+    status: int, code: str, said: str, kind: type, tries: int, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve(answering(status, error_of(code)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
+    with closing(open_blobs("s3://bucket/kv")) as blobs:
+        for call in (lambda: blobs.get(["x"]), lambda: blobs.put({"x": b"1"})):
+            service.asked.clear()
+            with pytest.raises(kind, match=said) as caught:
+                call()
+            assert 1 <= len(service.asked) <= tries
+            assert caught.value.hint
+            assert not SECRETS.search(f"{caught.value.message} {caught.value.hint} {caught.value.__cause__}")
+        arrivals = Arrivals(blobs)
+        arrivals.ask([Wanted("x", 10, "pack/a", 5)])
+        with pytest.raises(kind, match=said):
+            arrivals.take(30)
+        arrivals.close()
+
+
+@pytest.mark.usefixtures("s3_url")
+def test_what_fails_once_is_asked_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(handler: Any) -> None:
+        answering(*((503, error_of("SlowDown")) if len(service.asked) == 1 else (200, b"value")))(handler)
+
+    service = serve(answer)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
+    with closing(open_blobs("s3://bucket")) as blobs:
+        assert blobs.get(["x"]) == [b"value"]
+    assert len(service.asked) == 2
+
+
+@pytest.mark.usefixtures("s3_url")
+def test_nobody_there(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    service = serve(lambda handler: over.wait(60))
+    for endpoint, said in (
+        (f"http://127.0.0.1:{free_port()}", "cannot be reached"),
+        (service.url, "did not answer within 0.2 s"),
+    ):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with closing(open_blobs("s3://bucket", 0.2)) as blobs, pytest.raises(RemoteError, match=said):
+            blobs.get(["head"])
+    over.set()
+
+
+def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment first, then a profile; what neither has is said without asking for long."""
+    service = serve(answering(404))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", service.url)  # of a machine's role
+    (tmp_path / "credentials").write_text("[team]\naws_access_key_id = OFTHETEAM\naws_secret_access_key = secret\n")
+
+    def who() -> str:
+        service.asked.clear()
+        with closing(open_blobs(s3_url)) as blobs:
+            assert blobs.get(["x"]) == [None]
+        return re.search("Credential=([A-Z]+)/", service.asked[-1][2])[1]  # type: ignore[index]
+
+    assert who() == "AKIAZQXWVA"
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert who() == "OFTHETEAM"
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(KvtoolError, match="profile cannot be used"):
+        open_blobs(s3_url)
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with closing(open_blobs(s3_url)) as blobs, pytest.raises(RemoteError, match="no credentials") as caught:
+        blobs.get(["x"])
+    assert "credentials" in caught.value.hint
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket/kv", "az://container", "https://host/kv"])
+def test_without_the_package(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(KvtoolError, match="needs the package obstore") as caught:
+        open_blobs(url)
+    assert "kvtool[objects]" in caught.value.hint
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/kv", "az://container/kv"])
+def test_other_services_are_asked_at_their_own_endpoint(
+    url: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = serve(answering(404))
+    for name, value in {
+        "GOOGLE_BASE_URL": service.url,
+        "GOOGLE_SKIP_SIGNATURE": "true",
+        "AZURE_STORAGE_ENDPOINT": service.url,
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_SKIP_SIGNATURE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with closing(open_blobs(url)) as blobs:
+        assert blobs.get(["a/b"]) == [None]
+        assert blobs.sizes(["a/b"]) == [0]
+    assert all(path.split("?")[0].replace("%2F", "/").endswith("kv/a/b") for _, path, _ in service.asked)
+
+
+def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_blobs(s3_url)) as one, closing(open_blobs(s3_url)) as other:
+        for before, after in ((None, b"1"), (b"1", b"2")):
+            stale = other._value("head")  # type: ignore[attr-defined]
+            assert one.swap("head", before, after)
+            with monkeypatch.context() as patch:
+                patch.setattr(other, "_value", lambda name, stale=stale: stale)
+                assert not other.swap("head", before, b"other")
+        assert one.get(["head"]) == [b"2"]
+
+
+def test_leases_of_several_at_once(s3_url: str) -> None:
+    """All are in one object, and none is lost."""
+    with closing(open_blobs(s3_url)) as blobs:
+        names = [f"push-{number}" for number in range(6)]
+        holding = [threading.Thread(target=blobs.hold, args=(name,)) for name in names]
+        for thread in holding:
+            thread.start()
+        for thread in holding:
+            thread.join(60)
+        assert blobs.held() == {*names}
+        for name in names:
+            blobs.release(name)
+        assert blobs.held() == set()
+        assert list(blobs.names()) == []
+
+
+def test_nothing_depends_on_lists(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lags by far: what is deleted is put off, nothing else is otherwise."""
+    monkeypatch.setattr(ObjectBlobs, "names", lambda self, below="": iter(()))
+    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(s3_url)) as blobs:
+        push(store, blobs)
+        assert push(store, blobs).bytes == 0
+        forget(store, "f2")
+        assert push(store, blobs, delete=True).removed == 0
+        assert is_whole(blobs)
+        assert pull(tmp_path / "pulled", blobs).damaged == []
+    with Store.open(tmp_path / "pulled") as pulled:
+        assert pulled.sources() == ["f0", "f1"]
+
+
+def test_credentials_are_shown_and_written_nowhere(s3_url: str, store: Path, tmp_path: Path) -> None:
+    done = [
+        kvtool("store", "push", s3_url, "--store", store, "-v", "--json").fine(),
+        kvtool("query", QUESTION, "--store", s3_url, "--json", "--explain", *SHORT).fine(),
+        kvtool("store", "pull", s3_url, "--store", tmp_path / "pulled", "-v").fine(),
+        kvtool("store", "push", s3_url.replace("bucket", "none"), "--store", store).failed(1, "no bucket"),
+        kvtool("query", QUESTION, "--store", s3_url.replace("kv", "none"), *SHORT).failed(10, "no store at"),
+    ]
+    assert all(s3_url in one.out + one.err for one in done[:1])
+    assert not any(SECRETS.search(one.out + one.err) for one in done)
+    for path in tmp_path.rglob("*"):
+        assert not (path.is_file() and re.search(SECRETS.pattern.encode(), path.read_bytes(), re.I)), path
+
+
+# ---- a web server ------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path, ranges: bool) -> Callable[[Any], None]:
+    """Files as a web server gives them, in parts or whole."""
+
+    def answer(handler: Any) -> None:
+        path = folder / handler.path.partition("?")[0].removeprefix("/kv/")
+        if handler.command not in ("GET", "HEAD") or not path.is_file():
+            handler.send_error(404 if handler.command in ("GET", "HEAD") else 405)
+            return
+        value, size = path.read_bytes(), path.stat().st_size
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", "")) if ranges else None
+        start, stop = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
+        handler.send_response(206 if asked else 200)
+        if asked:
+            handler.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        handler.send_header("Last-Modified", "Mon, 23 Nov 2026 10:00:00 GMT")
+        handler.send_header("Content-Length", str(stop - start))
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(value[start:stop])
+
+    return answer
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder that a store was pushed to."""
+    with (
+        Store.open(new_store(tmp_path / "store")) as store,
+        closing(open_blobs(f"file://{tmp_path / 'shared'}")) as blobs,
+    ):
+        push(store, blobs)
+    return tmp_path / "shared"
+
+
+def test_a_web_server_is_read(shared: Path, serve: Serve, tmp_path: Path) -> None:
+    service = serve(files_of(shared, ranges=True))
+    with closing(open_blobs(f"{service.url}/kv")) as blobs:
+        assert pull(tmp_path / "pulled", blobs).damaged == []
+        with Store.open(tmp_path / "pulled") as store:
+            for file in ("f0", "f1", "f2"):
+                check_file(store, file)
+            assert {method for method, _, _ in service.asked} == {"GET"}
+            packs = [path for _, path, _ in service.asked if "/pack/" in path]
+            assert len(packs) <= 2  # of six chunks of two layers each
+            with pytest.raises(RemoteError, match="can only be read"):
+                push(store, blobs)
+    assert all(path.startswith("/kv/") for _, path, _ in service.asked)
+
+
+def test_a_web_server_that_knows_no_parts(shared: Path, serve: Serve, tmp_path: Path) -> None:
+    service = serve(files_of(shared, ranges=False))
+    with closing(open_blobs(f"{service.url}/kv")) as blobs, pytest.raises(RemoteError, match="whole values only"):
+        pull(tmp_path / "pulled", blobs)
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_are_near_each_other_are_one_request() -> None:
+    near = [Wanted("kv", 100, "pack/a", start) for start in (0, 100, 200)]
+    (span,) = {*spans_of(near)}
+    assert (span.start, span.stop, span.left) == (0, 300, 3)
+    apart = [Wanted("kv", 10, "pack/a", start) for start in (0, GAP + 10, 2 * GAP + 21)]
+    assert [(span.start, span.stop) for span in dict.fromkeys(spans_of(apart))] == [
+        (0, GAP + 20),
+        (2 * GAP + 21, 2 * GAP + 31),
+    ]
+    large = [Wanted("kv", MOST_TOGETHER // 2, "pack/a", number * MOST_TOGETHER // 2) for number in range(5)]
+    assert [(span.start, span.left) for span in dict.fromkeys(spans_of(large))] == [
+        (0, 2),
+        (MOST_TOGETHER, 2),
+        (2 * MOST_TOGETHER, 1),
+    ]
+    mixed = spans_of([near[0], Wanted("head", 10), near[2], Wanted("kv", 10, "pack/b", 0)])
+    assert [span.name for span in mixed] == ["pack/a", "head", "pack/a", "pack/b"]
+    assert mixed[0] is mixed[2]
