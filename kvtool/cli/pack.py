@@ -66,9 +66,9 @@ def import_(run: Run, pack: Pack) -> int | None:
     examples=("store merge ./kv-1 ./kv-2 --store ./kv", "store merge night.kvpack ./kv-2"),
 )
 def merge(run: Run, sources: Sources) -> int | None:
-    """Take other stores of the same model and settings into a store, such as the parts of `ingest --shard`.
+    """Take other stores of the same model and settings into this one.
 
-    The store is made where there is none. The others stay as they are.
+    Such are the parts of `ingest --shard`. The store is made where there is none; the others stay as they are.
     """
     from kvtool.core.pack.merge import merge as run_merge
 
