@@ -44,19 +44,26 @@ def _show(run: Run, report: CompressReport) -> None:
     head = ("level", "chunks", "MB", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers", "same tokens")
     run.out.table(head, rows)
     run.out.print(
-        f"store: {report.bytes_before / 1e6:,.1f} MB before, {report.bytes_after / 1e6:,.1f} MB after; "
+        f"KV: {report.bytes_before / 1e6:,.1f} MB before, {report.bytes_after / 1e6:,.1f} MB after; "
         f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
         f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
-    if report.compacted:
-        run.out.print(f"{report.compacted / 1e6:,.1f} MB given back to the disk")
+    run.out.print(f"data file: {report.file_before / 1e6:,.1f} MB before, {report.file_after / 1e6:,.1f} MB after")
+    if report.dropped and report.file_after > report.file_before:
+        run.out.status(_why_larger(report))
     _tell_of_losses(run, report)
     if report.dropped and _lacks_rows(report):
         run.out.status(
             "exact records are gone, and the rows that were left out with them; ingest into a new store makes both"
         )
-    elif not report.compacted and report.bytes_after > report.bytes_before:
+    elif not report.dropped and report.bytes_after > report.bytes_before:
         run.out.status(_of_exact_records(report))
+
+
+def _why_larger(report: CompressReport) -> str:
+    size = (report.profile or {}).get("bytes", 0)
+    made = f"the codec's profile takes {size / 1e6:,.1f} MB of it, once, however many chunks there are" if size else ""
+    return f"the file is larger all the same: {made or 'levels were added'}"
 
 
 def _of_exact_records(report: CompressReport) -> str:

@@ -115,12 +115,30 @@ def prune(run: Run) -> int | None:
     return None if report.reached else EXIT_NO_SPACE
 
 
+_PARTS = {
+    "pinned": "pinned",
+    "text": "of text",
+    "chunks": "known of chunks beside their KV",
+    "beginning": "of KV of the prompt's own beginning",
+    "profiles": "of the codec's profile",
+    "beside": "of index and logs",
+    "free": "free in the file",
+    "other": "of other KV and of what finds it",
+}
+_HELPS = {
+    "pinned": "`kvtool store unpin` lets what is pinned go",
+    "text": "--unused 30d or --max-age forgets documents",
+    "free": "without --no-compact free pages go back to the disk",
+}
+
+
 def _what_stays(report: PruneReport) -> tuple[str, str]:
     way = report.in_the_way
+    parts = ", ".join(f"{sized(size)} {_PARTS[part]}" for part, size in way.items() if size)
+    helps = [_HELPS[part] for part in _HELPS if way[part]]
     return (
-        f"the store holds {sized(report.after)}, over {sized(report.limit or 0)}: {sized(way['pinned'])} pinned, "
-        f"{sized(way['text'])} of text, {sized(way['other'])} else",
-        "unpin something, forget documents (--unused, --max-age), or leave --no-compact out",
+        f"the store holds {sized(report.after)}, over {sized(report.limit or 0)}: {parts}",
+        "; ".join(helps) or "a store of this model is not smaller",
     )
 
 

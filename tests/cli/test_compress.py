@@ -115,8 +115,11 @@ def test_drop_raw_then_ask(fitted: Path) -> None:
         drop(fitted, level)
     chunks, before = chunks_in(fitted), stats(fitted)
     at = ("--store", fitted, *FAST, "--json")
+    size = stats(fitted)["file_bytes"]
     row = kvtool("compress", *at, "--level", "2", "--drop-raw").fine().json
     check_report(row, fitted, before)
+    assert (row["file_bytes_before"], row["file_bytes_after"]) == (size, stats(fitted)["file_bytes"])
+    assert row["bytes_freed"] == max(0, row["file_bytes_before"] - row["file_bytes_after"])
     assert row["chunks"]["exact_dropped"] == len(chunks)
     assert row["bytes_after"] < row["bytes_before"]
     assert levels_in(fitted) == {chunk: ["2"] for chunk in chunks} | {prefix_of(fitted): ["raw"]}

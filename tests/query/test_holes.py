@@ -60,6 +60,7 @@ def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
     told = row["chunks"][2]["reason"]
     assert row["reasons"][told] == whole["reasons"].get(told, 0) + row["chunks"][2]["tokens"]
     assert f"warning: chunk {chunk[:12]} was computed in place: {row['chunks'][2]['reason']}" in done.err
+    assert "hint: it is stored now, for the next question" in done.err
     assert payloads(store) == before  # as the ingest had it, bit for bit
     again = ask(store, "--fusion", mode)
     assert "warning" not in again.err

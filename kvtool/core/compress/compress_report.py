@@ -47,7 +47,7 @@ class CompressReport:
     ----------
     encoded, kept : chunks encoded in this run, and chunks that had the level already.
     skipped : chunks that no exact record is left of, so they stay as they are.
-    compacted : bytes given back to the disk once exact records were dropped.
+    file_before, file_after : bytes of the data file.
     """
 
     levels: list[LevelReport] = field(default_factory=list)
@@ -58,7 +58,8 @@ class CompressReport:
     kept: int = 0
     skipped: int = 0
     dropped: int = 0
-    compacted: int = 0
+    file_before: int = 0
+    file_after: int = 0
     encoded_bytes: int = 0  # of raw numbers
     encode_seconds: float = 0.0
     decoded_bytes: int = 0
@@ -72,7 +73,9 @@ class CompressReport:
             "levels": [level.to_json() for level in self.levels],
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
-            "bytes_freed": self.compacted,
+            "file_bytes_before": self.file_before,
+            "file_bytes_after": self.file_after,
+            "bytes_freed": max(0, self.file_before - self.file_after),
             "seconds": self.seconds,
             "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
             "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),

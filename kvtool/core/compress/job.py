@@ -88,7 +88,7 @@ class _Job:
         report = self.report
         if not self.options.keep_raw:
             self.writer.spend_reserve()
-        report.bytes_before = self.store.stats()["bytes"]
+        report.bytes_before, report.file_before = self.store.stats()["bytes"], self.store.environment.file_bytes()
         chunks = self._chunks()
         profile = self._profile(levels, chunks)
         losses = self._losses(levels, profile, chunks)
@@ -101,12 +101,13 @@ class _Job:
         report.bytes_after = self.store.stats()["bytes"]
         if report.dropped:
             self._compact()
+        report.file_after = self.store.environment.file_bytes()
         return report
 
     def _compact(self) -> None:
         """Give the pages of what was dropped back to the disk."""
         try:
-            self.report.compacted = self.writer.compact()
+            self.writer.compact()
         except NoSpaceError as error:
             self._warn(f"the data file is as long as before: {error.message}", "run `kvtool store compact` later")
 

@@ -3,7 +3,7 @@ others are on their way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.writer import Writer
@@ -29,16 +29,29 @@ def fill_holes(session: Session, holes: Sequence[Segment]) -> int:
     `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
     (Candidate.stored) is not missing.
     """
-    store, decoder, identity, warn = session.store, session.decoder, session.identity, session.warn
-    for segment in holes:
-        chunk_id = segment.source.chunk_id.hex()  # an instruction of one's own has none
-        name = f"chunk {chunk_id[:12]}" if chunk_id else "the prompt's beginning"
-        warn(f"{name} was computed in place: {segment.reason}", "")
-    if identity.keeps_states:
+    if session.identity.keeps_states:
+        _tell(session, holes)
         return fill_alone(session, holes)
-    wanted = [chunk for segment in holes if (chunk := _wanted(segment, identity)) is not None]
-    if not wanted or store.read_only:
-        return 0
+    wanted = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
+    stored = _store(session, wanted) if wanted and not session.store.read_only else 0
+    _tell(session, holes, {chunk.chunk_id for chunk in wanted} if stored else set())
+    return stored
+
+
+def _tell(session: Session, holes: Sequence[Segment], stored: Container[bytes] = ()) -> None:
+    """Say what was computed in place and why, and what has it stored: `stored` now, or an ingest."""
+    for segment in holes:
+        chunk_id = segment.source.chunk_id  # an instruction of one's own has none
+        name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
+        hint = "it is stored now, for the next question" if chunk_id in stored else ""
+        if not hint and chunk_id and not segment.source.stored and not session.identity.keeps_states:
+            hint = "an ingest of its document stores it"
+        session.warn(f"{name} was computed in place: {segment.reason}", hint)
+
+
+def _store(session: Session, wanted: Sequence[WantedChunk]) -> int:
+    """Store what was computed; how many, none with a warning where that cannot be."""
+    store, decoder, identity, warn = session.store, session.decoder, session.identity, session.warn
     try:
         with store.writer(session.lock_wait) as writer:
             of_chunks: LeadIns | None = None  # computed once for all

@@ -22,6 +22,7 @@ from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.plan import Plan, Step
 from kvtool.core.upkeep.profiles import old_profiles
 from kvtool.core.upkeep.prune import Wanted, plan_prune
+from kvtool.core.upkeep.remaining import remaining
 
 _ROUNDS = 4  # sizes of small records are estimates: what is above the goal after all is planned again
 
@@ -35,7 +36,7 @@ class PruneReport:
     limit : what the store may hold; None: no size was asked for.
     goal : what the plan goes down to: the limit, or its low watermark.
     after : on a dry run what is expected.
-    in_the_way : bytes of what stays, where the limit is not met: `pinned`, `text`, `other`.
+    in_the_way : bytes of what stays, where the limit is not met, by what it is (`upkeep/remaining.py`).
     spared : chunks whose exact records stayed, because what was to stand for them is damaged.
     lossy : chunks that lost levels, and of which all that stays loses more than questions allow; `worst` of them loses
         the most, in nats a token.
@@ -129,7 +130,7 @@ def _rehearse(store: Store, limit: int | None, wanted: Wanted, options: PruneOpt
         report.compacted = inventory.used - plan.expected
         report.after = plan.expected
     if not report.reached:
-        report.in_the_way = _in_the_way(inventory, report.after)
+        report.in_the_way = remaining(store, inventory, report.after)
     return report
 
 
@@ -154,7 +155,7 @@ def _prune(store: Store, writer: Writer, limit: int | None, wanted: Wanted, opti
             break
     _weigh(report, inventory, store)
     if not report.reached:
-        report.in_the_way = _in_the_way(inventory, report.after)
+        report.in_the_way = remaining(store, inventory, report.after)
     return report
 
 
@@ -199,9 +200,3 @@ def _refusal(inventory: Inventory, plan: Plan) -> UsageError | None:
             "`--dry-run` shows each step; add --yes to do it",
         )
     return None
-
-
-def _in_the_way(inventory: Inventory, size: int) -> dict[str, int]:
-    pinned = sum(sum(held.levels.values()) for held in inventory.chunks.values() if held.pinned)
-    text = sum(document.size for document in inventory.documents)
-    return {"pinned": pinned, "text": text, "other": max(0, size - pinned - text)}

@@ -17,6 +17,7 @@ from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.gate import stored_verdict
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.lab.doctor.finding import Finding, failing
+from kvtool.lab.reports.glance import beginning_of
 
 _PROBE_BYTES = 32 * 2**20
 _LITTLE_DISK = 10**9
@@ -67,11 +68,13 @@ def check_store(folder: Path) -> Iterator[Finding]:
     """Open the store and count; that there is none yet is nothing bad."""
     try:
         with Store.open(folder) as store:
-            sizes, concerns = store.stats(), store.concerns()
+            sizes, concerns, identity = store.stats(), store.concerns(), StoreIdentity.from_manifest(store.manifest())
+            beginning = identity is not None and beginning_of(store, identity)
     except StoreNotFoundError as error:
         yield Finding("store", "ok", error.message, error.hint)
         return
-    text = f"{folder}: {counted(sizes['documents'], 'document')}, {counted(sizes['chunks'], 'chunk')}"
+    chunks = counted(sizes["chunks"] - bool(beginning), "chunk") + " and the prompt's own beginning" * bool(beginning)
+    text = f"{folder}: {counted(sizes['documents'], 'document')}, {chunks}"
     yield Finding("store", "ok", f"{text}, {shown_size(sizes['bytes'])}")
     for concern in concerns:
         yield Finding("store", "warning", concern, "`kvtool store verify` looks at all of it")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import EXIT_FAILED, UsageError
+from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 _WHY = 'one object a line: {"question", "answers"?, "sources"?}; or --make N writes some from the store\'s chunks'
 
+_FEWER = (
+    "fewer than asked for: passages of less than a few sentences are passed over, and questions that are not about "
+    "their passage; more documents, or a larger model, give more"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MakeOptions(Options, settings=False, group=QUESTIONS):
@@ -36,10 +41,12 @@ class MakeOptions(Options, settings=False, group=QUESTIONS):
 
 def evaluate_own(desk: Desk) -> Findings:
     """Measure on your own questions how well passages are found and modes answer, and name the mode to take."""
+    wanted = desk.get(MakeOptions).make
+    if desk.about is None and wanted is not None:
+        raise UsageError("--make needs a file to write the questions into", f"`kvtool eval made.jsonl --make {wanted}`")
     if desk.about is None:
         raise UsageError("eval needs a file of questions", _WHY)
     path = Path(desk.about)
-    wanted = desk.get(MakeOptions).make
     return _asked(desk, path) if wanted is None else _made(desk, path, wanted)
 
 
@@ -107,8 +114,12 @@ def _made(desk: Desk, path: Path, wanted: int) -> Findings:
     told: list[str | Table] = [made_table(value)] if written else []
     kept = f"{counted(len(written), 'question')} of {wanted}, from {counted(read, 'passage')}"
     more = f", are in {path}: read them over before you believe what is measured on them"
-    words = kept + more if written else f"the model made no question of {counted(read, 'passage')}: nothing was written"
-    return Findings("Questions", value, [*told, words], exit_code=0 if written else EXIT_FAILED)
+    none = f"the model made no question of {counted(read, 'passage')}: nothing was written"
+    words = [kept + more if written else none]
+    if 0 < len(written) < wanted:
+        words.append(_FEWER)
+    code = EXIT_FAILED if not written else EXIT_PARTIAL if len(written) < wanted else EXIT_DONE
+    return Findings("Questions", value, [*told, *words], exit_code=code)
 
 
 def _line(request: Request) -> dict[str, Any]:

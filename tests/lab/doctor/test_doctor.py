@@ -37,6 +37,12 @@ def test_a_person_reads_a_line_each(store: Path) -> None:
     assert "FAILED" not in done.out
 
 
+def test_chunks_are_counted_as_the_glance_counts_them(store: Path) -> None:
+    said = kvtool("inspect", "--store", store).fine().out
+    count = said.split("content  ")[1].split(" document")[1].split(", ")[1].split(";")[0]
+    assert f"{count} and the prompt's own beginning" in kvtool("doctor", "--store", store).out
+
+
 def test_a_gate_that_refuses_is_told(store: Path) -> None:
     fail_gate(store)
     done = kvtool("doctor", "--store", store)

@@ -62,6 +62,7 @@ def test_a_source_that_the_store_has_not_is_refused_before_a_model_is_loaded(tmp
     file = write(tmp_path / "mine.jsonl", {"question": QUESTION, "sources": ["nowhere.md"]})
     kvtool("eval", file, "--store", store, "--model", "no-such-model").failed(2, "nowhere.md")
     kvtool("eval", "--store", store).failed(2, "needs a file of questions", "--make")
+    kvtool("eval", "--make", "3", "--store", store).failed(2, "to write the questions into", "made.jsonl --make 3")
     kvtool("eval", tmp_path / "none.jsonl", "--store", store).failed(2, "cannot be read")
 
 
@@ -116,6 +117,10 @@ def test_the_file_that_is_made_can_be_asked(store: Path, tmp_path: Path, monkeyp
     assert [request.question for request in read_batch(file)] == [row["question"] for row in value["written"]]
     assert all(request.made_by for request in read_batch(file))
     kvtool("eval", file, "--make", "2", "--store", store).failed(2, "already")
+    says(monkeypatch, "Who built the mill by the river?", "baker", *["No question."] * 20)
+    fewer = kvtool("eval", tmp_path / "fewer.jsonl", "--make", "2", "--store", store)
+    assert fewer.code == 3
+    assert "fewer than asked for" in fewer.out
     kvtool("eval", tmp_path / "no" / "made.jsonl", "--make", "2", "--store", store).failed(2, "folder")
     monkeypatch.undo()
     assert "written by a model" in kvtool("eval", file, "--store", store, *RUNS).fine().out
