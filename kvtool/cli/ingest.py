@@ -19,6 +19,15 @@ from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.options import IngestOptions
 
+_NOTICED_S = 3.0  # seconds beside the work from which on they are explained
+_PHASES = {
+    "model_files": "reading the model's settings and tokenizer",
+    "model_load": "loading the model",
+    "lead_in": "computing what stands before every chunk",
+    "index": "indexing words",
+    "gate": "the gate, once for a model and a store",
+}
+
 app = new_app()
 
 
@@ -103,3 +112,17 @@ def _show(run: Run, report: IngestReport) -> None:
     run.out.print(
         f"{report.tokens:,} tokens{rate}, {report.kv_bytes / 1e6:,.1f} MB of KV, {report.seconds:.1f} s in all"
     )
+    if run.out.verbosity > 0 or is_mostly_beside(report):
+        run.out.print(time_of(report))
+
+
+def is_mostly_beside(report: IngestReport) -> bool:
+    """Whether most of a run's time, and enough to be noticed, went into what its first chunk needs."""
+    return report.tokens > 0 and sum(report.phases.values()) > max(_NOTICED_S, report.seconds / 2)
+
+
+def time_of(report: IngestReport) -> str:
+    """Where a run's time went."""
+    parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
+    parts += [f"{report.phases[name]:.1f} s {what}" for name, what in _PHASES.items() if name in report.phases]
+    return f"of these {', '.join(parts)}"

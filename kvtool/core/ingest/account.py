@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.common.progress import Events
 from kvtool.core.corpus.readers.document import EXTRA
@@ -20,6 +24,15 @@ class Account:
         self.events = events
         self._fail_fast = not options.continue_on_error
         self._named = {str(place) for path in options.paths for place in places(path)}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside of this towards a phase of the run (`IngestReport.phases`)."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report.phases[name] = self.report.phases.get(name, 0.0) + time.perf_counter() - started
 
     def warn(self, text: str, hint: str = "") -> None:
         """Tell of something that the user should know."""

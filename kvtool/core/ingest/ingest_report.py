@@ -35,6 +35,8 @@ class IngestReport:
     Attributes
     ----------
     skipped : how many files were passed over, by kind; nothing is wrong with them.
+    phases : seconds of what comes beside reading and prefill: `model_files` (its settings and tokenizer), `model_load`,
+        `lead_in`, `index`, `gate`.
     failures : what should have been read and was not.
     not_read_again : how many of these could not be read before, lie there as they did, and were not tried again.
     """
@@ -45,6 +47,7 @@ class IngestReport:
     kv_bytes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
     failures: list[dict[str, str]] = field(default_factory=list)
     not_read_again: int = 0

@@ -157,7 +157,8 @@ class _Job:
         finally:
             self.stream.seen.keep(store, whole)
         if self._session is not None:
-            self._gate(self._session)
+            with self.account.phase("gate"):
+                self._gate(self._session)
         return self.account.report
 
     def _take(self, store: Store, writer: Writer) -> None:
@@ -175,7 +176,8 @@ class _Job:
         if stale:
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
         if stale or options.embedder is not None:
-            update_index(store, self.account, options.embedder, options.offline)
+            with self.account.phase("index"):
+                update_index(store, self.account, options.embedder, options.offline)
 
     @property
     def _is_other(self) -> bool:
@@ -272,19 +274,21 @@ class _Job:
         ----------
         chunks : the first to be computed: what this run changes is refused before anything where they cannot be.
         """
-        from kvtool.core.ingest.compute import ChunkStorer, Maker, check_length
+        with self.account.phase("model_load"):
+            from kvtool.core.ingest.compute import ChunkStorer, Maker, check_length
 
-        self._session = session = self._open(store)
+            self._session = session = self._open(store)
         identity, decoder, level = session.identity, session.decoder, self.options.level
         if self._is_other:
             check_length(decoder, len(identity.lead_in.ids), chunks)
         self._keep_identity(writer)
         profile = session.profiles.current() if level_of(level).nested else None
-        with decoder.turns.turn():
+        with self.account.phase("lead_in"), decoder.turns.turn():
             lead_ins = open_lead_ins(store, decoder, identity)
         storer = ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
         if self._needs_prefix(store):
-            storer.store_prefix(identity.wanted_prefix)
+            with self.account.phase("lead_in"):
+                storer.store_prefix(identity.wanted_prefix)
         return storer
 
     # ---- the model ----
@@ -294,7 +298,8 @@ class _Job:
         from kvtool.core.ingest.alone import AloneStorer
 
         if self._session is None:
-            self._session = self._open(store)
+            with self.account.phase("model_load"):
+                self._session = self._open(store)
         return AloneStorer(self._session)
 
     def _open(self, store: Store) -> Session:

@@ -110,7 +110,9 @@ class Stream:
 
     def _surveyed(self) -> Iterator[Outcome]:
         """Find out what came of each file. Nothing is told of those that cannot be taken until one can."""
-        walked, settings = self.walked, self._choices.identity.settings_digest()
+        walked = self.walked
+        with self._account.phase("model_files"):
+            settings = self._choices.identity.settings_digest()
         bad: list[Outcome] = [*walked.skipped, *walked.failures]
         nothing = not self.gone
         for file in walked.files:
