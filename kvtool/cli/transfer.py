@@ -36,25 +36,10 @@ def push(run: Run, url: Url) -> int | None:
 
     It is incremental, and resumed by running it again.
     """
-    from kvtool.core.cache.store import Store
-    from kvtool.core.remote.push import push as run_push
-    from kvtool.core.remote.urls import open_blobs
+    from kvtool.core.remote.by_url import push_to
 
-    options = run.get(PushOptions)
-    with (
-        closing(open_blobs(url, options.remote_timeout)) as blobs,
-        Store.open(run.folder) as store,
-        JobView(run) as view,
-    ):
-        report = run_push(
-            store,
-            blobs,
-            delete=options.delete,
-            verify=options.verify,
-            dry_run=options.dry_run,
-            yes=options.yes,
-            events=view.events,
-        )
+    with JobView(run) as view:
+        report = push_to(url, run.folder, run.get(PushOptions), view.events)
     return told(run, [report], report.to_json())
 
 
@@ -64,29 +49,13 @@ def pull(run: Run, url: Url) -> int | None:
 
     The store is made where there is none.
     """
-    from kvtool.core.remote.pull import preview
-    from kvtool.core.remote.pull import pull as run_pull
-    from kvtool.core.remote.urls import open_blobs
+    from kvtool.core.remote.by_url import pull_from
 
     options = run.get(PullOptions)
-    levels = options.levels or None
-    if options.dry_run:
-        with closing(open_blobs(url, options.remote_timeout)) as blobs:
-            report = preview(run.folder, blobs, levels=levels, delete=options.delete)
-        return told(run, [report], report.to_json())
-    tell_budget(run, options.max_size)
-    with closing(open_blobs(url, options.remote_timeout)) as blobs, JobView(run) as view:
-        report = run_pull(
-            run.folder,
-            blobs,
-            levels=levels,
-            delete=options.delete,
-            lock_wait=options.lock_wait,
-            max_size=options.max_size,
-            timeout=options.remote_timeout,
-            yes=options.yes,
-            events=view.events,
-        )
+    if not options.dry_run:
+        tell_budget(run, options.max_size)
+    with JobView(run) as view:
+        report = pull_from(url, run.folder, options, view.events)
     return told(run, [report], report.to_json())
 
 

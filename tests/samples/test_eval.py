@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "samples" / "eval.py"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("samples_eval", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-ev = _load()
+from samples import eval as ev
 
 MILL = ["Tide Mill", ["The mill is old.", " It grinds beans."]]
 LIGHT = ["Corvane Light", ["It flashes twice."]]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from kvtool.core.api.held import Held, alone
-from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.pack.options import ExportOptions, ImportOptions
 from kvtool.core.remote.options import PullOptions, PushOptions
@@ -27,49 +25,22 @@ class Sharing(Held):
         self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PushArguments]
     ) -> TransferReport:
         """Bring a shared store up to date with this one; `options` are the fields of `PushOptions`."""
-        from kvtool.core.remote.push import push
-        from kvtool.core.remote.urls import open_blobs
+        from kvtool.core.remote.by_url import push_to
 
         wanted = self._wanted(PushOptions, options)
-        with (
-            self._beside() as folder,
-            closing(open_blobs(url, wanted.remote_timeout)) as blobs,
-            Store.open(folder) as store,
-        ):
-            return push(
-                store,
-                blobs,
-                delete=wanted.delete,
-                verify=wanted.verify,
-                dry_run=wanted.dry_run,
-                yes=wanted.yes,
-                events=self._events(events),
-            )
+        with self._beside() as folder:
+            return push_to(url, folder, wanted, self._events(events))
 
     @alone(PullOptions)
     def pull(
         self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PullArguments]
     ) -> TransferReport:
         """Bring this store up to date with a shared one; `options` are the fields of `PullOptions`."""
-        from kvtool.core.remote.pull import preview, pull
-        from kvtool.core.remote.urls import open_blobs
+        from kvtool.core.remote.by_url import pull_from
 
         wanted = self._wanted(PullOptions, options)
-        levels = wanted.levels or None
-        with self._beside() as folder, closing(open_blobs(url, wanted.remote_timeout)) as blobs:
-            if wanted.dry_run:
-                return preview(folder, blobs, levels=levels, delete=wanted.delete)
-            return pull(
-                folder,
-                blobs,
-                levels=levels,
-                delete=wanted.delete,
-                lock_wait=wanted.lock_wait,
-                max_size=wanted.max_size,
-                timeout=wanted.remote_timeout,
-                yes=wanted.yes,
-                events=self._events(events),
-            )
+        with self._beside() as folder:
+            return pull_from(url, folder, wanted, self._events(events))
 
     @alone(ExportOptions)
     def export(
