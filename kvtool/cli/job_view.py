@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.cli.options import Run
+from kvtool.cli.text import one_line
 from kvtool.core.common.progress import Events
 
 
@@ -21,7 +22,7 @@ class JobView:
             status=self._out.doing,
             warn=self._out.warning,
             failed=self._out.failed,
-            skipped=lambda path, reason: self._out.detail(f"skipped {path}: {reason}"),
+            skipped=lambda path, reason: self._out.detail(one_line(f"skipped {path}: {reason}")),
         )
 
     def __enter__(self) -> JobView:

@@ -29,8 +29,9 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
 
 
 def cited(chunk: ReplyChunk) -> str:
-    """Where a chunk stands, below the working folder where it is, and whether its file is another by now."""
+    """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line,
+    whatever the file is called."""
     path = Path(chunk.source)
     with suppress(ValueError, OSError):
         path = path.relative_to(Path.cwd())
-    return chunk.behind(str(path)) + _SINCE.get(chunk.since_ingest, "")
+    return chunk.behind(str(path).replace("\n", "\\n")) + _SINCE.get(chunk.since_ingest, "")

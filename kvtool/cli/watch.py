@@ -12,6 +12,7 @@ import typer
 from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import one_line
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -78,7 +79,7 @@ def _teller(run: Run, quiet: bool) -> Callable[[str, str, int], None]:
         line = f"{what} {path}" + (f": {counted(chunks, 'chunk')}" if chunks else "")
         out.event("status", message=line, path=path, change=what, chunks=chunks)
         if out.verbosity >= (1 if quiet else 0):
-            out.print(line)
+            out.print(one_line(line))
 
     return took
 

@@ -215,12 +215,13 @@ def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: d
     (folder / "locked.pdf").write_bytes(locked(sound["pdf"]))
     (folder / "half.pptx").write_bytes(sound["pptx"][:1000])
     (folder / "all.zip").write_bytes(sound["docx"])
+    (folder / "nothing.pdf").touch()
     done = fresh(folder, "-v", "--read-timeout", "10m").fine(3)
     assert done.json["documents"]["added"] == 1
     told = {Path(failure["path"]).name: failure["error"] for failure in done.json["failures"]}
     assert set(told) == {"bomb.docx", "locked.pdf", "half.pptx"}
     assert all(name in done.err for name in told)
-    assert done.json["skipped"]["unsupported"] == 1
+    assert (done.json["skipped"]["unsupported"], done.json["skipped"]["empty"]) == (1, 1)
     assert "archives are not read" in done.err
 
 

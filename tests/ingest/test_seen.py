@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache.store import Store
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.reading import Document, Reading
 from kvtool.core.ingest import seen
@@ -95,6 +96,26 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
     command = ("--reader", "txt=tac {}", "--read-timeout", "10m")
     assert counts(fresh, folder, reads, *command) == (3, 0, 3)
     assert counts(fresh, folder, reads, *command) == (0, 3, 0)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
+    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an answer would call it changed although it is what was ingested."""
+    real = Path.read_bytes
+
+    def growing(path: Path) -> bytes:
+        if path.name == "one.txt" and path.stat().st_size < 100:
+            path.write_text(path.read_text() + " It was built by the baker, and by nobody else in the whole valley.")
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", growing)
+    fresh(folder).fine()
+    with Store.open(tmp_path / "fresh") as store:
+        entry = store.file(str(folder / "one.txt"))
+    assert entry is not None
+    assert entry.size == (folder / "one.txt").stat().st_size
 
 
 class TestFailures:

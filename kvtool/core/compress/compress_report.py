@@ -67,6 +67,11 @@ class CompressReport:
     profile: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def freed(self) -> int:
+        """Bytes that the data file is shorter than it was."""
+        return max(0, self.file_before - self.file_after)
+
     def to_json(self) -> dict[str, Any]:
         """Make the JSON object of `compress --json`."""
         return {
@@ -75,7 +80,7 @@ class CompressReport:
             "bytes_after": self.bytes_after,
             "file_bytes_before": self.file_before,
             "file_bytes_after": self.file_after,
-            "bytes_freed": max(0, self.file_before - self.file_after),
+            "bytes_freed": self.freed,
             "seconds": self.seconds,
             "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
             "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),

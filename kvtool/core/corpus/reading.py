@@ -16,7 +16,7 @@ from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.bounded import MOST_TEXT, Bounds, Child, Ended
 from kvtool.core.corpus.by_command import read_by
-from kvtool.core.corpus.readers import Document, UnreadableFile, ending_of
+from kvtool.core.corpus.readers import Document, EmptyFile, UnreadableFile, ending_of
 
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
 
@@ -79,6 +79,8 @@ class Reading:
         """
         if command := self.commands.get(ending_of(path)):
             return read_by(command, path, self.bounds.seconds, MOST_TEXT)
+        if not data:
+            raise EmptyFile("empty")
         if not readers.is_bounded(path):
             return readers.read_documents(path, data)
         return _documents(self._ask(path, data))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtool.core.cache.entries import FileEntry
@@ -93,6 +93,8 @@ def _look(
     seen.note(file.name, before, digest)
     if known and stands and known.digest == digest:
         return UnchangedFile(known)
+    # as it was read: a file that grows is larger by now than when it was found
+    file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
     try:
         return ChangedFile(file, digest, settings, reading.documents(file.path, data), known)
     except UnreadableFile as error:
