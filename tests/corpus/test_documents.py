@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -234,6 +235,13 @@ def test_a_place_names_all_chunks_that_hold_something_of_it(tmp_path: Path) -> N
 
 def indices(places: Places, place: str) -> list[int]:
     return [passage.index for passage in places.of_chunks(place)]
+
+
+def test_a_name_is_found_however_its_letters_are_composed() -> None:
+    """As Macs take Korean names apart."""
+    source = "/in/" + unicodedata.normalize("NFD", "물레방아.md")
+    document = DocumentEntry(source, "text", "가마", (ChunkRef(b"0" * 16, 0, 2, 2),))
+    assert indices(Places(cast(Store, _Documents(document))), "물레방아.md:1") == [0]
 
 
 class _Documents:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from kvtool.core.codec.base import Codec, Encoded, LayerKV, Payload, Profiles, no_profiles, shape_of_layer
+from kvtool.core.codec.base import (
+    Codec,
+    Encoded,
+    LayerKV,
+    Payload,
+    Profiles,
+    SelfContained,
+    no_profiles,
+    shape_of_layer,
+)
 from kvtool.core.codec.levels import Level
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.plugins import Plugin, PluginError
@@ -19,7 +28,7 @@ if TYPE_CHECKING:
     from kvtool.core.codec.profile import Profile
 
 
-class Plugged:
+class Plugged(SelfContained):
     """Fulfils `Codec`. What it encodes is decoded at once: a lossless level has to give the same bits back, a lossy one
     the same shape. Whatever goes wrong when a record is decoded counts as a damaged record, which is computed anew.
 
@@ -29,6 +38,7 @@ class Plugged:
     """
 
     def __init__(self, level: Level, plugin: Plugin) -> None:
+        super().__init__(level.name)
         self._level, self._plugin = level, plugin
 
     @cached_property
@@ -50,10 +60,6 @@ class Plugged:
             raise self._plugin.broken(error) from error
         self._check((keys, values), b"".join(parts), layer)
         return parts
-
-    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """See Codec."""
-        return [self.encode(keys, values, layer) for layer, (keys, values) in enumerate(kvs)]
 
     def decode(
         self,
@@ -81,10 +87,6 @@ class Plugged:
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
         """See Codec."""
         return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer)]
-
-    def base_of(self, payload: Payload) -> str | None:
-        """Records of plugins stand alone."""
-        return None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         """See Codec."""
