@@ -48,6 +48,7 @@ def test_refused_with_its_reason(config: Any, reason: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_supported(config())
     assert reason in caught.value.message
+    assert "; that would need " in caught.value.message
     assert "Llama" in caught.value.hint
 
 

@@ -237,7 +237,8 @@ def _kept(answer: _Answered, cache: _Nothing, attention: Any) -> tuple[torch.Ten
     key, value = cache.given
     is_joint = answer.key.shape[3] != key.shape[3]
     if not is_joint and not (torch.equal(key, answer.key) and torch.equal(value, answer.value)):
-        raise ModelError(f"{type(attention).__name__} attends over other keys and values than it keeps", HINT)
+        needed = "that would need the same change made to those that are loaded"
+        raise ModelError(f"{type(attention).__name__} attends over other keys and values than it keeps; {needed}", HINT)
     return cache.given
 
 

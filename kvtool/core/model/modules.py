@@ -28,7 +28,10 @@ def layers_of(base: Any) -> list[Any]:
     """
     layers = getattr(base, "layers", None)
     if layers is None:
-        raise ModelError(f"{type(base).__name__} has no stack of decoder layers", HINT)
+        raise ModelError(
+            f"{type(base).__name__} has no stack of decoder layers; that would need another way to run them one by one",
+            HINT,
+        )
     return list(layers)
 
 
@@ -46,8 +49,9 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     found = {number: [child for child in layer.children() if _asks(child)] for number, layer in enumerate(layers)}
     for number, those in found.items():
         if len(those) > 1 or not (those or in_some):
-            how = "several attentions in a layer" if those else "attention of its own, which takes no rows of others"
-            raise ModelError(f"{type(layers[number]).__name__} has {how}", HINT)
+            several = "several attentions in a layer; that would need keys and values stored for each"
+            own = "attention of its own, which takes no rows of others; that would need our rows and masks given to it"
+            raise ModelError(f"{type(layers[number]).__name__} has {several if those else own}", HINT)
     return {number: those[0] for number, those in found.items() if those}
 
 

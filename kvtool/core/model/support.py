@@ -13,6 +13,8 @@ SUPPORTED = (
 )
 ONLY_EXACTLY = "use `--fusion prefix` or `--fusion full`"  # with a model that keeps states
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+_A_LAYER = "a layer of the prompt cache for such states"
+_A_WAY = "another way to move a key"
 _FULL = "full_attention"
 _CHUNKED = "chunked_attention"
 _ATTENTION = (_FULL, "sliding_attention", _CHUNKED, "attention")
@@ -92,11 +94,13 @@ def _multimodal(config: Any) -> str:
     """The reason against a model for images or sound whose text model is no part of its own."""
     parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
     apart = getattr(config, "text_config", None) is not None
-    return f"has no text model apart from what it sees or hears ({', '.join(parts)})" if parts and not apart else ""
+    what = f"has no text model apart from what it sees or hears ({', '.join(parts)})"
+    return _refusal(what, "a text model of its own among its weights") if parts and not apart else ""
 
 
 def _encoder_decoder(config: Any) -> str:
-    return "is an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else ""
+    needed = "keys of a text that an encoder has read whole to be moved"
+    return _refusal("is an encoder-decoder", needed) if getattr(config, "is_encoder_decoder", False) else ""
 
 
 def keeps_states(config: Any) -> bool:
@@ -111,32 +115,35 @@ def _recurrent(config: Any) -> str:
     if layers & STATEFUL:
         other = layers - STATEFUL - _KEEPING_NOTHING - {_FULL}
         if other:
-            return f"keeps a recurrent state beside {', '.join(sorted(other))}"
-        return "" if layers & {_FULL, _BOTH} else "keeps a recurrent state in every layer, and keys in none"
+            return _refusal(f"keeps a recurrent state beside {', '.join(sorted(other))}", _A_LAYER)
+        none = _refusal("keeps a recurrent state in every layer, and keys in none", _A_LAYER)
+        return "" if layers & {_FULL, _BOTH} else none
     if layers:
         return ""
     names = [name for name in _RECURRENT if getattr(config, name, None) is not None]
-    return f"keeps a recurrent state ({names[0]})" if names else ""
+    return _refusal(f"keeps a recurrent state ({names[0]})", _A_LAYER) if names else ""
 
 
 def _other_layers(config: Any) -> str:
     kinds = sorted(set(_layer_types(config)) - set(_ATTENTION))
     if keeps_states(config):
         return ""
-    return f"has layers of an unknown kind ({', '.join(kinds)})" if kinds else ""
+    what = f"has layers of an unknown kind ({', '.join(kinds)})"
+    return _refusal(what, "to be told what their rows see and keep") if kinds else ""
 
 
 def _masked(config: Any) -> str:
     """The reason against masks other than causal ones, and against sparse or shared attention."""
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
-        return "uses bidirectional attention"
+        return _refusal("uses bidirectional attention", "a mask that is not causal")
     if getattr(config, "cross_attention_layers", None):
-        return "has layers that attend to images"
+        return _refusal("has layers that attend to images", "images")
     if getattr(config, "altup_num_inputs", 0):
-        return "computes several hidden states of every token (altup_num_inputs), of which each would have to be cut"
+        what = "computes several hidden states of every token (altup_num_inputs)"
+        return _refusal(what, "each of them to be cut with its chunk")
     sparse = [name for name in ("index_topk", "keep_window_size") if getattr(config, name, None)]
-    needed = "its records would have to hold what tokens are chosen by, too"
-    return f"chooses keys by their content ({sparse[0]}): {needed}" if sparse else ""
+    needed = "records that hold what tokens are chosen by, too"
+    return _refusal(f"chooses keys by their content ({sparse[0]})", needed) if sparse else ""
 
 
 def kept_layers(config: Any) -> int:
@@ -149,12 +156,13 @@ def _positions(config: Any) -> str:
     if keeps_states(config):  # nothing of it is moved
         return ""
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
-        return "marks positions by ALiBi, not RoPE"
+        return _refusal("marks positions by ALiBi, not RoPE", _A_WAY)
     ropes = _ropes(config)
     if not ropes:
-        return "has no rotary positions (RoPE), so a key cannot be moved"
+        return _refusal("has no rotary positions (RoPE), so a key cannot be moved", _A_WAY)
     unknown = [str(rope["rope_type"]) for rope in ropes if rope["rope_type"] not in _ROPE_TYPES]
-    return f"scales its RoPE in an unknown way ({unknown[0]})" if unknown else ""
+    what, needed = "scales its RoPE in an unknown way", "to be told how its keys are rotated"
+    return _refusal(f"{what} ({unknown[0]})", needed) if unknown else ""
 
 
 def _switched_off_rope(config: Any) -> str:
@@ -163,7 +171,12 @@ def _switched_off_rope(config: Any) -> str:
     if keeps_states(config):
         return ""
     hybrid = getattr(config, "mamba_d_state", None) is not None
-    return "has no rotary positions (RoPE) in use" if hybrid and kind != "rope" else ""
+    return _refusal("has no rotary positions (RoPE) in use", _A_WAY) if hybrid and kind != "rope" else ""
+
+
+def _refusal(what: str, needed: str) -> str:
+    """A reason, and what would have to be there to take such a model."""
+    return f"{what}; that would need {needed}"
 
 
 _REASONS = (

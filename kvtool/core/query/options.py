@@ -202,8 +202,8 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         what = f"--fusion {mode}"
         if mode not in APART or (mode == "epic" and self.link != APART_LINK):
             raise UsageError(
-                f"{what} computes rows in the middle of a chunk again, and {identity.model} keeps a recurrent state, "
-                "which is not known there",
+                f"{what} may compute rows in the middle of a chunk again, and {identity.model} keeps a recurrent "
+                "state, which is not known there",
                 f"{ONLY_EXACTLY}; or, as an approximation, `--fusion reuse` or `epic`",
             )
         if not identity.keeps_alone:
