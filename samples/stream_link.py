@@ -1,9 +1,10 @@
-"""The streaming policy over a real Redis behind a shaped link, beside what the simulator says of the same trace.
+"""The streaming policy over a real Redis or S3 behind a shaped link, beside what the simulator says of the same trace.
 
-    sudo .venv/bin/python samples/stream_link.py --store STORE [--trace FILE …] [--slo-ms 1000]
+    sudo .venv/bin/python samples/stream_link.py --store STORE [--over s3] [--trace FILE …] [--slo-ms 1000]
 
 The link is a pair of interfaces into a network namespace, shaped by `tc` as the trace says: root on Linux, with
-iproute2 and redis-server. No model is run; what computing a chunk takes is given (`--prefill-tokens-per-second`).
+iproute2, and redis-server or moto. No model is run; what computing a chunk takes is given
+(`--prefill-tokens-per-second`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -67,6 +69,7 @@ class NothingBeside:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", type=Path, required=True, help="compressed to several levels")
+    parser.add_argument("--over", choices=SERVERS, default="redis", help="what stands at the far end")
     parser.add_argument("--trace", type=Path, action="append", help="default: five of its own")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--slo-ms", type=float, default=1000.0, help="0: none, all is fetched as it is")
@@ -74,7 +77,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     given = parser.parse_args()
     traces = [read_trace(path) for path in given.trace] if given.trace else list(OWN_TRACES)
-    with tempfile.TemporaryDirectory() as folder, shaped_link() as shape, redis_there(Path(folder)) as url:
+    with tempfile.TemporaryDirectory() as folder, shaped_link() as shape, there(given.over, Path(folder)) as url:
         os.environ["KVTOOL_HOME"] = folder
         with closing(open_blobs(url)) as blobs, Store.open(given.store) as store:
             push(store, blobs)
@@ -203,22 +206,39 @@ def begin(trace: LinkTrace) -> None:
     threading.Thread(target=go_on, daemon=True).start()
 
 
-@contextmanager
-def redis_there(folder: Path) -> Iterator[str]:
-    """A Redis at the far end."""
+def redis_server(folder: Path) -> list[str]:
     program = shutil.which("redis-server")
     if program is None:
         raise SystemExit("redis-server is not installed: apt-get install redis-server")
-    command = ["ip", "netns", "exec", NAMESPACE, program, "--bind", f"{NET}.2", "--port", str(PORT), "--save", ""]
-    child = subprocess.Popen([*command, "--protected-mode", "no", "--dir", str(folder)], stdout=subprocess.DEVNULL)
+    command = [program, "--bind", f"{NET}.2", "--port", str(PORT), "--save", "", "--protected-mode", "no"]
+    return [*command, "--dir", str(folder)]
+
+
+def s3_server(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "moto.server", "-H", f"{NET}.2", "-p", str(PORT)]
+
+
+SERVERS = {"redis": redis_server, "s3": s3_server}
+
+
+@contextmanager
+def there(kind: str, folder: Path) -> Iterator[str]:
+    """An empty server at the far end; what it says of itself, its requests among that, is in `server.log`."""
+    with (folder / "server.log").open("wb") as log:
+        command = ["ip", "netns", "exec", NAMESPACE, *SERVERS[kind](folder)]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
     try:
-        for _ in range(250):
+        for _ in range(3000):
             try:
                 socket.create_connection((f"{NET}.2", PORT), 1).close()
                 break
             except OSError:
                 time.sleep(0.02)
-        yield f"redis://{NET}.2:{PORT}/0"
+        if kind == "s3":
+            endpoint = f"http://{NET}.2:{PORT}"
+            os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bucket", method="PUT"), timeout=30).close()
+        yield "s3://bucket/kv" if kind == "s3" else f"redis://{NET}.2:{PORT}/0"
     finally:
         child.kill()
         child.wait()
