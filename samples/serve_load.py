@@ -6,25 +6,24 @@
 
 Each question is answered once without a server; every streamed answer has to be that. Then one client asks them one
 after the other, and all clients ask at once, each another question first. Times are the clients', in processes of
-their own threads beside the server's.
+their own threads beside the server's. Last, a long prompt is asked for while an answer is read: what the reader waits
+between two pieces tells whether the prompt stops it.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import kvtool  # noqa: E402
+from samples.serve_clients import Told, ask, serving  # noqa: E402
 
 QUESTIONS = [
     json.loads(line)["question"] for line in (ROOT / "samples/questions.jsonl").read_text(encoding="utf-8").splitlines()
 ]
-PATIENCE = 600.0  # seconds
+READ, MANY, ROUNDS = 400, 20, 5  # tokens of the answer that is read, chunks of the long prompt beside it, and how often
 COLUMNS = (
     *("clients", "answers", "errors", "other than serial", "TTFT p50 ms", "p95", "whole p50 ms", "p95"),
     *("answers/s", "tokens/s"),
@@ -54,17 +54,6 @@ class Load:
 
 
 LOADS = (Load("tiny", 32, 20, 32), Load("smollm2", 4, 20, 32))
-
-
-@dataclass(frozen=True)
-class Told:
-    """One streamed answer, as its client has seen it; times in seconds, of the whole from the request on."""
-
-    question: str
-    text: str
-    first: float
-    whole: float
-    tokens: int
 
 
 @dataclass
@@ -123,62 +112,6 @@ def serial(store: Path, questions: Sequence[str], max_tokens: int) -> dict[str, 
     return answers
 
 
-@contextmanager
-def serving(store: Path, max_tokens: int, parallel: int, home: Path) -> Iterator[tuple[str, int, str]]:
-    """A server in a process of its own: host, port, key."""
-    environment = {**os.environ, "KVTOOL_HOME": str(home)}
-    command = [sys.executable, "-m", "kvtool", "serve", "--store", str(store), "--port", "0"]
-    command += ["--max-tokens", str(max_tokens), "--parallel", str(parallel), "--queue", "1000"]
-    command += ["--request-timeout", f"{PATIENCE}", "--request-log", str(home / "log.jsonl"), "--no-socket"]
-    home.mkdir(exist_ok=True)
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said = ""
-            while not (found := re.search(r"listening at http://([\d.]+):(\d+)", said)):
-                line = process.stderr.readline()
-                if not line:
-                    raise SystemExit(f"the server has not begun: {said}")
-                said += line
-            yield found[1], int(found[2]), (home / "data/serve.key").read_text().strip()
-        finally:
-            process.terminate()
-
-
-def ask(place: tuple[str, int, str], question: str) -> Told:
-    """One streamed answer."""
-    host, port, key = place
-    connection = http.client.HTTPConnection(host, port, timeout=PATIENCE)
-    body = json.dumps({"messages": [{"role": "user", "content": question}], "stream": True})
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    began, first, text, facts = time.perf_counter(), None, "", {}
-    with closing(connection):
-        connection.request("POST", "/v1/chat/completions", body, headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"{response.status}: {response.read()[:200]!r}")
-        for event in events(response):
-            if "error" in event:
-                raise RuntimeError(event["error"]["message"])
-            piece = event["choices"][0]["delta"].get("content", "")
-            if piece and first is None:
-                first = time.perf_counter() - began
-            text, facts = text + piece, event.get("kvtool", facts)
-    whole = time.perf_counter() - began
-    return Told(question, text, whole if first is None else first, whole, facts["tokens"]["generated"])
-
-
-def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The events of a stream, up to its end."""
-    for line in response:
-        data = line.decode().removeprefix("data: ").strip()
-        if data == "[DONE]":
-            return
-        if data.startswith("{"):
-            yield json.loads(data)
-    raise RuntimeError("the stream has no end")
-
-
 def measure(place: tuple[str, int, str], clients: int, turns: Sequence[Sequence[str]]) -> Measured:
     """Let each client ask its questions one after the other, all clients at once."""
     found = Measured()
@@ -197,6 +130,41 @@ def measure(place: tuple[str, int, str], clients: int, turns: Sequence[Sequence[
     return found
 
 
+def pauses(place: tuple[str, int, str], question: str, long: dict[str, Any]) -> tuple[float, float, Told]:
+    """How long a reader waits at most for the next piece of an answer: with nobody beside, and while a long prompt is
+    brought to its first token; and that prompt's answer."""
+    quiet: list[float] = []
+    read = {"max_tokens": READ, "temperature": 1.5, "seed": 1, "kvtool": {"fusion": "reuse"}}  # it ends late
+    ask(place, question, quiet, **read)
+    with ThreadPoolExecutor(1) as pool:
+        pieces: list[float] = []
+        reading = pool.submit(ask, place, question, pieces, **read)
+        while not pieces and not reading.done():
+            time.sleep(0.001)
+        began = time.perf_counter()
+        other = ask(place, question, max_tokens=1, kvtool=long)
+        ended = began + other.first
+        reading.result()
+    beside = [after - before for before, after in pairwise(pieces) if after > began and before < ended]
+    longest = max((after - before for before, after in pairwise(quiet)), default=float("nan"))
+    return longest, max(beside, default=float("nan")), other
+
+
+def paused(place: tuple[str, int, str], question: str) -> list[str]:
+    """What a long prompt is to an answer that is read: medians of a few."""
+    found = [pauses(place, question, {"fusion": "full", "top_k": MANY}) for _ in range(ROUNDS)]
+    alone, beside, first = (
+        statistics.median(1e3 * value for value in values)
+        for values in ([one[0] for one in found], [one[1] for one in found], [one[2].first for one in found])
+    )
+    return [
+        f"While a prompt of {found[0][2].prompt:,} tokens comes to its first one (`full`, {first:,.0f} ms), who reads "
+        f"an answer waits at most {beside:,.0f} ms for its next piece, {alone:,.0f} ms with nobody beside (medians of "
+        f"{ROUNDS}).",
+        "",
+    ]
+
+
 def run(load: Load) -> list[str]:
     """The table of one model."""
     with tempfile.TemporaryDirectory() as name:
@@ -212,6 +180,7 @@ def run(load: Load) -> list[str]:
             measure(place, 1, [asked])  # what is read once, and compiled
             alone = measure(place, 1, [asked])
             together = measure(place, load.clients, turns)
+            waits = paused(place, asked[0])
     for error in sorted({*alone.errors, *together.errors}):
         print(f"error: {error}", file=sys.stderr)
     gain = (len(together.told) / together.seconds) / (len(alone.told) / alone.seconds)
@@ -227,6 +196,7 @@ def run(load: Load) -> list[str]:
         f"{load.clients} clients together get {gain:.2f} times the answers a second of one; their first token comes "
         f"after {times:.1f} times as long, waiting for others' prompts included.",
         "",
+        *waits,
     ]
 
 
