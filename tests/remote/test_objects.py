@@ -207,6 +207,12 @@ def test_other_services_are_asked_at_their_own_endpoint(
     assert all(path.split("?")[0].replace("%2F", "/").endswith("kv/a/b") for _, path, _ in service.asked)
 
 
+def test_an_account_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(RemoteError, match="no credentials"):
+        open_blobs("az://container")
+
+
 def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(open_blobs(s3_url)) as one, closing(open_blobs(s3_url)) as other:
         for before, after in ((None, b"1"), (b"1", b"2")):

@@ -11,7 +11,7 @@ from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")
 _NO_PLACE = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist|container does not exist")
-_ROLE = re.compile("/latest/(?:api/token|meta-data)|computeMetadata|/identity/oauth2")  # of a machine's role
+_ROLE = re.compile("/latest/(?:api/token|meta-data)|computeMetadata|/identity/oauth2|MissingAccount")  # of a role
 _FULL = re.compile("Quota|StorageFull|InsufficientStorage")
 _CHECK = "check the address, the endpoint and that the service runs"
 _RIGHTS = "check credentials, region and rights: kvtool lists, reads, writes and deletes below the folder"
