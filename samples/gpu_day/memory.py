@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.ingest.compute import batch_tokens
+from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.stepping import stepper_for

@@ -197,7 +197,7 @@ def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
 def test_small_batches_give_the_same_bytes(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_corpus(tmp_path / "in", documents=5)
     fresh(folder, store=tmp_path / "large").fine()
-    monkeypatch.setattr("kvtool.core.ingest.compute.BATCH_TOKENS", {"cpu": 1})
+    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     fresh(folder, store=tmp_path / "small").fine()
     assert payloads(tmp_path / "small") == payloads(tmp_path / "large")
 

@@ -47,7 +47,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_file_is_committed_as_soon_as_its_batch_is_full(
     folder: Path, fresh: Any, steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtool.core.ingest.compute.BATCH_TOKENS", {"cpu": 1})
+    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     assert fresh(folder).fine().json["chunks"]["computed"] == FILES
     for number in range(FILES - 2):
         assert steps.index(f"commit {number}.txt") < steps.index(f"read {number + 2}.txt")
@@ -94,7 +94,7 @@ def test_an_interrupted_run_keeps_what_it_committed(
     folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh(folder, store=tmp_path / "whole").fine()
-    monkeypatch.setattr("kvtool.core.ingest.compute.BATCH_TOKENS", {"cpu": 1})
+    monkeypatch.setattr("kvtool.core.ingest.storer.BATCH_TOKENS", {"cpu": 1})
     survey = stream.survey
 
     def interrupted(file: Any, *rest: Any) -> Outcome:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from kvtool.core.ingest import compute
+from kvtool.core.ingest import storer
 from kvtool.core.ingest.compute import ChunkStorer
 from kvtool.serve.job import Answer
 from kvtool.serve.listening import Listening
@@ -87,7 +87,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Se
         permits.acquire()
         return prefill(self, batch)
 
-    monkeypatch.setitem(compute.BATCH_TOKENS, "cpu", 64)
+    monkeypatch.setitem(storer.BATCH_TOKENS, "cpu", 64)
     monkeypatch.setattr(ChunkStorer, "_prefill", wait)
     return asked, permits
 

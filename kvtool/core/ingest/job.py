@@ -30,7 +30,7 @@ from kvtool.core.session.lead_in import open_lead_ins
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.alone import AloneStorer
-    from kvtool.core.ingest.compute import ChunkStorer
+    from kvtool.core.ingest.storer import Storer
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.session.session import Session
 
@@ -92,7 +92,11 @@ def _preview(path: Path, options: IngestOptions, events: Events, reading: Readin
 
 
 def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
-    """Make a store only for something: a mistyped path or model leaves none behind."""
+    """Make a store only for something: a mistyped path, model or address leaves none behind."""
+    if options.ray:
+        from kvtool.core.ingest.ray_crew import check_there
+
+        check_there(options.ray)
     first = _Job(None, options, events, reading, kept) if is_new(path) else None
     if first is not None:
         first.stream.begin()
@@ -165,6 +169,8 @@ class _Job:
         report, options = self.account.report, self.options
         self._say_lead_in_change(store)
         identity = self.choices.identity
+        if identity.keeps_states and options.ray:
+            raise UsageError("chunks of a model that keeps states are computed in this process", "leave --ray out")
         if identity.keeps_states and not identity.keeps_alone and self.choices.known is None:
             self.account.warn(*_NO_KV)
         self._take_files(store, writer)
@@ -211,7 +217,7 @@ class _Job:
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
                     storer = self._storer(store, writer, new)
-                if storer is not None and not self._fits(file, new, storer.maker.check_length):
+                if storer is not None and not self._fits(file, new, storer.check_length):
                     novelties.take_back(new)
                     continue
                 self._changed = True
@@ -267,28 +273,45 @@ class _Job:
         identity = self.choices.identity
         return not identity.keeps_states and bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
 
-    def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> ChunkStorer:
-        """Load the model.
+    def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> Storer:
+        """What computes and writes chunks.
 
         Parameters
         ----------
         chunks : the first to be computed: what this run changes is refused before anything where they cannot be.
         """
+        storer = self._far_storer(store, writer) if self.options.ray else self._own_storer(store, writer)
+        try:
+            if self._is_other:
+                storer.check_length(chunks)
+            self._keep_identity(writer)
+            if self._needs_prefix(store):
+                with self.account.phase("lead_in"):
+                    storer.store_prefix(self.choices.identity.wanted_prefix)
+        except BaseException:
+            storer.close()
+            raise
+        return storer
+
+    def _own_storer(self, store: Store, writer: Writer) -> Storer:
+        """Load the model."""
         with self.account.phase("model_load"):
-            from kvtool.core.ingest.compute import ChunkStorer, Maker, check_length
+            from kvtool.core.ingest.compute import ChunkStorer, Maker
 
             self._session = session = self._open(store)
-        identity, decoder, level = session.identity, session.decoder, self.options.level
-        if self._is_other:
-            check_length(decoder, len(identity.lead_in.ids), chunks)
-        self._keep_identity(writer)
+        decoder, level = session.decoder, self.options.level
         profile = session.profiles.current() if level_of(level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
-            lead_ins = open_lead_ins(store, decoder, identity)
-        storer = ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
-        if self._needs_prefix(store):
-            with self.account.phase("lead_in"):
-                storer.store_prefix(identity.wanted_prefix)
+            lead_ins = open_lead_ins(store, decoder, session.identity)
+        return ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
+
+    def _far_storer(self, store: Store, writer: Writer) -> Storer:
+        """Have models loaded by Ray's actors; none is loaded here."""
+        from kvtool.core.ingest.ray_storer import far_storer
+
+        with self.account.phase("model_load"):
+            storer, resolved = far_storer(store, writer, self.account, self.options, self.choices)
+        self.account.report.resolved = resolved
         return storer
 
     # ---- the model ----

@@ -21,7 +21,7 @@ from kvtool.core.retrieval.options import embedder_option
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
 
-FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
+FILES, SPLITTING, STORING, WORKERS = "Files", "Chunks", "What is stored", "Workers"  # headings in the command's help
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
@@ -152,6 +152,23 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     embedder: str | None = embedder_option(STORING)
     max_size: int | None = max_size_option()
 
+    ray: str | None = option(
+        None,
+        "Compute in the workers of a Ray cluster, or of one on this machine.",
+        group=WORKERS,
+        setting=False,
+        metavar="local|auto|ADDRESS",
+        instead="in this process",
+    )
+    ray_workers: int = option(
+        0,
+        "How many workers of Ray; each holds the model.",
+        group=WORKERS,
+        setting=False,
+        lowest=0,
+        instead="one a GPU, without GPUs one for 8 cores",
+    )
+
     def check(self) -> None:
         """Refuse lengths of chunks that contradict each other, and two commands for one format."""
         commands_of(self.readers)
@@ -188,6 +205,8 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
 class WatchOptions(IngestOptions):
     """What `kvtool watch` takes besides."""
 
+    ray: str | None = option(None, "Without one: the model stays loaded here.", flag=None, setting=False)
+    ray_workers: int = option(0, "Without one.", flag=None, setting=False)
     debounce: float = option(
         0.5,
         "How long files must rest before they are read.",

@@ -39,6 +39,8 @@ class IngestArguments(TypedDict, total=False):
     system: str | None
     embedder: str | None
     max_size: int | str | None
+    ray: str | None
+    ray_workers: int
     lock_wait: float | str
 
 

@@ -17,10 +17,11 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.compute import ChunkStorer, Maker, batch_tokens
+from kvtool.core.ingest.compute import ChunkStorer, Maker
 from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import StoreIdentity

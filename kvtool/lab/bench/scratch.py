@@ -19,7 +19,7 @@ from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import UsageError
-from kvtool.core.ingest.compute import batch_tokens
+from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.making import encode_layers

@@ -1,0 +1,97 @@
+"""What computes batches in another process: a model, and what records are made with, and no store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.records.making import ChunkRecords, LeadIns, make
+from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.session.identity import StoreIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that a process has to know to make the records that the writer's own would make.
+
+    Attributes
+    ----------
+    wanted : the model, by a name or a path that holds wherever it is loaded.
+    profile, rows : bytes of the codec profile in use, and of a learned lead-in; empty: none.
+    threads : of a CPU that one process takes; 0: as many as there are.
+    """
+
+    identity: StoreIdentity
+    wanted: ModelOptions
+    level: str
+    prefix_level: str
+    profile: bytes = b""
+    rows: bytes = b""
+    threads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the other process says of itself: `context`, `lead_in` in tokens."""
+
+    model: str
+    device: str
+    dtype: str
+    context: int
+    lead_in: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A batch's records, and the seconds that making them took."""
+
+    records: list[ChunkRecords]
+    seconds: float
+
+
+class FarMaker:
+    """Holds the model. Loading it raises what opening a session does: it has to be the recipe's very model."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        import torch
+
+        from kvtool.core.cache.store import Store
+        from kvtool.core.codec.profile import Profile
+        from kvtool.core.session.lead_in import open_lead_ins
+        from kvtool.core.session.session import Session
+
+        if recipe.threads:
+            torch.set_num_threads(recipe.threads)
+        self._recipe = recipe
+        self._profile = Profile.from_bytes(recipe.profile) if recipe.profile else None
+        with TemporaryDirectory(prefix="kvtool-") as folder, Store.create_or_open(Path(folder)) as store:
+            if recipe.rows:
+                with store.writer() as writer:
+                    writer.add_profile(bytes.fromhex(recipe.identity.lead_in.rows), recipe.rows)
+            self._decoder = Session(store, recipe.wanted, identity=recipe.identity).decoder
+            self._lead_ins = open_lead_ins(store, self._decoder, recipe.identity)
+
+    def facts(self) -> Facts:
+        """What this process is."""
+        loaded = self._decoder.loaded
+        limits = self._decoder.context, len(self._lead_ins.own)
+        return Facts(loaded.files.ref, loaded.device, loaded.dtype, *limits, os.getpid())
+
+    def prefix(self, prefix: WantedChunk) -> Computed:
+        """Compute the prompt's own beginning."""
+        return self._computed(LeadIns.nothing(self._decoder), [prefix], self._recipe.prefix_level)
+
+    def chunks(self, chunks: Sequence[WantedChunk]) -> Computed:
+        """Compute a batch."""
+        return self._computed(self._lead_ins, chunks, self._recipe.level)
+
+    def _computed(self, lead_ins: LeadIns, chunks: Sequence[WantedChunk], level: str) -> Computed:
+        started = time.perf_counter()
+        records = make(self._decoder, lead_ins, chunks, level, self._profile)
+        return Computed(records, time.perf_counter() - started)

@@ -1,0 +1,101 @@
+"""Batches computed by Ray's actors, and written here by the store's one writer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import level_of
+from kvtool.core.common.sizes import counted
+from kvtool.core.ingest.account import Account
+from kvtool.core.ingest.choices import Choices
+from kvtool.core.ingest.far_maker import Computed, Recipe
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.ingest.ray_crew import LOCAL, RayCrew
+from kvtool.core.ingest.storer import Batch, Storer
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.session.levels import ProfileShelf
+
+
+def far_storer(
+    store: Store, writer: Writer, account: Account, options: IngestOptions, choices: Choices
+) -> tuple[RayStorer, dict[str, Any]]:
+    """Make a crew with the store's recipe; and what its actors say of themselves, for the report.
+
+    Raises
+    ------
+    KvtoolError, UsageError, ModelError : see RayCrew.
+    DamagedError : the codec profile or the learned lead-in is lost.
+    """
+    identity, level = choices.identity, level_of(options.level)
+    profile = ProfileShelf(store).current() if level.nested else None
+    rows = store.learned(bytes.fromhex(identity.lead_in.rows)) if identity.lead_in.rows else None
+    account.events.status(f"loading {choices.files.ref} in Ray's workers")
+    recipe = Recipe(
+        identity,
+        ModelOptions(model=choices.files.ref, device=options.device, dtype=options.dtype, offline=options.offline),
+        options.level,
+        level.of_prefix,
+        b"" if profile is None else profile.data,
+        b"" if rows is None else bytes(rows),
+    )
+    crew = RayCrew(options.ray or LOCAL, options.ray_workers, recipe, account.warn)
+    facts = crew.facts
+    account.events.status(f"{facts.model} on {facts.device} in {facts.dtype}, {counted(crew.size, 'worker')} of Ray")
+    resolved = {
+        "model": facts.model,
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "fingerprint": identity.fingerprint,
+        "lead_in": identity.lead_in.mode,
+        "workers": crew.size,
+    }
+    return RayStorer(writer, account, crew), resolved
+
+
+class RayStorer(Storer):
+    """Hands batches to a crew. A file is committed when all of its chunks are there, in whatever order they come, so a
+    run that ends in the middle leaves whole files."""
+
+    def __init__(self, writer: Writer, account: Account, crew: RayCrew) -> None:
+        super().__init__(account, crew.facts.device, crew.facts.context, crew.facts.lead_in)
+        self._writer, self._crew = writer, crew
+
+    def store_prefix(self, prefix: WantedChunk) -> None:
+        """See Storer."""
+        self._write(self._crew.prefix(prefix))
+
+    def finish(self) -> None:
+        """See Storer."""
+        super().finish()
+        while self._crew.is_busy:
+            self._take()
+
+    def close(self) -> None:
+        """See Storer."""
+        self._crew.close()
+
+    def _compute(self, batch: Batch) -> None:
+        while self._crew.is_full:
+            self._take()
+        self._crew.submit(batch)
+
+    def _take(self) -> None:
+        batch, computed = self._crew.next()
+        self._write(computed)
+        report = self._account.report
+        report.prefill_seconds += computed.seconds / self._crew.size
+        report.tokens += sum(len(chunk.ids) for chunk in batch.chunks)
+        report.chunks.computed += len(batch.chunks)
+        self._is_there(batch)
+
+    def _write(self, computed: Computed) -> None:
+        for made in computed.records:
+            self._account.report.kv_bytes += sum(map(len, made.layers))
+            self._writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
+
+    def _commit(self, file: PreparedFile) -> None:
+        self._writer.commit_file(file.entry, file.documents)
