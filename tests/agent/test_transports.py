@@ -19,6 +19,18 @@ from mcp.client.streamable_http import streamable_http_client
 from tests.cli.working import QUESTION, command, environment, kvtool
 
 _LONG = 120  # seconds: other tests run beside this one
+_READING = """
+import sys
+from pathlib import Path
+import kvtool.cli.mcp, kvtool.core.agent.listening
+from kvtool.core.agent.tools import Tools
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+tools = Tools(Path(sys.argv[1]), ModelOptions(), QueryOptions(), (), lambda text, hint: None)
+found = tools.search(sys.argv[2]).chunks[0]
+assert tools.read(found.id).chunks and tools.status().documents and tools.shelf.text(found.source)
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
 _PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
 
 
@@ -92,6 +104,18 @@ def test_over_http_with_the_key_and_for_no_page_of_another_host(store: Path, tmp
     with listening("--store", store, "--key-file", path) as url:
         anyio.run(main, url)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_agent_finds_and_reads_without_a_model(store: Path) -> None:
+    """Clients wait for a server's first word: what takes seconds to import comes with the first answer."""
+    said = subprocess.run(
+        [sys.executable, "-c", _READING, str(store), QUESTION],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=_LONG,
+    )
+    assert said.stdout == "[]\n", said.stderr
 
 
 def test_a_key_that_others_may_read_and_a_port_that_is_taken_are_refused(store: Path, tmp_path: Path) -> None:

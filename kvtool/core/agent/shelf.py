@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from kvtool.core.agent.results import Excerpt, Found, Status, Stretch
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
-from kvtool.core.query.layout import place_and_text
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder, Retrieval
-from kvtool.core.retrieval.passages import Hit, Passage, passages_in
+from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.gate import stored_verdict
 from kvtool.core.session.identity import store_identity
 

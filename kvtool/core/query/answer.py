@@ -21,12 +21,13 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Asked, lay_out, place_and_text
+from kvtool.core.query.layout import Asked, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
 from kvtool.core.query.since import with_changes
 from kvtool.core.query.streaming import Streamed, stream_prompt
+from kvtool.core.retrieval.passages import place_and_text
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment

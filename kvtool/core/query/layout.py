@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import enough_loss, known
-from kvtool.core.common.marks import Place
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
@@ -23,7 +21,7 @@ from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.retrieval.passages import Hit, Passage, stands_in
+from kvtool.core.retrieval.passages import Hit, stands_in
 from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
@@ -143,16 +141,6 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(asked, plan=build_plan(prefix.source, with_rows(session.store, chunks), question.ids))
-
-
-def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
-    """Where a chunk stands in its file, and its text; nothing where the document is gone or damaged."""
-    with suppress(DamagedError):
-        document = store.document(passage.source)
-        if document is not None:
-            place = document.place(passage.start, passage.end)
-            return place, document.text[passage.start : passage.end]
-    return Place(), ""
 
 
 def _plan(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.core.common.marks import Place
+from kvtool.core.errors import DamagedError
+
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
+    from kvtool.core.cache.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +66,13 @@ def title_of(text: str) -> str:
     """A document's first line that says something, without heading marks; "" when it is too long for a title."""
     line = next((line for line in text.splitlines() if line.strip()), "").strip().lstrip("#").strip()
     return line if len(line) <= 120 else ""
+
+
+def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
+    """Where a chunk stands in its file, and its text; nothing where the document is gone or damaged."""
+    with suppress(DamagedError):
+        document = store.document(passage.source)
+        if document is not None:
+            place = document.place(passage.start, passage.end)
+            return place, document.text[passage.start : passage.end]
+    return Place(), ""
