@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell, as_error
@@ -263,6 +264,8 @@ class Scheduler:
         try:
             with between_layers(lambda: self._give_way(together)):
                 begun.keep()
+        except Closed:  # another store stands in its place by now
+            return
         except Exception as error:  # the answer stands
             failed = as_error(error)
             self._warn(f"what was computed of a prompt could not be kept: {failed.message}", failed.hint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvtool
 from tests.cli.working import QUESTION, write_corpus
 from tests.serve.conftest import Served, serving, wait_until
+from tests.serve.test_hostile import turned
 
 JSON = {"Content-Type": "application/json"}
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
@@ -159,6 +161,37 @@ def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: P
         assert sources(client, QUESTION)[0] == "mill2.md:1"
 
 
+def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_path: Path) -> None:
+    """What had begun ends as it would have; what comes behind it is answered from the other store."""
+    (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
+    with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
+        cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
+    asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 40, "stream": True}
+    with serving(store) as served, served.client as client:
+        whole = said(client.post(CHAT, json=asked).text)
+        with turned(served) as permits, client.stream("POST", CHAT, json=asked) as answer:
+            permits.release(3)
+            lines = answer.iter_lines()
+            begun = [next(lines)]
+            store.rename(tmp_path / "old")
+            shutil.move(tmp_path / "other", store)
+            with ThreadPoolExecutor(1) as pool:
+                behind = pool.submit(sources, client, "Who saw the comet?")
+                wait_until(lambda: served.engine.scheduler.waiting == 1)
+                permits.release(10**6)
+                assert said("\n".join([*begun, *lines])) == whole
+                assert behind.result() == ["other.md:1"]
+    assert served.warnings == []
+
+
+def said(events: str) -> str:
+    """The text of an answer's events."""
+    rows = [line.removeprefix("data: ") for line in events.splitlines() if line.startswith("data: {")]
+    parts = [json.loads(row)["choices"][0]["delta"].get("content", "") for row in rows]
+    assert events.rstrip().endswith("data: [DONE]")
+    return "".join(parts)
+
+
 def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs answers come, each between two of its batches."""
     from kvtool.core.ingest import compute
@@ -168,8 +201,6 @@ def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch
     texts = [{"name": f"n{n}.md", "text": f"# Number {n}\n\n" + f"Word {n} and more. " * 40} for n in range(12)]
     with serving(store, uploads=uploads) as served, served.client as client:
         revisions: set[int] = set()
-        from concurrent.futures import ThreadPoolExecutor
-
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(client.post, DOCUMENTS, json={"documents": texts})
             while not done.done():

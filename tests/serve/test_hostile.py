@@ -228,6 +228,37 @@ def test_a_body_that_never_comes() -> None:
     assert (b"connection", b"close") in sent[0]["headers"]
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
+    """It is told so, unless its response has begun; and the log says it."""
+    sent: list[Any] = []
+    noted: list[Facts] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await never()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        whole = Noted(app, lambda scope: noted.append(facts_of(HTTPConnection(scope))))
+        request = asyncio.create_task(
+            whole({"type": "http", "headers": [], "method": "POST", "path": "/"}, never, send)
+        )
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait([request])
+        assert request.cancelled() == begun
+
+    asyncio.run(main())
+    assert [message.get("status") for message in sent] == ([200] if begun else [503, None])
+    (facts,) = noted
+    assert facts.status == 503
+    assert "the server ends" in facts.row("POST", "/", "")["error"]
+
+
 def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
     """It is said in the thread that answers, which has to go on."""
     reader, writer = os.pipe()

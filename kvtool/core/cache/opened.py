@@ -92,7 +92,7 @@ class Opened:
         """The LMDB environment of the generation that was current when it was last looked at."""
         environment = self._environment
         if environment is None:
-            raise KvtoolError("the store is closed")
+            raise Closed("the store is closed")
         return environment
 
     @property

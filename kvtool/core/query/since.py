@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.environment import Closed
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.query.reply import ReplyChunk
@@ -25,7 +26,8 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
     """Say of each chunk whether its file has changed since ingest, or has gone.
 
     A cited file is compared by its bytes, since tools keep size and time (`cp -p`, `touch -r`); of a large one they are
-    believed. Where even the folder is not there, as in a store that came from another machine, nothing is said.
+    believed. Where even the folder is not there, as in a store that came from another machine, nothing is said; nor
+    where the store was closed while the answer was written, since another one stands in its place.
     """
     paths = {file_of(chunk.source) for chunk in chunks}
     states = {path: _state(store, path) for path in paths}
@@ -33,7 +35,7 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
 
 
 def _state(store: Store, path: str) -> str:
-    with suppress(DamagedError, OSError, ValueError):
+    with suppress(Closed, DamagedError, OSError, ValueError):
         known = store.file(path)
         if known is not None:
             return _compared(known)
