@@ -236,6 +236,9 @@ def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPat
         blobs.put({f"v/{number}": BIG for number in range(10)})
         arrivals = Arrivals(blobs)
         arrivals.ask(whole(*(f"v/{number}" for number in range(10))))
+        deadline = time.monotonic() + 30
+        while arrivals._there.qsize() < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
         time.sleep(0.3)
         assert arrivals._there.qsize() == 2
         assert [arrivals.take(5).value for _ in range(10)] == [BIG] * 10
