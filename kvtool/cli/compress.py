@@ -48,7 +48,8 @@ def _show(run: Run, report: CompressReport) -> None:
         f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
         f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
-    run.out.print(f"data file: {report.file_before / 1e6:,.1f} MB before, {report.file_after / 1e6:,.1f} MB after")
+    if report.file_after != report.file_before:
+        run.out.print(f"data file: {report.file_before / 1e6:,.1f} MB before, {report.file_after / 1e6:,.1f} MB after")
     if report.dropped and report.file_after > report.file_before:
         run.out.status(_why_larger(report))
     _tell_of_losses(run, report)
