@@ -266,7 +266,7 @@ def test_1_read_only(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_table(fitted: Path) -> None:
     run(fitted, "2", questions=1)
     done = kvtool("compress", "--store", fitted, "--level", "2", "3", *FAST).fine()
-    head, two, three, store, end = done.out.split("\n")
+    head, two, three, store, *file, end = done.out.split("\n")
     for word in ("level", "chunks", "MB", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers"):
         assert word in head
     count = str(len(chunks_in(fitted)))
@@ -274,7 +274,8 @@ def test_the_table(fitted: Path) -> None:
     assert two.endswith("%")  # what is known of it
     assert three.split()[:2] == ["3", count]
     assert three.split()[-2:] == ["-", "-"]  # nothing was measured
-    assert store.startswith("store: ")
+    assert store.startswith("KV: ")
+    assert all(line.startswith("data file: ") for line in file)  # where it grew
     assert f"{count} unchanged" in store
     assert end == ""
 
