@@ -78,7 +78,7 @@ def kinds_of(
     ModelError : a layer's attention is none that is known here, or not what the configuration says.
     """
     if not attentions:
-        raise ModelError("no layer of the model attends as others do", HINT)
+        raise ModelError("no layer of the model attends as others do; that would need another way to ask it", HINT)
     names = rotations_of(rotary_of(base), config, 1 + max(attentions))
     positions = (*_NEAR, max(context_limit(config) - 1, *_NEAR))
     found: dict[Any, LayerKind] = {}
@@ -94,12 +94,14 @@ def kinds_of(
             found[alike] = _kind(answer, name)
             samples[layer] = Sample(positions, answer.kept[0][0].float())
         if found[alike].softcap == 0:
-            raise ModelError(f"layer {number} caps its scores at 0, so that they are no numbers", HINT)
+            nothing = "so that they are no numbers; that would need a cap above 0, or none"
+            raise ModelError(f"layer {number} caps its scores at 0, {nothing}", HINT)
         check_window(base, config, number, found[alike].window)
         kinds.append(found[alike])
     own = [kind.source is None for kind in kinds]
     if own != sorted(own, reverse=True):
-        raise ModelError("layers that keep keys and values stand behind some that keep none", HINT)
+        needed = "that would need records of some layers among others"
+        raise ModelError(f"layers that keep keys and values stand behind some that keep none; {needed}", HINT)
     return tuple(kinds), samples
 
 
@@ -226,14 +228,16 @@ def _asked(
             answer.kept = _kept(answer, cache, attention)
         return answer.with_traceback(None)  # which holds the callers' frames, and through them the session
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
-        raise ModelError(f"{type(attention).__name__} takes no rows as other attention does: {error}", HINT) from error
-    raise ModelError(f"{type(attention).__name__} does not ask for attention as others do", HINT)
+        needed = f"that would need its own arguments given to it ({error})"
+        raise ModelError(f"{type(attention).__name__} takes no rows as other attention does; {needed}", HINT) from error
+    needed = "that would need what it does instead done for single rows"
+    raise ModelError(f"{type(attention).__name__} does not ask for attention as others do; {needed}", HINT)
 
 
 def _kept(answer: _Answered, cache: _Nothing, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values that a layer keeps; refused where it attends over others (DiffLlama, JetMoE)."""
     if cache.given is None:
-        raise ModelError(f"{type(attention).__name__} attends without a cache", HINT)
+        raise ModelError(f"{type(attention).__name__} attends without a cache; that would need one for it", HINT)
     key, value = cache.given
     is_joint = answer.key.shape[3] != key.shape[3]
     if not is_joint and not (torch.equal(key, answer.key) and torch.equal(value, answer.value)):

@@ -122,7 +122,8 @@ def names_among(tables: Mapping[str, Mapping[str, Any]], shape: tuple[int, int])
     """Do what `text_names` does, among the tables of files."""
     found = [name for name, entry in tables.items() if name.endswith(_EMBEDDING) and tuple(entry["shape"]) == shape]
     if len(found) != 1:
-        raise ModelError(f"the weights hold {len(found)} embeddings of {shape[0]} tokens; one was looked for", _HINT)
+        needed = "that would need to be told which one is the text model's"
+        raise ModelError(f"the weights hold {len(found)} embeddings of {shape[0]} tokens; {needed}", _HINT)
     base = found[0].removesuffix(_EMBEDDING)
     return TextNames(base, _head(tables, shape))
 
@@ -148,7 +149,8 @@ def _causal_class(text: Any, wrapper: Any) -> Any:
     shaped = [name for name in _LOGITS if getattr(text, name, None) is not None]
     if base is None or shaped:
         why = f"shapes its logits in its wrapper ({shaped[0]})" if shaped else "has no class of its own"
-        raise ModelError(f"the text model ({text.model_type}) {why}", _HINT)
+        needed = "that would need its logits made here"
+        raise ModelError(f"the text model ({text.model_type}) {why}; {needed}", _HINT)
     from kvtool.core.model.headed import headed
 
     return headed(base, wrapper.model_type)

@@ -23,13 +23,16 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
     ModelError
     """
     if window is not None and window < 1:
-        raise ModelError(f"layer {layer} has a window of {window} tokens, so that its rows see nothing", HINT)
+        nothing = "so that its rows see nothing; that would need a window of at least their own token"
+        raise ModelError(f"layer {layer} has a window of {window} tokens, {nothing}", HINT)
     if _slides(config, layer) and not getattr(config, "sliding_window", None):
-        raise ModelError(f"layer {layer} attends through a window, of which its configuration has no size", HINT)
+        unknown = "of which its configuration has no size; that would need a `sliding_window` in it"
+        raise ModelError(f"layer {layer} attends through a window, {unknown}", HINT)
     stated = _stated_window(config, layer)
     if window != stated and (window is not None or _masks(base, config, layer)):
         raise ModelError(
-            f"layer {layer} attends over {_told(window)}, its configuration says {_told(stated)}",
+            f"layer {layer} attends over {_told(window)}, its configuration says {_told(stated)}; "
+            "that would need to be known which of them the model was trained with",
             "this family is not known to kvtool; use another model",
         )
 
