@@ -194,9 +194,9 @@ def said(events: str) -> str:
 
 def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it runs answers come, each between two of its batches."""
-    from kvtool.core.ingest import compute
+    from kvtool.core.ingest import storer
 
-    monkeypatch.setitem(compute.BATCH_TOKENS, "cpu", 64)
+    monkeypatch.setitem(storer.BATCH_TOKENS, "cpu", 64)
     uploads = tmp_path / "sent"
     texts = [{"name": f"n{n}.md", "text": f"# Number {n}\n\n" + f"Word {n} and more. " * 40} for n in range(12)]
     with serving(store, uploads=uploads) as served, served.client as client:
