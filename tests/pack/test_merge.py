@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.shard import Shard, complaint
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.pack import merge as merging
 from kvtool.core.pack.give import export
 from kvtool.core.pack.merge import merge
+from kvtool.core.remote.survey import survey
 from tests.cli.working import (
     CHUNKS,
     PREFIX,
@@ -137,6 +140,22 @@ def test_damage_stays_behind_and_is_named(parts: Path, tmp_path: Path) -> None:
     (report,) = merge(tmp_path / "all", [parts / "whole"])
     assert report.chunks.moved == 1
     assert state(tmp_path / "all")[1] == state(parts / "whole")[1]
+
+
+def test_a_source_that_is_written_to_is_taken_as_it_was(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(parts / "whole", tmp_path / "source"))
+
+    def surveyed(store: Store, *more: Any) -> Any:
+        found = survey(store, *more)
+        kvtool("store", "forget", "*", "--yes", "--store", source).fine()
+        return found
+
+    monkeypatch.setattr(merging, "survey", surveyed)
+    (report,) = merge(tmp_path / "all", [source])
+    assert report.damaged == []
+    assert state(tmp_path / "all") == state(parts / "whole")
 
 
 def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny: Path) -> None:

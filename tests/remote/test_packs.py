@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zstandard
 
 from kvtool.core.cache.store import Store
-from kvtool.core.remote import send
+from kvtool.core.errors import KvtoolError
+from kvtool.core.remote import object_reader, send, survey
+from kvtool.core.remote import push as pushing
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import records_wanted
@@ -175,3 +179,39 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
     forget(store, "f3")
     assert push(store, blobs, delete=True).removed >= 2 + 2 + 1
     assert is_whole(blobs)
+
+
+def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it ends before what is asked for begins."""
+    monkeypatch.setattr(object_reader, "MOST_TOGETHER", 1)
+    push(store, blobs)
+    whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
+    name = max(whole, key=lambda name: len(whole[name]))
+    blobs.put({name: whole[name][:5]})
+    report = pull(tmp_path / "other", blobs)
+    assert report.damaged
+    assert report.chunks.moved == 1
+    push(store, blobs)
+    check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")
+
+
+def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although its chunks are still there, for another file."""
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f0.0", "f0.1"])
+
+    def surveyed(*given: Any) -> Catalogue:
+        found = survey.survey(*given)
+        forget(store, "f3")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pushing, "survey", SimpleNamespace(survey=surveyed, is_complete=survey.is_complete))
+        with pytest.raises(KvtoolError, match="changed meanwhile"):
+            push(store, blobs)
+    push(store, blobs)
+    check_pulled(blobs, tmp_path / "whole", "f0", "f1", "f2")

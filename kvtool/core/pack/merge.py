@@ -69,6 +69,7 @@ def _take_store(
         Store.open(source) as other,
         Store.create_or_open(path) as store,
         store.writer(lock_wait, max_size) as writer,
+        other.view(),  # what is forgotten or replaced there meanwhile is still to be had
     ):
         lost: list[tuple[str, str]] = []
         catalogue, blobs = survey(other, None, lambda what, why: lost.append((what, why))), StoreBlobs(other)

@@ -181,10 +181,14 @@ class Sender:
             yield f"meta/{name}-{mark}", values.meta_value(self.store, name)
         for digest in mine.profiles:
             yield f"profile/{digest}", values.profile_value(self.store, digest)
+        left = {*mine.files}
         for entry in self.store.files():
             key = keys.name_key(entry.path).hex()
-            if key in mine.files:
+            if key in left:
+                left.remove(key)
                 yield file_name(key, mine.files[key]), values.file_value(self.store, entry)
+        if left:  # forgotten since; its chunks may be another file's, too
+            raise _changed()
         for key, chunk in mine.chunks.items():
             info = self.store.chunk_info(bytes.fromhex(key))
             if info is None:
