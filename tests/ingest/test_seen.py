@@ -177,3 +177,17 @@ class TestFailures:
         assert parsed.count("broken.docx") == 3
         fresh(folder, "--reader", "docx=cat {}").fine()
         assert parsed.count("broken.docx") == 4
+
+    @pytest.mark.usefixtures("settled")
+    def test_a_script_that_reads_them_and_is_mended_tries_them(
+        self, fresh: Any, folder: Path, tmp_path: Path, parsed: list[str]
+    ) -> None:
+        (folder / "notes.odd").write_text("The fourth mill stands on the hill.")
+        script = tmp_path / "read.sh"
+        script.write_text("exit 3\n")
+        command = ("--reader", f"odd=sh {script} {{}}")
+        for _ in range(2):
+            fresh(folder, *command).fine(3)
+        script.write_text('cat "$1"\n')
+        assert fresh(folder, *command).fine().json["documents"]["added"] == 1
+        assert parsed.count("notes.odd") == 2

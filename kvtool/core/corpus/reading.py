@@ -110,9 +110,11 @@ class Reading:
 
 
 def _program(command: str) -> str:
-    """The program of a command as it is installed: where, and since when; empty where it is not."""
-    place = shutil.which(shlex.split(command)[0])
-    return f"{place} {os.stat(place).st_mtime_ns}" if place is not None else ""
+    """The files of a command as they are there: its program, empty where it is not installed, and what it is told to
+    run, as the script of an interpreter. Where they are, and since when."""
+    program, *words = shlex.split(command)
+    places = [shutil.which(program) or "", *filter(os.path.isfile, words)]
+    return " ".join(f"{place} {os.stat(place).st_mtime_ns}" if place else "" for place in places)
 
 
 def _documents(answer: Mapping[str, Any]) -> list[Document]:
