@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from contextlib import suppress
@@ -41,12 +42,28 @@ class SafeStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if self.stream is not None:
-            self.stream.write(degrade(text, self.encoding))
+            fitting = degrade(text, self.encoding)
+            raw = getattr(self.stream, "buffer", None)
+            if isinstance(raw, io.RawIOBase):
+                _write_all(raw, fitting.encode(self.encoding, "replace"))
+            else:
+                self.stream.write(fitting)
         return len(text)
 
     def flush(self) -> None:
         if self.stream is not None:
             self.stream.flush()
+
+
+def _write_all(raw: io.RawIOBase, data: bytes) -> None:
+    """Write to a stream without a buffer, as PYTHONUNBUFFERED has it: where a disk takes only a part, Python itself
+    passes over the rest. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        written = raw.write(left)
+        if written is None:
+            raise BlockingIOError(errno.EAGAIN, "it takes no more for now")
+        left = left[written:]
 
 
 def silence(stream: IO[str] | None) -> None:

@@ -330,6 +330,17 @@ def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) ->
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_file_that_takes_only_a_part(unbuffered: str, tmp_path: Path) -> None:
+    """As a disk does that becomes full in the middle of a page."""
+    line = f"ulimit -f 1; '{sys.executable}' -m kvtool help json > '{tmp_path / 'page'}'"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot write to standard output")
+
+
 SLEEPER = """
 import sys, time, types, kvtool.cli.app as app
 from kvtool.cli.commands import new_app
