@@ -69,6 +69,7 @@ class Answer:
     Attributes
     ----------
     finish : how it ended: `stop`, or `length` where it was cut off.
+    chunks : what was loaded for it. `places`: where it is from, best first, what stood of earlier turns included.
     facts : what `kvtool query --json` says of it.
     steps, generate_ms, stepper : tokens behind the first, the time that they took among others', and how.
     queue_ms : how long the question waited for its turn. `others_ms`: how long its prompt stood still for answers that
@@ -79,6 +80,7 @@ class Answer:
     text: str
     finish: Literal["stop", "length"]
     chunks: tuple[ReplyChunk, ...]
+    places: tuple[str, ...]
     facts: dict[str, Any]
     steps: int
     stepper: str
@@ -95,6 +97,7 @@ class Answer:
             text=reply.answer,
             finish=finish,
             chunks=tuple(reply.chunks),
+            places=tuple(reply.places),
             facts=reply.to_json(),
             steps=said.steps,
             stepper=said.stepper,

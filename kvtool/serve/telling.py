@@ -25,8 +25,7 @@ def sse(value: Any) -> str:
 def about(answer: Answer) -> dict[str, Any]:
     """What a response says of an answer beside its text: sources, tokens, times, and why something was missed."""
     facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
-    best_first = sorted(answer.chunks, key=lambda chunk: -(chunk.score or 0))
-    facts["sources"] = list(dict.fromkeys(chunk.place for chunk in best_first))
+    facts["sources"] = list(answer.places)
     waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
     facts["timing_ms"] = facts["timing_ms"] | waits
     facts["warnings"] = [{"message": text, "hint": hint} for text, hint in answer.warnings]

@@ -85,6 +85,7 @@ def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) 
         assert [chunk.id for chunk in answer.chunks] == [chunk.id for chunk in other_answer.chunks]
         assert turn["kept"] + turn["renewed"] == answer.facts["tokens"]["standing"]
         assert its["kept"] == 0
+        assert answer.places == other_answer.places != ()
     for answer in kept[1:]:
         kept_tokens, again_tokens = counts(answer)
         assert kept_tokens > 0

@@ -89,10 +89,9 @@ class Tools:
         options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
         options["only"] = tuple(only or self._options.only)
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
-        best_first = sorted(reply.chunks, key=lambda chunk: -(chunk.score or 0))
         return Answer(
             answer=reply.answer,
-            sources=[Excerpt(each.id, each.place, each.source, each.text, each.score) for each in best_first],
+            sources=[Excerpt(each.id, each.place, each.source, each.text, each.score) for each in reply.sources],
             fusion=reply.fusion,
             tokens=reply.tokens,
             ttft_ms=round(reply.timing_ms["ttft"], 1),
