@@ -59,7 +59,10 @@ def _identity(folder: Path) -> StoreIdentity | None:
 
 @failing("model")
 def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterator[Finding]:
-    """Look for the model that is asked for, the store's own, or that of a new store; and for its number format."""
+    """Look for the model that is asked for, the store's own, or that of a new store; whether its kind is supported, and
+    its number format."""
+    from kvtool.core.model.load import supported_config
+
     try:
         files = _files(identity, replace(wanted, offline=True))
     except ModelError:
@@ -69,6 +72,7 @@ def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterat
         hint = f"the first `kvtool ingest` downloads it; --model {PACKAGED} needs no model hub"
         yield Finding("model", "warning", text, hint)
         return
+    supported_config(files)
     yield Finding("model", "ok", f"{files.ref} ({files.kind}) at {files.folder}")
     yield from check_dtype(wanted, files)
 

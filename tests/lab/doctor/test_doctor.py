@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config
 
 from tests.cli.working import Done, built, corpus, fail_gate, fresh, kvtool, store, tiny
 
@@ -63,6 +65,15 @@ def test_what_does_not_exist_yet_is_no_fault(tmp_path: Path, tiny: Path) -> None
 def test_a_model_that_was_named_has_to_be_there(tmp_path: Path) -> None:
     done = kvtool("doctor", "--store", tmp_path / "none", "--model", tmp_path / "no-model", "--json")
     assert states(done)["model"] == "failed"
+
+
+def test_a_model_that_is_refused_is_told(tmp_path: Path, tiny: Path) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "gpt2"))
+    GPT2Config(n_layer=2, n_embd=64, n_head=2).save_pretrained(model)
+    done = kvtool("doctor", "--store", tmp_path / "none", "--model", model, "--json")
+    assert states(done)["model"] == "failed"
+    (found,) = [row for row in done.json["findings"] if row["subject"] == "model"]
+    assert "RoPE" in found["message"]
 
 
 @pytest.mark.parametrize(("place", "subject"), [("file.txt", "store"), ("redis://127.0.0.1:1/0", "shared store")])
