@@ -80,13 +80,12 @@ def _context(run: Run, wanted: StreamBenchOptions, speeds: GivenSpeeds, table: L
 def _measured(run: Run, store: Any) -> PassSpeed | None:
     """How fast this machine computes the store's model, if that was measured once."""
     from kvtool.core.model.load import resolve_device
-    from kvtool.core.session.identity import store_identity
+    from kvtool.core.session.session import Session
     from kvtool.core.session.speeds import recalled
 
-    identity = store_identity(store)
-    known = recalled(
-        store, identity.fingerprint, resolve_device(run.get(ModelOptions).device), identity.dtype, layers=1
-    )
+    wanted = run.get(ModelOptions)
+    session, device = Session(store, wanted), resolve_device(wanted.device)
+    known = recalled(store, session.identity.fingerprint, device, session.arithmetic.dtype, layers=1)
     return None if known is None else known.passes
 
 

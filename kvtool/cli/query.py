@@ -234,7 +234,9 @@ def _session(run: Run, store: Any, timeline: Timeline | None) -> Session:
     add_span(timeline, "load model", started)
     session.timeline = timeline
     loaded = session.decoder.loaded
-    run.out.detail(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}, loaded in {loaded.load_ms:.0f} ms")
+    run.out.detail(
+        f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}, loaded in {loaded.load_ms:.0f} ms"
+    )
     return session
 
 

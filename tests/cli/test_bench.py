@@ -112,7 +112,7 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> None:
     found = bench_codec(store, "--tokens", "1", "--threads", "1", "--dtype", dtype)
-    assert found["decoded_to"] == ("float32" if dtype == "auto" else dtype)
+    assert found["decoded_to"] == ("bfloat16" if dtype == "auto" else dtype)
     assert {row["note"] for row in found["rows"] if row["what"] == "decode" and row["level"] in ("1", "4")} == {
         f"to {found['decoded_to']}"
     }

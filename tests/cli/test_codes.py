@@ -100,12 +100,13 @@ def test_11_locked(store: Path, corpus: Path, tmp_path: Path, form: Any) -> None
         kvtool("query", QUESTION, "--store", store, *SHORT).fine()  # reading waits for nobody
 
 
-def test_12_another_model(store: Path, corpus: Path, tmp_path: Path, form: Any) -> None:
+def test_12_another_model(store: Path, corpus: Path, tiny: Path, tmp_path: Path, form: Any) -> None:
     other = save_tiny("llama", tmp_path / "other", seed=1)
     with untouched(store):
         kvtool("query", QUESTION, "--store", store, "--model", other, *form).failed(12, "another model")
         kvtool("ingest", corpus, "--store", store, "--model", other, *form).failed(12, "another model")
-        kvtool("query", QUESTION, "--store", store, "--dtype", "bfloat16", *form).failed(12, "float32")
+        kept = ("--model", tiny, "--store-dtype", "float32")
+        kvtool("ingest", corpus, "--store", store, *kept, *form).failed(2, "the store keeps bfloat16")
 
 
 def test_13_damaged(store: Path) -> None:

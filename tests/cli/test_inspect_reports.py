@@ -49,7 +49,8 @@ def test_what_a_codec_loses_is_not_counted_as_reuse(
     asked for is named."""
     path, html = tmp_path / "store", tmp_path / "page.html"
     corpus = write_corpus(tmp_path / "in", 2, 4)
-    kvtool("ingest", corpus, "--store", path, "--model", tiny, *CHUNKS, "--lead-in", mode).fine()
+    exactly = ("--store-dtype", "float32")
+    kvtool("ingest", corpus, "--store", path, "--model", tiny, *CHUNKS, "--lead-in", mode, *exactly).fine()
     at = ("inspect", "deviation", QUESTION, "--store", path, "--html", html, "--json")
     exact = kvtool(*at, "--level", "raw").fine().json
     fixed_losses(monkeypatch, {"4": 0.001})

@@ -122,7 +122,7 @@ def test_counts_of_recomputed_tokens(store: Path) -> None:
     full = kvtool(*args, "--fusion", "full").fine().json
     assert full["tokens"]["reused"] == 0
     assert full["tokens"]["fresh"] == reuse["tokens"]["fresh"]
-    per_token = 2 * LAYERS * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
+    per_token = 2 * LAYERS * 2 * 16 * 2  # K and V, layers, heads, head_dim, bfloat16
     assert reuse["bytes_read"] == per_token * reuse["tokens"]["reused"]
 
 
@@ -178,7 +178,7 @@ def test_compare_of_modes_that_compute_everything(store: Path) -> None:
     row = (
         kvtool("query", QUESTION, "--store", store, "--compare", "blend", "--ratio", "1", "--json", *SHORT).fine().json
     )
-    assert row["runs"][1]["kl_first"] < 1e-6
+    assert row["runs"][1]["kl_first"] < 1e-4  # the prompt's own beginning is kept in 16 bits
     assert row["runs"][1]["answer_equal"] is True
 
 

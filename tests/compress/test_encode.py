@@ -339,7 +339,7 @@ def test_exact_records_stay_where_the_others_do_not_come_back(
 
 def test_a_single_bit_of_a_lossless_record_matters(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nudge(values: torch.Tensor) -> None:
-        values[0, 0, 0] = torch.nextafter(values[0, 0, 0], torch.tensor(9e9))
+        values[0, 0, 0] = torch.nextafter(values[0, 0, 0], torch.tensor(9e9, dtype=values.dtype))
 
     monkeypatch.setattr(Lossless, "decode", changing(nudge)(Lossless.decode))
     with pytest.raises(DamagedError, match="did not come back") as raised:

@@ -57,7 +57,7 @@ def test_a_record_has_the_shape_of_its_layer(stored: Path) -> None:
                 assert found is not None
                 header, payload = found
                 assert (header.kv_heads, header.head_dim_k, header.head_dim_v) == (heads, key_dim, value_dim)
-                assert len(payload) == 4 * heads * (key_dim + value_dim) * len(info.token_ids)
+                assert len(payload) == 2 * heads * (key_dim + value_dim) * len(info.token_ids)
 
 
 def read(path: Path, chunk: str, level: str) -> ChunkKV:

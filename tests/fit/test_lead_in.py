@@ -45,9 +45,10 @@ def test_in_half_precision(tiny: Path, tmp_path: Path) -> None:
     """Weights that are packed for speed would let no gradient through."""
     folder, path = write_corpus(tmp_path / "in", 8), tmp_path / "s"
     kvtool("ingest", folder, "--store", path, "--model", tiny, "--dtype", "bfloat16", *CHUNKS, "--quiet").fine()
-    held_out = kvtool("fit", "lead-in", "--store", path, "--rounds", "8", "--json").fine().json["held_out"]
+    half = ("--store", path, "--dtype", "bfloat16", "--json")
+    held_out = kvtool("fit", "lead-in", "--rounds", "8", *half).fine().json["held_out"]
     assert held_out["learned"] < held_out["warm"]
-    report = kvtool("ingest", folder, "--store", path, *LEARNED, "--json").fine().json
+    report = kvtool("ingest", folder, *LEARNED, *half).fine().json
     assert report["resolved"]["dtype"] == "bfloat16"
 
 

@@ -44,7 +44,7 @@ def test_modes_that_fuse_nothing_agree(tiny: Path, tmp_path: Path) -> None:
     """One chunk behind its own lead-in is what full prefill gives (law 3, at the command)."""
     folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
     args = ("--store", path, "--model", tiny, "--json")
-    kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "prefix").fine()
+    kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "prefix", "--store-dtype", "float32").fine()
     chunk = chunks_of(path, "mill0.md")[2]
     done = kvtool("query", QUESTION, *args, "--chunks", chunk, "--compare", "reuse,epic,blend,prefix", *SHORT)
     for run in done.fine().json["runs"]:

@@ -30,7 +30,7 @@ def values_behind(model: Any, lead_in: tuple[int, ...], ids: tuple[int, ...]) ->
     ("mode", "other"), [("warm", "prefix"), ("prefix", "warm"), ("neighbour", "warm"), ("none", "warm")]
 )
 def test_it_is_the_distance_between_two_lead_ins(mode: str, other: str, tiny: Path, tmp_path: Path) -> None:
-    asked = ("--store", tmp_path / "s", "--model", tiny, "--lead-in", mode, "--dtype", "float32", *CHUNKS)
+    asked = ("--store", tmp_path / "s", "--model", tiny, "--lead-in", mode, "--store-dtype", "float32", *CHUNKS)
     kvtool("ingest", write_corpus(tmp_path / "in", 2), *asked).fine()
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(resolve(str(tiny)))

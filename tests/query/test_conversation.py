@@ -51,10 +51,11 @@ def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "union"])
-def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, store: Path, tiny: Path) -> None:
+def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, corpus: Path, tiny: Path, tmp_path: Path) -> None:
     """In `full`, and in `union` at ratio 1, the next token is that of plain `transformers` behind the same text."""
     model = AutoModelForCausalLM.from_pretrained(tiny)
-    with package.open(store) as cache:
+    with package.open(tmp_path / "exact", model=str(tiny)) as cache:  # whose beginning of a prompt is not rounded
+        cache.ingest(corpus, chunk_tokens=64, store_dtype="float32")
         talk = cache.conversation(fusion=mode, ratio=1.0, **ASKING)
         talk.ask(FIRST)
         reply = talk.ask(SECOND)

@@ -20,7 +20,7 @@ def test_every_mode_but_full_refuses(failed: Path) -> None:
     with untouched(failed):
         for mode in ("prefix", "reuse", "epic", "blend"):
             done = kvtool("query", QUESTION, "--store", failed, "--fusion", mode, *SHORT, "--json")
-            done.failed(12, "law 4", "0.731", "0.001", "--force", "--fusion full")
+            done.failed(12, "law 4", "0.731", "0.08", "--force", "--fusion full")
         kvtool("query", QUESTION, "--store", failed, "--compare", "reuse", *SHORT).failed(12, "law 4")
         kvtool("query", QUESTION, "--store", failed, "--fusion", "full", *SHORT).fine()
         forced = kvtool("query", QUESTION, "--store", failed, "--fusion", "reuse", "--force", *SHORT, "--json").fine()

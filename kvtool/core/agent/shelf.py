@@ -16,7 +16,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
-from kvtool.core.session.gate import stored_verdict
+from kvtool.core.session.gate import known_verdict
 from kvtool.core.session.identity import store_identity
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Shelf:
         """What the store holds."""
         with self._reading() as (store, _):
             stats, identity = store.stats(), store_identity(store)
-            verdict = stored_verdict(store, identity.fingerprint)
+            verdict = known_verdict(store, identity.fingerprint)
             return Status(
                 store=str(self._place),
                 **{name: stats[name] for name in ("documents", "chunks", "tokens", "bytes")},

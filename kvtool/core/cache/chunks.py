@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from kvtool.core.cache import keys, tables
@@ -15,6 +16,7 @@ from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_re
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.nested import MAKER
+from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
 
@@ -37,6 +39,18 @@ class Chunks(Opened):
         """Token ids, lead-in and side data. Raises DamagedError."""
         with self.snapshot() as snapshot:
             return _info_of(snapshot, chunk_id)
+
+    def arithmetics(self) -> dict[Arithmetic | None, int]:
+        """How many chunks each arithmetic has computed; None: those of which it was not noted, or that are damaged.
+        Reads every chunk's description."""
+        counts: Counter[Arithmetic | None] = Counter()
+        with self.snapshot() as snapshot:
+            for chunk_id in snapshot.keys(tables.CHUNKS):
+                info = None
+                with contextlib.suppress(DamagedError):
+                    info = _info_of(snapshot, chunk_id)
+                counts[None if info is None else info.arithmetic] += 1
+        return dict(counts)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
         """Whether at least one level can be read, of a chunk whose description is intact or that a link offers; of one

@@ -7,10 +7,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import zstandard
 
+from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.common.marks import Mark, Place, place_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
@@ -101,6 +103,9 @@ class FileEntry:
 
 
 _CHUNK = struct.Struct("<IIII")  # token ids, lead-in bytes, layers, sensitivity bytes
+# As on disk: the places of the names count, from 1.
+_DTYPES, _DEVICES = ({name: code for code, name in enumerate(names, 1)} for names in (NUMBER_FORMATS, DEVICE_KINDS))
+_ARITHMETICS = {bytes([_DTYPES[a], _DEVICES[b]]): Arithmetic(a, b) for a, b in product(_DTYPES, _DEVICES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +115,29 @@ class ChunkInfo:
     Parameters
     ----------
     sensitivity : one little-endian float16 a token, or empty: how much the token's values depend on what stood before.
+    arithmetic : what computed its KV; None: an earlier kvtool, which did not note it.
     """
 
     token_ids: Ids
     lead_in: bytes
     layers: int
     sensitivity: bytes = b""
+    arithmetic: Arithmetic | None = None
 
     def __post_init__(self) -> None:
         if self.sensitivity and len(self.sensitivity) != 2 * len(self.token_ids):
             raise ValueError("sensitivity needs two bytes a token")
 
     def to_bytes(self) -> bytes:
-        """Four counts, then ids (uint32 little-endian), lead-in, sensitivity."""
+        """Four counts, then ids (uint32 little-endian), lead-in, sensitivity, and what computed it if that is known."""
         head = _CHUNK.pack(len(self.token_ids), len(self.lead_in), self.layers, len(self.sensitivity))
-        return head + struct.pack(f"<{len(self.token_ids)}I", *self.token_ids) + self.lead_in + self.sensitivity
+        tail = (
+            b""
+            if self.arithmetic is None
+            else bytes([_DTYPES[self.arithmetic.dtype], _DEVICES[self.arithmetic.device]])
+        )
+        ids = struct.pack(f"<{len(self.token_ids)}I", *self.token_ids)
+        return head + ids + self.lead_in + self.sensitivity + tail
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ChunkInfo:
@@ -132,11 +145,12 @@ class ChunkInfo:
         with _reading("chunk"):
             count, lead_bytes, layers, side_bytes = _CHUNK.unpack_from(data)
             lead_at = _CHUNK.size + 4 * count
-            side_at = lead_at + lead_bytes
-            if side_at + side_bytes != len(data):
+            side_at, end = lead_at + lead_bytes, lead_at + lead_bytes + side_bytes
+            if end > len(data):
                 raise ValueError("sizes do not fit")
             ids = struct.unpack_from(f"<{count}I", data, _CHUNK.size)
-            return cls(ids, bytes(data[lead_at:side_at]), layers, bytes(data[side_at:]))
+            arithmetic = _ARITHMETICS[bytes(data[end:])] if end < len(data) else None
+            return cls(ids, bytes(data[lead_at:side_at]), layers, bytes(data[side_at:end]), arithmetic)
 
 
 _TROUBLE = (

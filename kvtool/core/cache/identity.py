@@ -48,7 +48,7 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
     Parameters
     ----------
     namespace : keeps equal chunks of different owners apart.
-    model_fingerprint : digest of architecture, weights, tokenizer and dtype.
+    model_fingerprint : digest of architecture, weights, tokenizer and the number format that KV is kept in.
     lead_in : digest of the lead-in's token ids and mode.
     token_ids : the chunk's own ids, each in 0 … 2**32 - 1.
 

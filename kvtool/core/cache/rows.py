@@ -70,7 +70,7 @@ def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row]
     if stored is not None:
         if (stored.token_ids, stored.lead_in, stored.layers) != (info.token_ids, info.lead_in, info.layers):
             raise ValueError(f"chunk {chunk_id.hex()} is stored with other tokens, lead-in or layers")
-        if not info.sensitivity or info.sensitivity == stored.sensitivity:
+        if info.arithmetic in (None, stored.arithmetic) and info.sensitivity in (b"", stored.sensitivity):
             return []
     row = (tables.CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
     if stored is not None:

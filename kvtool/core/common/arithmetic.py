@@ -15,6 +15,7 @@ import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtool.core.errors import UsageError, did_you_mean
 
@@ -36,6 +37,19 @@ _ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _LIMITED = frozenset({"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"})
 _CPUINFO = Path("/proc/cpuinfo")
 _X86 = ("x86_64", "AMD64")
+
+
+NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32"), ("cpu", "cuda", "mps")
+
+
+class Arithmetic(NamedTuple):
+    """What a model computes in here: a number format, and a kind of device ("cpu", "cuda" or "mps")."""
+
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.device}"
 
 
 def cpu_features() -> frozenset[str]:

@@ -53,14 +53,21 @@ class Choices:
         Raises
         ------
         ModelError : the store was built with another model.
+        UsageError : it keeps its numbers in another format than is asked for.
         """
         split = self._options.splitting or (self.known.split if self.known else SplitSettings())
         if self.known is None:
             return self._new_identity(split)
-        check_same_model(self.files, self.known, self._options.dtype)
+        check_same_model(self.files, self.known)
+        self._check_format(self.known.dtype)
         if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not self._reads_lead_in():
             return replace(self.known, split=split)
         return self._new_identity(split)
+
+    def _check_format(self, kept: str) -> None:
+        asked = self._options.store_dtype or kept
+        if asked != kept:
+            raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
     def _reads_lead_in(self) -> bool:
         """Whether the lead-in was asked for as a file, which may hold another text by now, or as what was learned."""
@@ -78,7 +85,7 @@ class Choices:
 
     def _new_identity(self, split: SplitSettings) -> StoreIdentity:
         from kvtool.core.model.lead_in import lead_in_ids
-        from kvtool.core.model.load import resolve_device, resolve_dtype, supported_config
+        from kvtool.core.model.load import kept_format, supported_config
         from kvtool.core.model.prompt import DEFAULT_SYSTEM, PromptParts, prompt_parts
         from kvtool.core.model.support import keeps_states
 
@@ -87,8 +94,7 @@ class Choices:
         mode, system = self._lead_in()
         if keeps:
             mode = self._lead_in_of_states(mode)
-        dtype = self.known.dtype if self.known else ""
-        dtype = dtype or resolve_dtype(self._options.dtype, resolve_device(self._options.device), self.files)
+        dtype = self.known.dtype if self.known else kept_format(self._options.store_dtype or "auto", self.files)
         if self.known and system == self.known.system:  # a template that tells the date says another one today
             parts = PromptParts(self.known.prefix, self.known.answer_header)
         else:

@@ -340,11 +340,12 @@ class _Job:
         self.account.report.resolved = {
             "model": loaded.files.ref,
             "device": loaded.device,
-            "dtype": loaded.dtype,
+            "dtype": loaded.arithmetic.dtype,
+            "store_dtype": loaded.dtype,
             "fingerprint": loaded.fingerprint,
             "lead_in": identity.lead_in.mode,
         }
-        events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.dtype}")
+        events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}")
         return session
 
     def _gate(self, session: Session) -> None:

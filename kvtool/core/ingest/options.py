@@ -139,6 +139,13 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
         choices=WHOLE,
         metavar="raw|lossless|1..4",
     )
+    store_dtype: str | None = option(
+        None,
+        "Number format that KV is kept in, whatever computes it.",
+        group=STORING,
+        choices=("bfloat16", "float16", "float32"),
+        instead="the store's own, else 16 bits",
+    )
     lead_in: str | None = option(
         None,
         "What a chunk is prefilled after.",

@@ -36,11 +36,13 @@ _VOLATILE = frozenset(
 
 
 def model_fingerprint(files: ModelFiles, dtype: str) -> str:
-    """SHA-256 (hex) over configuration, weights, tokenizer and the dtype the model runs in.
+    """SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
+
+    What computes them is no part of it: a store is the same one on machines of different arithmetic.
 
     Parameters
     ----------
-    dtype : resolved ("bfloat16", "float32", "float16"), never "auto".
+    dtype : of the keys and values, resolved ("bfloat16", "float32", "float16"), never "auto".
 
     Raises
     ------

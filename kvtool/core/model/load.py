@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.common.arithmetic import product_dtype
+from kvtool.core.common.arithmetic import Arithmetic, product_dtype
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
@@ -45,8 +45,7 @@ class Loaded:
     ----------
     model : `PreTrainedModel`, in eval mode, no gradients.
     tokenizer : fast tokenizer of `transformers`.
-    dtype : of the keys and values that it stands for, resolved: "bfloat16", "float16" or "float32". It computes in its
-        own `model.dtype`, which is another one where a CPU is slow in this.
+    dtype : of the keys and values that it stands for, resolved: "bfloat16", "float16" or "float32".
     load_ms : time that loading took, tokenizer and fingerprint included.
     """
 
@@ -59,13 +58,18 @@ class Loaded:
     load_ms: float
 
     @property
+    def arithmetic(self) -> Arithmetic:
+        """What it computes in, which the machine decides."""
+        return Arithmetic(str(self.model.dtype).removeprefix("torch."), self.device.partition(":")[0])
+
+    @property
     def weights(self) -> str:
         """How its weights are kept in memory: the kinds of packed ones, most bytes first ("q4_1, q8_0"), or a dtype."""
         kinds: dict[str, int] = {}
         for module in self.model.modules():
             if (matrix := getattr(module, "matrix", None)) is not None:
                 kinds[matrix.kind] = kinds.get(matrix.kind, 0) + matrix.nbytes
-        return ", ".join(sorted(kinds, key=lambda kind: -kinds[kind])) or str(self.model.dtype).removeprefix("torch.")
+        return ", ".join(sorted(kinds, key=lambda kind: -kinds[kind])) or self.arithmetic.dtype
 
 
 def resolve_device(device: str) -> str:
@@ -130,6 +134,21 @@ def own_dtype(stored: str, device: str) -> str:
     if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
         return "float16"
     return product_dtype(stored, device)
+
+
+def kept_format(dtype: str, files: ModelFiles) -> str:
+    """ "auto" or an alias → the number format that a new store keeps keys and values in, on any machine.
+
+    `auto` takes 16 bits a number: float16 for a model that was published in it, whose numbers are known to fit its
+    range, and which has three bits of mantissa more; else bfloat16, since keys of other models may leave that range.
+
+    Raises
+    ------
+    UsageError : not a number format.
+    """
+    if dtype != "auto":
+        return _named_dtype(dtype)
+    return "float16" if _stored_dtype(files) == "float16" else "bfloat16"
 
 
 def _stored_dtype(files: ModelFiles) -> str:

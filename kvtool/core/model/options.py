@@ -35,7 +35,7 @@ class ModelOptions(NetworkOptions):
         pattern=r"auto|cpu|mps|cuda(:\d+)?",
     )
     dtype: str = option(
-        "auto", "Number format of the model.", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
+        "auto", "Number format to compute in.", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
     )
 
 

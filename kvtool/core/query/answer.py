@@ -129,7 +129,7 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions) -> Begun
         selector = selector_for(options, options.mode())
         goes_on_from_states = asked.behind is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
-            session.check_gate()
+            session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
         lossy = session.identity.keeps_states and selector.name in APART
         states = check_loss(session, selector.name, options) if lossy else {}
         streamed = _fetch(session, asked, options, selector)
@@ -298,7 +298,8 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         states=begun.outcome.states,
         resolved={
             "device": session.decoder.device,
-            "dtype": session.identity.dtype,
+            "dtype": session.decoder.loaded.arithmetic.dtype,
+            "store_dtype": session.identity.dtype,
             "model": session.identity.model,
             "stepper": said.stepper,
             "weights": session.decoder.loaded.weights,

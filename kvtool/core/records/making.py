@@ -12,6 +12,7 @@ from kvtool.core.codec.base import LayerKV, Payload
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.sensitivity import sensitivities
@@ -38,11 +39,13 @@ class LeadIns:
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunk:
-    """Holds a chunk's keys and values, and how much each token's values depend on what stood before the chunk."""
+    """Holds a chunk's keys and values, how much each token's values depend on what stood before the chunk, and what
+    computed them."""
 
     chunk: WantedChunk
     kv: ChunkKV
     sensitivity: bytes
+    arithmetic: Arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +64,16 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[WantedChunk]) 
     values = [b""] * len(chunks)
     if lead_ins.other is not None:
         values = sensitivities(decoder, lead_ins.other, [chunk.ids for chunk in chunks], kvs)
-    return [PrefilledChunk(*made) for made in zip(chunks, kvs, values, strict=True)]
+    own = decoder.loaded.arithmetic
+    return [PrefilledChunk(*made, own) for made in zip(chunks, kvs, values, strict=True)]
 
 
 def encode(made: PrefilledChunk, level: str = RAW, profile: Profile | None = None) -> ChunkRecords:
     """Make the records of a chunk at one level."""
     layers = encode_layers(made.chunk.chunk_id, made.kv, level, profile)
-    return ChunkRecords(made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity), level, layers)
+    return ChunkRecords(
+        made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity, made.arithmetic), level, layers
+    )
 
 
 def make(

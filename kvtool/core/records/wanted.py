@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 
 
@@ -23,6 +24,6 @@ class WantedChunk:
     before: Ids
     lead_in: bytes
 
-    def info(self, layers: int, sensitivity: bytes = b"") -> ChunkInfo:
+    def info(self, layers: int, sensitivity: bytes = b"", arithmetic: Arithmetic | None = None) -> ChunkInfo:
         """Make the chunk's description; `sensitivity` is as records/sensitivity.py gives it, or empty."""
-        return ChunkInfo(self.ids, self.lead_in, layers, sensitivity)
+        return ChunkInfo(self.ids, self.lead_in, layers, sensitivity, arithmetic)

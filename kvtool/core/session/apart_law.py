@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-import torch.nn.functional as F
-
 from kvtool.core.cache.stretches import Place
 from kvtool.core.common.types import Ids
 from kvtool.core.fusion.apart import Stored, fuse_apart
@@ -27,8 +24,7 @@ from kvtool.core.records.parts import encode_part
 from kvtool.core.session.alone import AloneMaker
 from kvtool.core.session.gate import GateCheck, GateVerdict, apart_name
 from kvtool.core.session.identity import LeadInIds, StoreIdentity
-
-_QUOTED = 32  # first tokens of each chunk that the model is led through
+from kvtool.core.session.quoting import nats_a_token, quotation, quoted
 
 
 def check_apart(
@@ -37,8 +33,7 @@ def check_apart(
     """Check laws 1, 3 and 4 on chunks computed apart, and measure what the modes that use them lose.
 
     The loss: the prompt is the chunks, and the model is led through the beginning of each once more; KL divergence from
-    full prefill's distributions, in nats, as the mean over these tokens. Who cannot find in a cache what stood in it
-    cannot quote it.
+    full prefill's distributions, in nats, as the mean over these tokens.
 
     Parameters
     ----------
@@ -46,15 +41,16 @@ def check_apart(
     """
     own = _Bench(AloneMaker(identity, decoder), chunks)
     plain = replace(identity, lead_in=LeadInIds("prefix", identity.prefix)) if identity.prefix else identity
-    everything = max(map(len, chunks))
+    everything, arithmetic = max(map(len, chunks)), str(decoder.loaded.arithmetic)
+    off = own.distance(Epic(link_tokens=everything), chunks, question)
     checks = [
-        GateCheck(1, "epic, all tokens, apart", own.distance(Epic(link_tokens=everything), chunks, question), allowed),
-        GateCheck(4, "states carried through a chunk", own.carried(), allowed),
+        GateCheck(1, "epic, all tokens, apart", off, allowed, arithmetic),
+        GateCheck(4, "states carried through a chunk", own.carried(), allowed, arithmetic),
     ]
     if identity.prefix:
         bench = _Bench(AloneMaker(plain, decoder), chunks[:1])
         off = bench.distance(Reuse(), chunks[:1], question)
-        checks.append(GateCheck(3, "one chunk apart, behind its lead-in", off, allowed))
+        checks.append(GateCheck(3, "one chunk apart, behind its lead-in", off, allowed, arithmetic))
     losses = {selector.name: own.loss(selector) for selector in (Reuse(), Epic())}
     return GateVerdict(apart_name(identity), tuple(sorted(checks, key=lambda check: check.law)), losses)
 
@@ -103,15 +99,11 @@ class _Bench:
     def loss(self, selector: Selector) -> float:
         """Nats a token that a mode loses where the model quotes what stands in its prompt."""
         decoder = self._maker.decoder
-        first, *script = [token for ids in self._chunks for token in ids[:_QUOTED]]
+        first, script = quotation(self._chunks)
         fused = self._fused(selector, self._chunks, (first,), len(script))
         logits, cache = decoder.prefill(fused.plan.ids, len(script))
-        full, here = (
-            torch.cat([own[None], *([decoder.extend(script, held)] if script else [])]).double().log_softmax(-1)
-            for own, held in ((logits, cache), (fused.logits, fused.cache))
-        )
-        loss = float(F.kl_div(here, full, reduction="none", log_target=True).sum(-1).mean())
-        return loss if loss == loss else float("inf")
+        full = quoted(decoder, logits, cache, script)
+        return nats_a_token(full, quoted(decoder, fused.logits, fused.cache, script))
 
     def _fused(self, selector: Selector, chunks: Sequence[Ids], question: Ids, reserve: int = 0) -> Fused:
         prefix = self._maker.identity.prefix

@@ -6,10 +6,13 @@ This file keeps its verdicts beside the store, one file a model; `session/laws.p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.side import read_side, write_side
+from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import GateError
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class GateCheck:
     name: str
     difference: float
     allowed: float
+    arithmetic: str = ""  # what computed it, such as "bfloat16 on cpu"; "": an earlier kvtool did not say
 
     @property
     def passed(self) -> bool:
@@ -35,16 +39,19 @@ class GateCheck:
 
 @dataclass(frozen=True, slots=True)
 class GateVerdict:
-    """What the gate found for a model; kept in the store under the model's fingerprint.
+    """What the gate found for a model; kept in the store under the model's fingerprint and what it computes in.
 
     Attributes
     ----------
     losses : of a model that keeps states, whose chunks were computed apart: what a mode loses, in nats a token.
+    of_others : what is lost, in nats a token, by records that another arithmetic has made ("float32 on cpu") in place
+        of one's own.
     """
 
     fingerprint: str
     checks: tuple[GateCheck, ...]
     losses: dict[str, float] = field(default_factory=dict)
+    of_others: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -52,16 +59,30 @@ class GateVerdict:
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
-        verdict = {"format": GATE_FORMAT, "fingerprint": self.fingerprint, "passed": self.passed, "checks": rows}
-        return verdict | ({"loss_by_mode": self.losses} if self.losses else {})
+        verdict: dict[str, Any] = {
+            "format": GATE_FORMAT,
+            "fingerprint": self.fingerprint,
+            "passed": self.passed,
+            "checks": rows,
+        }
+        if self.losses:
+            verdict["loss_by_mode"] = self.losses
+        if self.of_others:
+            verdict["loss_by_arithmetic"] = self.of_others
+        return verdict
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> GateVerdict:
         keys = ("law", "name", "difference", "allowed")
-        checks = tuple(GateCheck(**{key: check[key] for key in keys}) for check in row["checks"])
-        return cls(
-            row["fingerprint"], checks, {mode: float(loss) for mode, loss in row.get("loss_by_mode", {}).items()}
+        checks = tuple(
+            GateCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
+            for check in row["checks"]
         )
+        losses, of_others = (
+            {str(name): float(loss) for name, loss in row.get(key, {}).items()}
+            for key in ("loss_by_mode", "loss_by_arithmetic")
+        )
+        return cls(row["fingerprint"], checks, losses, of_others)
 
     def enforce(self) -> None:
         """Refuse fused answers when a check failed."""
@@ -88,18 +109,35 @@ def apart_name(identity: StoreIdentity) -> str:
     return f"{identity.fingerprint}-behind-{identity.lead_in.digest().hex()}"
 
 
-def stored_verdict(store: Store, fingerprint: str) -> GateVerdict | None:
-    """What the gate found for a model at its first meeting with this store; None before that."""
+def stored_verdict(store: Store, model: str, arithmetic: Arithmetic) -> GateVerdict | None:
+    """What the gate found for a model that computes in this at its first meeting with this store; None before that."""
     try:
-        return GateVerdict.from_json(read_side(store, _name(fingerprint), format=GATE_FORMAT))
+        return GateVerdict.from_json(read_side(store, _file(model, arithmetic), format=GATE_FORMAT))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # missing or unreadable: the gate is run again
 
 
-def keep_verdict(store: Store, verdict: GateVerdict) -> None:
+def known_verdict(store: Store, model: str) -> GateVerdict | None:
+    """What the gate found for a model in every arithmetic that has met the store, as one; None before the first."""
+    found = [
+        verdict
+        for names in product(NUMBER_FORMATS, DEVICE_KINDS)
+        if (verdict := stored_verdict(store, model, Arithmetic(*names))) is not None
+    ]
+    if not found:
+        return None
+    losses, of_others = (_worst([getattr(one, name) for one in found]) for name in ("losses", "of_others"))
+    return GateVerdict(model, tuple(check for one in found for check in one.checks), losses, of_others)
+
+
+def _worst(losses: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: max(row.get(name, 0.0) for row in losses) for name in sorted({*chain.from_iterable(losses)})}
+
+
+def keep_verdict(store: Store, verdict: GateVerdict, arithmetic: Arithmetic) -> None:
     """Keep a verdict beside the store; where it cannot be kept, the gate is run again next time."""
-    write_side(store, _name(verdict.fingerprint), verdict.to_json())
+    write_side(store, _file(verdict.fingerprint, arithmetic), verdict.to_json())
 
 
-def _name(fingerprint: str) -> str:
-    return f"gate/{fingerprint}.json"
+def _file(model: str, arithmetic: Arithmetic) -> str:
+    return f"gate/{model}-in-{arithmetic.dtype}-on-{arithmetic.device}.json"

@@ -13,7 +13,6 @@ from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.load import resolve_dtype
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.support import ONLY_EXACTLY
@@ -56,7 +55,8 @@ class StoreIdentity:
 
     Attributes
     ----------
-    fingerprint : of the model's weights, configuration, tokenizer and dtype.
+    fingerprint : of the model's weights, configuration and tokenizer, and of `dtype`.
+    dtype : the number format that keys and values are kept in; what computes them is the machine's choice.
     prefix : token ids before the first chunk of a prompt, as they were when the store was made.
     answer_header : token ids after the question.
     system : the instruction they were made from; "" for the default.
@@ -160,20 +160,17 @@ def model_files(identity: StoreIdentity, wanted: ModelOptions) -> ModelFiles:
     ModelError : they cannot be found, or are another model's.
     """
     files = resolve(wanted.model or identity.model, offline=wanted.offline)
-    check_same_model(files, identity, wanted.dtype)
+    check_same_model(files, identity)
     return files
 
 
-def check_same_model(files: ModelFiles, known: StoreIdentity, dtype: str = "auto") -> None:
+def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
     """Refuse a model other than the one a store was built with.
 
     Raises
     ------
-    ModelError : weights, configuration, tokenizer or dtype differ.
+    ModelError : weights, configuration or tokenizer differ.
     """
-    asked = known.dtype if dtype == "auto" else resolve_dtype(dtype, "cpu", files)
-    if asked != known.dtype:
-        raise ModelError(f"the store holds {known.dtype}, not {asked}", "leave --dtype out, or use another --store")
     if model_fingerprint(files, known.dtype) != known.fingerprint:
         raise ModelError(
             f"the store was built with another model than {files.ref} (it was {known.model})",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of_layer
 from kvtool.core.codec.levels import RAW, exact, plugin_of
 from kvtool.core.codec.raw import NAMES
+from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
@@ -28,11 +30,13 @@ from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chun
 from kvtool.core.session.apart_law import check_apart
 from kvtool.core.session.gate import GateCheck, GateVerdict, apart_name, keep_verdict, stored_verdict
 from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.record_law import check_records, chunks_of
 from kvtool.core.session.state_law import check_states
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
+_Number = TypeVar("_Number", int, float)
 MAX_CHUNKS, MAX_TOKENS = 3, 256
 _LOOKED_AT = 8  # of the store's chunks, to find some that can be read
 _QUESTION: Ids = (11, 7, 5, 3, 2)  # any ids do: the laws hold for all
@@ -62,29 +66,57 @@ def gate_store(
     ----------
     chunks : token ids of those to check with; None: some of the store's.
     """
-    verdict = stored_verdict(store, identity.fingerprint)
+    arithmetic = decoder.loaded.arithmetic
+    verdict = stored_verdict(store, identity.fingerprint, arithmetic)
     if verdict is not None:
         return verdict
     chunks = _own_chunks(store, identity) if chunks is None else chunks
     if not chunks:
         return None
     verdict = check_laws(decoder, identity.fingerprint, identity.prefix, chunks)
-    keep_verdict(store, verdict)
+    keep_verdict(store, verdict, arithmetic)
     return verdict
+
+
+def gate_records(
+    store: Store, decoder: Decoder, identity: StoreIdentity, verdict: GateVerdict, chunk_ids: Sequence[bytes]
+) -> GateVerdict:
+    """The verdict with what it lacks of records among these that another arithmetic has made; it is kept."""
+    own, found = decoder.loaded.arithmetic, verdict
+    for made in _arithmetics(store, chunk_ids) - {own}:
+        chunks = chunks_of(store, identity, made, chunk_ids, decoder.stored_layers)
+        if str(made) not in verdict.of_others and chunks:
+            allowed = roughest(TOLERANCE, decoder, getattr(torch, made.dtype))
+            check, loss = check_records(store, decoder, identity, made, chunks, allowed)
+            found = replace(found, checks=(*found.checks, check), of_others=found.of_others | {str(made): loss})
+    if found is not verdict:
+        keep_verdict(store, found, own)
+    return found
+
+
+def _arithmetics(store: Store, chunk_ids: Sequence[bytes]) -> set[Arithmetic]:
+    found = set()
+    for chunk_id in chunk_ids:
+        with contextlib.suppress(DamagedError):
+            info = store.chunk_info(chunk_id)
+            if info is not None and info.arithmetic is not None:
+                found.add(info.arithmetic)
+    return found
 
 
 def gate_apart(
     store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
 ) -> GateVerdict | None:
     """The verdict on chunks computed apart that the store keeps, or a new one: as `gate_store`."""
-    verdict = stored_verdict(store, apart_name(identity))
+    arithmetic = decoder.loaded.arithmetic
+    verdict = stored_verdict(store, apart_name(identity), arithmetic)
     if verdict is not None:
         return verdict
     chunks = [ids[:MAX_TOKENS] for ids in (chunks or _own_chunks(store, identity))[:MAX_CHUNKS]]
     if not chunks:
         return None
     verdict = check_apart(identity, decoder, chunks, _QUESTION, TOLERANCE[decoder.dtype])
-    keep_verdict(store, verdict)
+    keep_verdict(store, verdict, arithmetic)
     return verdict
 
 
@@ -108,13 +140,14 @@ def check_laws(
     """
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
     if decoder.keeps_states:
-        return check_states(decoder, fingerprint, prefix, chunks, question, *_allowed(decoder.dtype))
+        return check_states(decoder, fingerprint, prefix, chunks, question, *_allowed(decoder))
     bench = _Bench(decoder, prefix, chunks, question)
     everything = max(map(len, chunks))
-    logits, keys, turns = TOLERANCE[decoder.kv_dtype], KEY_TOLERANCE[decoder.kv_dtype], TURNS[decoder.kv_dtype]
+    logits, turns = _allowed(decoder)
+    keys, arithmetic = roughest(KEY_TOLERANCE, decoder), str(decoder.loaded.arithmetic)
 
     def check(law: int, name: str, allowed: float, measure: Callable[[int], float]) -> GateCheck:
-        return GateCheck(law, name, _least(measure, allowed, turns), allowed)
+        return GateCheck(law, name, _least(measure, allowed, turns), allowed, arithmetic)
 
     all_of = len(chunks)
     checks = [
@@ -122,14 +155,20 @@ def check_laws(
         check(1, "epic, all tokens", logits, lambda turn: bench.distance(Epic(link_tokens=everything), all_of, turn)),
         check(3, "one chunk behind its lead-in", logits, lambda turn: bench.distance(Reuse(), 1, turn)),
         check(4, f"keys moved by {SHIFT}", keys, bench.shifted),
-        GateCheck(7, "lossless levels", bench.lossless(), 0.0),
+        GateCheck(7, "lossless levels", bench.lossless(), 0.0, arithmetic),
     ]
     return GateVerdict(fingerprint, tuple(checks))
 
 
-def _allowed(dtype: torch.dtype) -> tuple[float, int]:
+def roughest(by_dtype: dict[torch.dtype, _Number], decoder: Decoder, *others: torch.dtype) -> _Number:
+    """The largest of what belongs to the formats that numbers pass through: that of the arithmetic, and that in which
+    keys and values are kept."""
+    return max(by_dtype[dtype] for dtype in (decoder.dtype, decoder.kv_dtype, *others))
+
+
+def _allowed(decoder: Decoder) -> tuple[float, int]:
     """The largest difference of logits that rounding explains, and in how many turns."""
-    return TOLERANCE[dtype], TURNS[dtype]
+    return roughest(TOLERANCE, decoder), roughest(TURNS, decoder)
 
 
 def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float:

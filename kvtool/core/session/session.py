@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.arithmetic import product_dtype, why_float32
+from kvtool.core.common.arithmetic import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
 from kvtool.core.fusion.hot import HotChunks, HotSource, held_on
@@ -144,20 +144,29 @@ class Session:
     def decoder(self) -> Decoder:
         """The model, loaded at the first use. Raises ModelError.
 
-        A store's numbers stay in the store's format. Where a CPU is slow in that, the model computes in float32, which
-        is more exact and many times as fast, and takes twice the memory. Who names the format gets it as it is.
+        A store's numbers stay in the store's format. What the model computes in follows from what it was published in
+        and from what this machine is fast in, unless the user names it.
         """
         import torch
 
         from kvtool.core.model.decoder import Decoder
         from kvtool.core.model.load import load_model, resolve_device
 
-        device, dtype = resolve_device(self._wanted.device), self.identity.dtype
-        arithmetic = product_dtype(dtype, device) if self._wanted.dtype == "auto" else dtype
+        device, dtype, arithmetic = resolve_device(self._wanted.device), self.identity.dtype, self.arithmetic.dtype
         if arithmetic != product_dtype(arithmetic, device):
-            self.warn(f"{why_float32(dtype)}, and float32 is many times as fast", "leave --dtype out")
+            self.warn(f"{why_float32(arithmetic)}, and float32 is many times as fast", "leave --dtype out")
         loaded = load_model(self.files, device=device, dtype=dtype, arithmetic=arithmetic, packed=not self._gradients)
         return Decoder(loaded, kv_dtype=getattr(torch, dtype))
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What the model computes in here; where it is not loaded, what it would. Raises ModelError, UsageError."""
+        if self.is_loaded:
+            return self.decoder.loaded.arithmetic
+        from kvtool.core.model.load import resolve_device, resolve_dtype
+
+        device = resolve_device(self._wanted.device)
+        return Arithmetic(resolve_dtype(self._wanted.dtype, device, self.files), device.partition(":")[0])
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -193,17 +202,27 @@ class Session:
 
         return AloneMaker(self.identity, self.decoder)
 
-    def check_gate(self) -> None:
+    def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> None:
         """Run the gate at a model's first meeting with the store, and refuse the model if it failed.
+
+        Parameters
+        ----------
+        chunk_ids : of those that are about to be used: the first of them that another arithmetic has made are held
+            against what is made here.
 
         Raises
         ------
         GateError : with the measured numbers.
         """
         if self._verdict is None:
-            self._verdict = stored_verdict(self.store, self.identity.fingerprint) or self._meet()
-        if self._verdict is not None:
-            self._verdict.enforce()
+            self._verdict = stored_verdict(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
+        if self._verdict is None:
+            return
+        if chunk_ids and not self.identity.keeps_states:
+            from kvtool.core.session.laws import gate_records
+
+            self._verdict = gate_records(self.store, self.decoder, self.identity, self._verdict, chunk_ids)
+        self._verdict.enforce()
 
     def check_apart(self) -> GateVerdict | None:
         """What the gate finds of chunks of a model that keeps states, computed apart; measured at the first meeting.

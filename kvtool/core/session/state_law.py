@@ -37,7 +37,7 @@ def check_states(
         found = min(found, _distance(decoder, prefix, [*chunks[cut:], *chunks[:cut]], question))
         if found <= allowed:
             break
-    return GateVerdict(fingerprint, (GateCheck(LAW, NAME, found, allowed),))
+    return GateVerdict(fingerprint, (GateCheck(LAW, NAME, found, allowed, str(decoder.loaded.arithmetic)),))
 
 
 def _distance(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> float:

@@ -14,7 +14,7 @@ from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.session.gate import stored_verdict
+from kvtool.core.session.gate import known_verdict
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.lab.doctor.finding import Finding, failing
 from kvtool.lab.reports.glance import beginning_of
@@ -84,13 +84,16 @@ def check_store(folder: Path) -> Iterator[Finding]:
 def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
     """Tell the gate's verdict on the store's model."""
     with Store.open(folder) as store:
-        verdict = stored_verdict(store, identity.fingerprint)
+        verdict = known_verdict(store, identity.fingerprint)
     if verdict is None:
         yield Finding("gate", "ok", f"{identity.model} has not met this store", "the first question runs the gate")
         return
     verdict.enforce()
     worst = max((check.difference / check.allowed for check in verdict.checks if check.allowed), default=0.0)
-    yield Finding("gate", "ok", f"passed by {identity.model}, its worst law at {worst:.0%} of what is allowed")
+    others = "".join(
+        f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.of_others.items()
+    )
+    yield Finding("gate", "ok", f"passed by {identity.model}, its worst law at {worst:.0%} of what is allowed{others}")
 
 
 @failing("shared store")

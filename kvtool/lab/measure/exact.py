@@ -92,7 +92,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
         source, level = Exactly(source), EXACTLY
         prompts = [_computed(session, asked, source) for asked in prompts]
     identity = session.identity
-    resolved = {"model": identity.model, "dtype": identity.dtype, "lead_in": identity.lead_in.mode}
+    resolved = {"model": identity.model, "dtype": session.arithmetic.dtype, "lead_in": identity.lead_in.mode}
     return LaidOut(prompts, source, level, requests[0].question, resolved)
 
 

@@ -44,7 +44,7 @@ def codec(desk: Desk) -> Findings:
     evaluation = Evaluation(requests[: batch.limit], list(wanted), journal, desk.events, strict=True)
     evaluation.work_off(partial(codec_rows, session, wanted, options))
     identity = session.identity
-    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": identity.dtype}
+    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.arithmetic.dtype}
     value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
     return Findings("Codec levels", value, [*_told(value)], codec_sections(value))
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 def glance(desk: Desk) -> Findings:
     """Show what the store holds, and for which model."""
-    from kvtool.core.session.gate import stored_verdict
+    from kvtool.core.session.gate import known_verdict
     from kvtool.core.session.levels import MeasuredLosses
 
     store, identity = desk.store, desk.identity
-    verdict, served, sizes = stored_verdict(store, identity.fingerprint), store.served(), store.stats()
+    verdict, served, sizes = known_verdict(store, identity.fingerprint), store.served(), store.stats()
     lost = {level: {"kl_answer": loss} for level, loss in MeasuredLosses(store).at_most().items()}
     value: dict[str, Any] = {
         "path": str(store.path),
@@ -31,6 +31,7 @@ def glance(desk: Desk) -> Findings:
         "levels": level_rows({level: row | lost.get(level, {}) for level, row in sizes["levels"].items()}),
         "model": identity.model,
         "dtype": identity.dtype,
+        "made": made_of(store),
         "fingerprint": identity.fingerprint,
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
@@ -39,6 +40,15 @@ def glance(desk: Desk) -> Findings:
         "served": asdict(served) | {"hit_rate": served.hit_rate},
     }
     return Findings("Store", value, [*_told(value)], _sections(value))
+
+
+def made_of(store: Store) -> list[dict[str, Any]]:
+    """Tell what computed the chunks: `dtype`, `device`, both None where it was not noted, and `chunks`; most first."""
+    counts = sorted(store.arithmetics().items(), key=lambda item: (-item[1], str(item[0])))
+    return [
+        {"dtype": None if by is None else by.dtype, "device": None if by is None else by.device, "chunks": count}
+        for by, count in counts
+    ]
 
 
 def beginning_of(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
@@ -64,7 +74,9 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     beginning, verdict = value["beginning"] or {"chunks": 0, "tokens": 0, "levels": []}, value["gate"]
     gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
     yield f"store    {value['path']}"
-    yield f"model    {value['model']} in {value['dtype']}; gate {gate}"
+    made = [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in value["made"] if row["dtype"]]
+    computed = f"; chunks computed {', '.join(made)}" if made else ""
+    yield f"model    {value['model']}, kept in {value['dtype']}{computed}; gate {gate}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
     chunks, tokens = (value[name] - beginning[name] for name in ("chunks", "tokens"))
     yield f"content  {counted(value['documents'], 'document')}, {counted(chunks, 'chunk')}; KV of {tokens:,} tokens"

@@ -29,7 +29,7 @@ def plan(desk: Desk) -> Findings:
     identity = session.identity
     identity.check_movable("inspect plan")
     asked = lay_out(session, request, options)
-    speeds = recalled(session.store, identity.fingerprint, device, identity.dtype, session.layers)
+    speeds = recalled(session.store, identity.fingerprint, device, session.arithmetic.dtype, session.layers)
     value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
     value |= plan_facts(session, asked, options, speeds)
     return Findings("Plan", value, [*_told(value)], _sections(value))

@@ -1,0 +1,266 @@
+"""What computes is apart from what is kept: a store made where bfloat16 is fast is used where it is not, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.cache import tables
+from kvtool.core.cache.record import Kind, seal
+from kvtool.core.cache.store import Store
+from kvtool.core.model import fingerprint
+from kvtool.core.model.digests import file_digest
+from kvtool.core.model.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.model.resolve import resolve
+from kvtool.core.session import record_law
+from kvtool.core.session.identity import store_identity
+from kvtool.core.session.session import Session
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, listing, process, write_corpus
+from tests.families import save_tiny
+
+FAST, PLAIN = "avx2 avx512_bf16", "avx2"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "KVTOOL_DTYPE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def elsewhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store in bfloat16, on a machine that is now a plain one."""
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
+    write_corpus(tmp_path / "corpus")
+    kvtool("ingest", tmp_path / "corpus", "--store", tmp_path / "store", "--model", model, *CHUNKS).fine()
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", PLAIN)
+    return tmp_path / "store"
+
+
+def asked(store: Path, *more: object) -> dict[str, Any]:
+    return kvtool("query", QUESTION, "--store", store, "--json", *SHORT, *more).fine().json
+
+
+def session_of(path: Path, **wanted: str) -> Session:
+    return Session(Store.open(path), ModelOptions(**wanted))
+
+
+def test_it_is_read_in_float32(elsewhere: Path) -> None:
+    session = session_of(elsewhere)
+    assert session.identity.dtype == "bfloat16"
+    assert session.arithmetic == ("float32", "cpu")  # before the model is loaded
+    decoder = session.decoder
+    assert (decoder.dtype, decoder.kv_dtype) == (torch.float32, torch.bfloat16)
+    assert session.arithmetic == ("float32", "cpu")
+    assert decoder.loaded.fingerprint == session.identity.fingerprint
+    session.store.close()
+
+
+def test_who_names_a_slow_format_gets_it_and_is_told(elsewhere: Path) -> None:
+    done = kvtool("query", QUESTION, "--store", elsewhere, "--dtype", "bfloat16", "--json", *SHORT).fine()
+    assert "no fast bfloat16 products" in done.err
+    assert done.json["resolved"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16"])
+def test_any_store_is_asked_in_any_arithmetic(
+    kept: str, arithmetic: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
+    write_corpus(tmp_path / "in", 2)
+    store = ("--store", tmp_path / "s")
+    kvtool("ingest", tmp_path / "in", *store, "--model", model, *CHUNKS, *PREFIX, "--store-dtype", kept).fine()
+    found = asked(tmp_path / "s", "--dtype", arithmetic)
+    assert (found["resolved"]["dtype"], found["resolved"]["store_dtype"]) == (arithmetic, kept)
+    assert {chunk["status"] for chunk in found["chunks"]} <= {"hit", "exact"}
+    if arithmetic == "bfloat16":
+        assert asked(tmp_path / "s")["resolved"]["dtype"] == "bfloat16"  # the model's own, which is fast here
+
+
+@pytest.mark.parametrize("features", [FAST, PLAIN])
+@pytest.mark.parametrize(
+    ("published", "kept"), [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")]
+)
+def test_sixteen_bits_are_kept_whatever_computes(
+    published: str, kept: str, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
+    own = save_tiny("llama", tmp_path / "model", dtype=published)
+    write_corpus(tmp_path / "in", 1)
+    kvtool("ingest", tmp_path / "in", "--store", tmp_path / "s", "--model", own, *CHUNKS, *PREFIX).fine()
+    with Store.open(tmp_path / "s") as store:
+        records = [store.read_kv(chunk, "raw", 0) for chunk in store.chunk_ids()]
+        assert {record[0].dtype for record in records if record} == {kept}
+    computed = "bfloat16" if (published, features) == ("bfloat16", FAST) else "float32"
+    shown = kvtool("inspect", "--store", tmp_path / "s", "--json").fine().json
+    assert shown["dtype"] == kept
+    assert shown["made"] == [{"dtype": computed, "device": "cpu", "chunks": shown["chunks"]}]
+    assert f"{shown['chunks']} in {computed} on cpu" in kvtool("inspect", "--store", tmp_path / "s").fine().out
+
+
+def test_both_machines_make_the_same_chunks(
+    elsewhere: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvtool("ingest", tmp_path / "corpus", "--store", tmp_path / "here", "--model", model, *CHUNKS).fine()
+    assert listing(tmp_path / "here") == listing(elsewhere)
+    again = kvtool("ingest", tmp_path / "corpus", "--store", elsewhere, "--model", model, "--json").fine().json
+    assert again["chunks"] == {"computed": 0, "reused": 0, "removed": 0}
+    assert again["documents"]["unchanged"] > 0
+
+
+def test_another_format_is_refused(elsewhere: Path, tmp_path: Path) -> None:
+    done = kvtool("ingest", tmp_path / "corpus", "--store", elsewhere, "--store-dtype", "float32")
+    done.failed(2, "the store keeps bfloat16, not float32")
+
+
+# ---- from one machine to the other -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["push", "pack"])
+def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path, tmp_path: Path, way: str) -> None:
+    """Another process, of another arithmetic: nothing is computed but the question, in what that machine is fast in."""
+    there = ("--store", tmp_path / "there")
+    if way == "push":
+        kvtool("store", "push", f"file://{tmp_path}/tier", "--store", elsewhere).fine()
+        kvtool("store", "pull", f"file://{tmp_path}/tier", *there).fine()
+    else:
+        kvtool("store", "export", tmp_path / "pack.kvt", "--store", elsewhere).fine()
+        kvtool("store", "import", tmp_path / "pack.kvt", *there).fine()
+    ask = ("query", QUESTION, *there, "--fusion", "reuse", "--json", *SHORT)
+    found = process(*ask, KVTOOL_CPU_FEATURES=PLAIN).fine().json
+    assert found["resolved"] | {"dtype": "float32", "store_dtype": "bfloat16"} == found["resolved"]
+    assert {chunk["status"] for chunk in found["chunks"]} == {"hit"}
+    assert found["tokens"]["recomputed"] == 0
+    verdict = kvtool("inspect", "gate", *there, "--json").fine().json
+    (check,) = [check for check in verdict["checks"] if check["law"] == 6]
+    assert (check["name"], check["arithmetic"]) == ("records made in bfloat16 on cpu", "float32 on cpu")
+    assert 0 < check["difference"] <= check["allowed"]
+    assert 0 < verdict["loss_by_arithmetic"]["bfloat16 on cpu"] < 0.01
+    assert "bfloat16 on cpu" in kvtool("inspect", "gate", *there).fine().out
+    assert "records made in bfloat16 on cpu lose" in kvtool("doctor", *there).out
+
+
+def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as another arithmetic can be told from another text's KV."""
+    read = record_law.read_chunk
+
+    def swapped(*args: Any) -> ChunkKV:
+        kv = read(*args)
+        return ChunkKV([side.flip(1) for side in kv.keys], [side.flip(1) for side in kv.values])
+
+    monkeypatch.setattr(record_law, "read_chunk", swapped)
+    kvtool("query", QUESTION, "--store", elsewhere, *SHORT).failed(12, "law 6 (records made in bfloat16 on cpu)")
+    kvtool("query", QUESTION, "--store", elsewhere, "--fusion", "full", *SHORT).fine()
+
+
+def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
+    asked(elsewhere)
+    verdict = kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json
+    assert {check["law"] for check in verdict["checks"]} == {1, 3, 4, 7}
+    assert "loss_by_arithmetic" not in verdict
+
+
+# ---- a store from before ---------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_before_is_read_as_it_is(elsewhere: Path, model: Path, tmp_path: Path) -> None:
+    """Its fingerprint named what it computed in, which was what it kept; it noted nothing of its chunks, and its
+    verdict had another name."""
+    files = resolve(str(model))
+    with Store.open(elsewhere) as store:
+        assert store_identity(store).fingerprint == fingerprint_of_before(files, "bfloat16")
+        infos = {chunk: store.chunk_info(chunk) for chunk in store.chunk_ids()}
+        with store.writer() as writer:
+            rows = [
+                (tables.CHUNKS, chunk, seal(chunk, Kind.CHUNK, replace(info, arithmetic=None).to_bytes()))
+                for chunk, info in infos.items()
+                if info is not None
+            ]
+            writer._commit(rows)
+    (verdict,) = (elsewhere / "gate").iterdir()
+    verdict.rename(verdict.with_name(f"{fingerprint_of_before(files, 'bfloat16')}.json"))
+    assert kvtool("store", "verify", "--store", elsewhere, "--json").fine().json["damaged"] == []
+    found = asked(elsewhere, "--fusion", "reuse")
+    assert {chunk["status"] for chunk in found["chunks"]} == {"hit"}
+    assert found["tokens"]["recomputed"] == 0
+    again = kvtool("ingest", tmp_path / "corpus", "--store", elsewhere, "--json").fine().json
+    assert again["chunks"]["computed"] == 0
+    shown = kvtool("inspect", "--store", elsewhere, "--json").fine().json
+    assert shown["made"] == [{"dtype": None, "device": None, "chunks": shown["chunks"]}]
+
+
+def fingerprint_of_before(files: ModelFiles, dtype: str) -> str:
+    """As it was made when a store kept what it computed in."""
+    config = {key: value for key, value in read_config(files.folder).items() if key not in fingerprint._VOLATILE}
+    names = [name for name in TOKENIZER_FILES if (files.folder / name).is_file()]
+    parts = {
+        "version": 1,
+        "config": config,
+        "weights": {path.name: file_digest(path) for path in weight_files(files.folder)},
+        "tokenizer": {name: file_digest(files.folder / name) for name in names},
+        "dtype": dtype,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# ---- what goes on there ----------------------------------------------------------------------------------------------
+
+
+def test_answers_differ_by_rounding_only(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same chunks from the same records; nothing is computed anew but the question."""
+    compared = kvtool("query", QUESTION, "--store", elsewhere, "--json", *SHORT, "--compare", "reuse,full").fine().json
+    plain = asked(elsewhere, "--fusion", "reuse")
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
+    there = asked(elsewhere, "--fusion", "reuse")
+    assert plain["tokens"] == there["tokens"]
+    assert [chunk["id"] for chunk in plain["chunks"]] == [chunk["id"] for chunk in there["chunks"]]
+    assert compared["runs"]
+
+
+def test_it_grows_by_records_of_its_own_format(elsewhere: Path, model: Path, tmp_path: Path) -> None:
+    before = len(listing(elsewhere))
+    shutil.copytree(tmp_path / "corpus", tmp_path / "more")
+    (tmp_path / "more" / "new.md").write_text("The windmill on the hill belongs to Ada Quillon.\n")
+    kvtool("ingest", tmp_path / "more" / "new.md", "--store", elsewhere, "--model", model, *CHUNKS).fine()
+    assert len(listing(elsewhere)) == before + 1
+    assert kvtool("store", "verify", "--store", elsewhere, "--json").fine().json["damaged"] == []
+    found = kvtool("query", "Who owns the windmill?", "--store", elsewhere, "--json", *SHORT, "--top-k", 1).fine().json
+    assert found["chunks"][0]["status"] in ("hit", "exact")
+    assert found["tokens"]["reused"] > 0
+
+
+def test_it_is_compressed_there(elsewhere: Path) -> None:
+    done = kvtool("compress", "--store", elsewhere, "--fit", "--fit-prompts", 2, "--questions", 2, "--json").fine()
+    assert done.json["levels"][0]["chunks"] > 0
+    asked(elsewhere, "--level", "2")
+
+
+def test_the_gate_passes_there(elsewhere: Path) -> None:
+    assert kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json["passed"] is True
+
+
+def test_a_cpu_without_avx2_is_told_once_and_works(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "sse4_2 avx")
+    done = kvtool("query", QUESTION, "--store", elsewhere, *SHORT).fine()
+    assert done.err.count("KVTOOL_CPU_FEATURES names no AVX2") == (platform.machine() in ("x86_64", "AMD64"))
+    assert "AVX2" not in done.out
+    assert "AVX2" not in kvtool("query", QUESTION, "--store", elsewhere, "--quiet", *SHORT).fine().err
+    assert "AVX2" not in kvtool("store", "stats", "--store", elsewhere).fine().err

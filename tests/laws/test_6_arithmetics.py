@@ -1,0 +1,73 @@
+"""Law 6 across machines: records that one arithmetic made are used by another, kept in either's format or a third.
+
+The model is one that was published in bfloat16: both machines have the same weights.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.session.laws import check_laws
+from tests.families import tiny_model
+from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
+from tests.session.test_gate import LONG
+
+FAMILIES = ["llama", "qwen3", "gemma3", "deepseek-v2", "gpt-oss"]
+PAIRS = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16")]
+# RMS against the same weights computed in float32 throughout; logits have a standard deviation of about 3.
+NOISE = 0.25
+
+
+@cache
+def machine(name: str, arithmetic: str, kept: str) -> Case:
+    model = tiny_model(name, "bfloat16")
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, arithmetic))
+    model.config.dtype = getattr(torch, arithmetic)
+    return Case(name, arithmetic, Decoder(decoder_of(model).loaded, kv_dtype=getattr(torch, kept)))
+
+
+def off(name: str, ids: tuple[int, ...], logits: torch.Tensor) -> float:
+    return rms(logits.cpu() - exact_logits(name, "bfloat16", ids))
+
+
+@pytest.mark.parametrize(("arithmetic", "kept"), PAIRS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_mode_holds(name: str, arithmetic: str, kept: str) -> None:
+    """Recomputing everything is full prefill, recomputing nothing is `reuse`, whatever format is between."""
+    here = machine(name, arithmetic, kept)
+    plan = here.plan()
+    reused = here.fuse(plan, SELECTORS["reuse"]()).logits
+    assert all(kv.dtype == getattr(torch, kept) for kv in here.kept.values())
+    for mode in SELECTORS:
+        if (everything := lossless(mode)) is not None:
+            assert off(name, tuple(plan.ids), here.fuse(plan, everything).logits) <= NOISE
+        if (none := idle(mode)) is not None:
+            assert torch.equal(here.fuse(plan, none).logits, reused)
+
+
+@pytest.mark.parametrize(("arithmetic", "kept"), PAIRS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_gate_lets_the_pair_through(name: str, arithmetic: str, kept: str) -> None:
+    decoder = machine(name, arithmetic, kept).decoder
+    verdict = check_laws(decoder, "f", PREFIX, LONG, QUESTION)
+    verdict.enforce()
+    assert {check.arithmetic for check in verdict.checks} == {f"{arithmetic} on {decoder.device}"}
+
+
+@pytest.mark.parametrize("mode", ["reuse", "epic", "prefix"])  # whose rows no rounded score chooses
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_another_made_serves_as_well(name: str, mode: str) -> None:
+    """The records of a bfloat16 machine on a float32 one and the other way round: as far off as rounding is."""
+    fine, rough = machine(name, "float32", "bfloat16"), machine(name, "bfloat16", "bfloat16")
+    selector = SELECTORS[mode]()
+    plans = [case.plan(CHUNKS[:2]) for case in (fine, rough)]
+    own = fine.fuse(plans[0], selector).logits
+    for here, there in ((fine, rough), (rough, fine)):
+        borrowed = Case(name, here.dtype, here.decoder, dict(there.kept))
+        assert rms(borrowed.fuse(borrowed.plan(CHUNKS[:2]), selector).logits - own) <= NOISE
