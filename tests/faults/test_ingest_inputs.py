@@ -296,7 +296,7 @@ def test_a_tiny_map(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "fresh"
     with monkeypatch.context() as patch:
         patch.setenv("KVTOOL_MAP_START", str(2**17))
-        patch.setenv("KVTOOL_MAP_LIMIT", str(8 * 2**20))
+        patch.setenv("KVTOOL_MAP_LIMIT", str(4 * 2**20))
         fresh(folder).failed(14, "map limit")
     kept = len(listing(path))
     assert 0 < kept < 60
@@ -307,10 +307,10 @@ def test_a_tiny_map(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_size_budget(fresh: Any, tmp_path: Path) -> None:
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "fresh"
-    fresh(folder, "--max-size", "7MB").failed(14, "budget of 7.0 MB")
+    fresh(folder, "--max-size", "4MB").failed(14, "budget of 4.0 MB")
     stored = sum(len(data) for name, data in files_below(path).items() if name.endswith("data.mdb"))
     assert 0 < len(listing(path)) < 60
-    assert stored < 9_000_000
+    assert stored < 6_000_000
     assert damages(path) == []
     fresh(folder, "--max-size", "1GB").fine()
 
