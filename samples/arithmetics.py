@@ -71,7 +71,8 @@ def asked(folder: Path, model: str, arithmetic: str, questions: list[str], round
                 own = [one[0][OWN[arithmetic]] for one in found]
                 here = [one[0][name] for one in found]
                 kl = [
-                    float(F.kl_div(b[0], a[0], reduction="sum", log_target=True)) for a, b in zip(own, here, strict=True)
+                    float(F.kl_div(b[0], a[0], reduction="sum", log_target=True))
+                    for a, b in zip(own, here, strict=True)
                 ]
                 same = sum(a[1] == b[1] for a, b in zip(own, here, strict=True))
                 ttft = median(one[name][2] for turns in found for one in turns)

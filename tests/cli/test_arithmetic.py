@@ -111,7 +111,7 @@ def test_sixteen_bits_are_kept_whatever_computes(
     computed = "bfloat16" if (published, features) == ("bfloat16", FAST) else "float32"
     shown = kvtool("inspect", "--store", tmp_path / "s", "--json").fine().json
     assert shown["dtype"] == kept
-    assert shown["made"] == [{"dtype": computed, "device": "cpu", "chunks": shown["chunks"]}]
+    assert shown["computed_by"] == [{"dtype": computed, "device": "cpu", "chunks": shown["chunks"]}]
     assert f"{shown['chunks']} in {computed} on cpu" in kvtool("inspect", "--store", tmp_path / "s").fine().out
 
 
@@ -204,7 +204,7 @@ def test_a_store_of_before_is_read_as_it_is(elsewhere: Path, model: Path, tmp_pa
     again = kvtool("ingest", tmp_path / "corpus", "--store", elsewhere, "--json").fine().json
     assert again["chunks"]["computed"] == 0
     shown = kvtool("inspect", "--store", elsewhere, "--json").fine().json
-    assert shown["made"] == [{"dtype": None, "device": None, "chunks": shown["chunks"]}]
+    assert shown["computed_by"] == [{"dtype": None, "device": None, "chunks": shown["chunks"]}]
 
 
 def fingerprint_of_before(files: ModelFiles, dtype: str) -> str:

@@ -35,6 +35,7 @@ class IngestArguments(TypedDict, total=False):
     min_chunk_tokens: int | None
     max_chunk_tokens: int | None
     level: str
+    store_dtype: str | None
     lead_in: str | None
     system: str | None
     embedder: str | None

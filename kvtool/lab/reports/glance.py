@@ -31,7 +31,7 @@ def glance(desk: Desk) -> Findings:
         "levels": level_rows({level: row | lost.get(level, {}) for level, row in sizes["levels"].items()}),
         "model": identity.model,
         "dtype": identity.dtype,
-        "made": made_of(store),
+        "computed_by": computed_by(store),
         "fingerprint": identity.fingerprint,
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
@@ -42,7 +42,7 @@ def glance(desk: Desk) -> Findings:
     return Findings("Store", value, [*_told(value)], _sections(value))
 
 
-def made_of(store: Store) -> list[dict[str, Any]]:
+def computed_by(store: Store) -> list[dict[str, Any]]:
     """Tell what computed the chunks: `dtype`, `device`, both None where it was not noted, and `chunks`; most first."""
     counts = sorted(store.arithmetics().items(), key=lambda item: (-item[1], str(item[0])))
     return [
@@ -74,7 +74,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     beginning, verdict = value["beginning"] or {"chunks": 0, "tokens": 0, "levels": []}, value["gate"]
     gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
     yield f"store    {value['path']}"
-    made = [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in value["made"] if row["dtype"]]
+    made = [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in value["computed_by"] if row["dtype"]]
     computed = f"; chunks computed {', '.join(made)}" if made else ""
     yield f"model    {value['model']}, kept in {value['dtype']}{computed}; gate {gate}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
