@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvtool.core.cache import keys, tables
@@ -43,13 +43,14 @@ class Chunks(Opened):
         with self.snapshot() as snapshot:
             return _info_of(snapshot, chunk_id)
 
-    def arithmetics(self) -> dict[Arithmetic | None, int]:
-        """How many chunks each arithmetic has computed; None: those of which it was not noted, or that are damaged.
+    def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
+        """How many of these chunks each arithmetic has computed; None: those of which it was not noted, or that are
+        damaged or not there.
 
-        Of a large store it is a fair sample: the first 10,000 by id, and ids are digests."""
+        Without ids it is of all chunks, of a large store the first 10,000 by id: ids are digests, so that is fair."""
         counts: Counter[Arithmetic | None] = Counter()
         with self.snapshot() as snapshot:
-            for chunk_id in islice(snapshot.keys(tables.CHUNKS), _SAMPLED):
+            for chunk_id in islice(snapshot.keys(tables.CHUNKS) if chunk_ids is None else chunk_ids, _SAMPLED):
                 info = None
                 with contextlib.suppress(DamagedError):
                     info = _info_of(snapshot, chunk_id)

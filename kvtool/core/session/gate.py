@@ -57,6 +57,12 @@ class GateVerdict:
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
+    @property
+    def compared(self) -> set[Arithmetic]:
+        """Whose records were held against one's own."""
+        known = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
+        return {one for one in known if str(one) in self.of_others}
+
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
         verdict: dict[str, Any] = {

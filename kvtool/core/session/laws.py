@@ -14,7 +14,6 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of_layer
 from kvtool.core.codec.levels import RAW, exact, plugin_of
 from kvtool.core.codec.raw import NAMES
-from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
@@ -83,7 +82,7 @@ def gate_records(
 ) -> GateVerdict:
     """The verdict with what it lacks of records among these that another arithmetic has made; it is kept."""
     own, found = decoder.loaded.arithmetic, verdict
-    for made in _arithmetics(store, chunk_ids) - {own}:
+    for made in sorted(found_by for found_by in store.arithmetics(chunk_ids) if found_by not in (None, own)):
         chunks = chunks_of(store, identity, made, chunk_ids, decoder.stored_layers)
         if str(made) not in verdict.of_others and chunks:
             allowed = roughest(TOLERANCE, decoder, getattr(torch, made.dtype))
@@ -91,16 +90,6 @@ def gate_records(
             found = replace(found, checks=(*found.checks, check), of_others=found.of_others | {str(made): loss})
     if found is not verdict:
         keep_verdict(store, found, own)
-    return found
-
-
-def _arithmetics(store: Store, chunk_ids: Sequence[bytes]) -> set[Arithmetic]:
-    found = set()
-    for chunk_id in chunk_ids:
-        with contextlib.suppress(DamagedError):
-            info = store.chunk_info(chunk_id)
-            if info is not None and info.arithmetic is not None:
-                found.add(info.arithmetic)
     return found
 
 

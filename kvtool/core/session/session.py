@@ -218,7 +218,8 @@ class Session:
             self._verdict = stored_verdict(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
         if self._verdict is None:
             return
-        if chunk_ids and not self.identity.keeps_states:
+        known = {None, self.arithmetic, *self._verdict.compared}
+        if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
             from kvtool.core.session.laws import gate_records
 
             self._verdict = gate_records(self.store, self.decoder, self.identity, self._verdict, chunk_ids)
