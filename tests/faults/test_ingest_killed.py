@@ -140,7 +140,7 @@ def test_a_full_disk_by_a_file_limit(tiny: Path, tmp_path: Path) -> None:
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "store"
     args = ("ingest", folder, "--store", path, "--model", tiny, *CHUNKS, *PREFIX)
     words = " ".join(f"'{word}'" for word in command(*args))
-    line = f"ulimit -f 9000; trap '' XFSZ; exec {words}"  # blocks of 1024 bytes
+    line = f"ulimit -f 5000; trap '' XFSZ; exec {words}"  # blocks of 1024 bytes
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.returncode == 14, done.stderr
     assert done.stderr.startswith("error: ")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.codec.nested import NESTED
@@ -124,7 +126,9 @@ def _decode(facts: Facts, store: Store, known: Known, dice: int) -> None:
             if level not in store.levels(chunk):
                 return None
             made = read_chunk(store, chunk, level, known.layers, shelf)
-            return b"".join(side.numpy().tobytes() for side in (*made.keys, *made.values))
+            return b"".join(
+                side.contiguous().view(torch.uint8).numpy().tobytes() for side in (*made.keys, *made.values)
+            )
 
         facts.take(facts.tensors, f"decoded {chunk.hex()} {level}", decoded)
 
