@@ -62,11 +62,11 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     corpus = write_corpus(folder / "corpus", 3, 3)
     (corpus / "work.ics").write_text(_CALENDAR)
     here, there = ["--store", str(folder / "store")], f"sqlite://{folder}/kv.db"
-    model = ["--model", str(tiny), *CHUNKS, *PREFIX]
+    model, kept = ["--model", str(tiny), *CHUNKS, *PREFIX], ["--level", "zstd", "--store-dtype", "float32"]
     ask = ["query", "Whom do I meet, baker Q the miller?", "--max-tokens", "2", "--json", "--top-k", "3"]
     commands = {
         "plugins": ["config", "plugins", "--json"],
-        "ingest": ["ingest", str(corpus), *here, *model, "--level", "zstd", "--embedder", "letters", "--json"],
+        "ingest": ["ingest", str(corpus), *here, *model, *kept, "--embedder", "letters", "--json"],
         "query": [*ask, *here, "--fusion", "spread", "--ratio", "30%", "--retriever", "hybrid"],
         "everything": [*ask, *here, "--compare", "spread", "--ratio", "100%"],
         "push": ["store", "push", there, *here, "--json"],
