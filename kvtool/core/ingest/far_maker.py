@@ -37,7 +37,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the other process says of itself: `context`, `lead_in` in tokens."""
+    """What the other process says of itself: `dtype` is what it computes in; `context`, `lead_in` in tokens."""
 
     model: str
     device: str
@@ -81,7 +81,7 @@ class FarMaker:
         """What this process is."""
         loaded = self._decoder.loaded
         limits = self._decoder.context, len(self._lead_ins.own)
-        return Facts(loaded.files.ref, loaded.device, loaded.dtype, *limits, os.getpid())
+        return Facts(loaded.files.ref, loaded.device, loaded.arithmetic.dtype, *limits, os.getpid())
 
     def prefix(self, prefix: WantedChunk) -> Computed:
         """Compute the prompt's own beginning."""

@@ -49,6 +49,7 @@ def far_storer(
         "model": facts.model,
         "device": facts.device,
         "dtype": facts.dtype,
+        "store_dtype": identity.dtype,
         "fingerprint": identity.fingerprint,
         "lead_in": identity.lead_in.mode,
         "workers": crew.size,

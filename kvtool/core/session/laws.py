@@ -129,7 +129,8 @@ def check_laws(
     """
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
     if decoder.keeps_states:
-        return check_states(decoder, fingerprint, prefix, chunks, question, *_allowed(decoder))
+        tight = TOLERANCE[decoder.dtype], TURNS[decoder.dtype]  # nothing passes through the store's format here
+        return check_states(decoder, fingerprint, prefix, chunks, question, *tight)
     bench = _Bench(decoder, prefix, chunks, question)
     everything = max(map(len, chunks))
     logits, turns = _allowed(decoder)
