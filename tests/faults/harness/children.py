@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SECONDS = 60.0
+_LOST_POOL = "Invalid thread pool!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,20 @@ class Ended:
 def in_child(work: Callable[[], Any], seconds: float = SECONDS, kill_after: float | None = None) -> Ended:
     """Run `work`, whose result must be JSON, in a child of this process.
 
+    About once in a thousand forks torch has lost its pool of threads in the child, which fails at its first product;
+    another takes its place then.
+
     Parameters
     ----------
     kill_after : seconds after which it gets SIGKILL.
     """
+    ended = _in_child(work, seconds, kill_after)
+    while _LOST_POOL in ended.trouble:
+        ended = _in_child(work, seconds, kill_after)
+    return ended
+
+
+def _in_child(work: Callable[[], Any], seconds: float, kill_after: float | None) -> Ended:
     out, into = os.pipe()
     child = os.fork()
     if not child:
