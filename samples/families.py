@@ -1,7 +1,7 @@
 """Write the page of model families from what the tests cover: each family's kinds of layers, as the built model says.
 
-    python samples/families.py            writes kvtool/docs/models.md anew
-    python samples/families.py --check    says whether it is as it would be written
+    python samples/families.py            writes kvtool/docs/models.md and README.md's list anew
+    python samples/families.py --check    says whether they are as they would be written
 
 A family is a tiny model with random weights of the real configuration class (`tests/families.py`, `tests/wrappers.py`),
 over which the laws run. It is built and asked what its layers are; nothing of the page is written by hand.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,16 @@ from tests.fusion.making import CHUNKS, PREFIX, QUESTION, decoder_of  # noqa: E4
 from tests.model.gguf_models import IN_GGUF  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
-PAGE = ROOT / "kvtool" / "docs" / "models.md"
+PAGE, README = ROOT / "kvtool" / "docs" / "models.md", ROOT / "README.md"
+NAMED = {  # of the families, in README.md
+    "Llama": "llama",
+    "Mistral": "mistral",
+    "Qwen": "qwen3",
+    "Gemma": "gemma3",
+    "gpt-oss": "gpt-oss",
+    "DeepSeek": "deepseek-v3",
+}
+_LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
 PROMPT = 4096
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 APART = "`full`, `prefix`; approximate `reuse`, `epic`"
@@ -107,11 +117,19 @@ _REFUSED = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail where the page is another one")
-    written = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(written, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != written:
-        raise SystemExit(f"{PAGE} is not what the tests cover: run samples/families.py")
+    check = parser.parse_args().check
+    for path, written in ((PAGE, page()), (README, readme())):
+        if not check:
+            path.write_text(written, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != written:
+            raise SystemExit(f"{path} is not what the tests cover: run samples/families.py")
+
+
+def readme() -> str:
+    """README.md, in whose list stand families that are tested, and how many there are."""
+    tested = FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS
+    named = ", ".join(name for name, family in NAMED.items() if family in FAMILIES)
+    return _LISTED.sub(f"({named} …: [{len(tested)} families]", README.read_text(encoding="utf-8"))
 
 
 def page() -> str:
