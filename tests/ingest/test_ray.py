@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
 from kvtool.core.ingest import ray_crew, ray_storer
 from kvtool.core.ingest.far_maker import Computed, FarMaker, Recipe
 from kvtool.core.ingest.ray_crew import RayCrew, check_there, share_of
 from kvtool.core.ingest.storer import Batch
+from kvtool.core.model.options import ModelOptions
 from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.session.identity import store_identity
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, listing, state, write_corpus
 from tests.cli.working import tiny as tiny
 
@@ -115,6 +119,19 @@ def test_what_ends_in_the_middle_is_resumed(
     assert done["documents"]["unchanged"] == there
     assert [crew.is_closed for crew in crews] == [True, True]
     assert state(tmp_path / "far") == state(tmp_path / "alone")
+
+
+def test_a_worker_says_what_is_wrong_with_its_model(alone: tuple[object, ...], tmp_path: Path) -> None:
+    """As its first answer: an actor that fails while it is made has only died, for Ray."""
+    with Store.open(tmp_path / "alone") as store:
+        identity = store_identity(store)
+    other = replace(identity, fingerprint="0" * 64)
+    worker = FarMaker(Recipe(other, ModelOptions(model=identity.model), "raw", "raw"))
+    with pytest.raises(ModelError, match="another model"):
+        worker.facts()
+    gone = FarMaker(Recipe(identity, ModelOptions(model=str(tmp_path / "gone")), "raw", "raw"))
+    with pytest.raises(ModelError):
+        gone.facts()
 
 
 def test_what_a_cluster_has_not_is_refused() -> None:

@@ -48,7 +48,7 @@ class RayCrew:
         try:
             self._share = share_of(self._ray.cluster_resources(), actors, recipe.wanted.device)
             self._actors = [self._new() for _ in range(self._share.actors)]
-            self.facts: Facts = self._ask("facts")
+            self.facts: Facts = self._met()
         except BaseException:
             self.close()
             raise
@@ -70,7 +70,8 @@ class RayCrew:
 
     def prefix(self, prefix: WantedChunk) -> Computed:
         """Have the prompt's own beginning computed; nothing else may be under way."""
-        computed: Computed = self._ask("prefix", prefix)
+        self._send(0, "prefix", prefix)
+        computed: Computed = self._next()[1]
         return computed
 
     def submit(self, batch: Batch) -> None:
@@ -95,9 +96,12 @@ class RayCrew:
                 self._ray.kill(actor)
         self._ray.shutdown()
 
-    def _ask(self, what: str, *given: Any) -> Any:
-        self._send(0, what, *given)
-        return self._next()[1]
+    def _met(self) -> Facts:
+        """What an actor says of itself, when all have loaded the model."""
+        for actor in range(len(self._actors)):
+            self._send(actor, "facts")
+        met: list[Facts] = [self._next()[1] for _ in self._actors]
+        return met[0]
 
     def _send(self, actor: int, what: str, given: Any = None) -> None:
         method = getattr(self._actors[actor], what)
