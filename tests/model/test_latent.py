@@ -42,7 +42,8 @@ def test_keys_and_values_are_parts_of_what_is_attended() -> None:
     assert values.shape == (1, 1, 5, 6)
     assert keys[0, 0, 4].tolist() == [3.0] * 6 + [2.0] * 4
     assert joined(values, keys) is keys
-    assert torch.equal(joined(values, buffer.keys[:, :, :5]), keys)
+    written = [1, 4]  # the other rows are whatever the memory held, NaN too, which equals nothing
+    assert torch.equal(joined(values, buffer.keys[:, :, :5])[:, :, written], keys[:, :, written])
     buffer.keys[:, :, 0], buffer.values[:, :, 0] = 7.0, 8.0
     assert buffer.view()[0][0, 0, 0].tolist() == [8.0] * 6 + [7.0] * 4
 
