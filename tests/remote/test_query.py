@@ -188,6 +188,7 @@ def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Pat
     far.cut_after = far.sent + ask(store).json["bytes_read"] * 2 // 3
     done = ask(far.url, *slo, mode=mode)
     assert "what is not here is computed" in done.err
+    assert "sent nothing" not in done.err  # nobody waits once more for what has broken off
     statuses = {one["status"] for one in done.fine().json["chunks"]}
     assert statuses == ({"hit", "miss"} if slo else {"miss"})  # chunk by chunk, or layer by layer
     assert said(done) == said(ask(with_the_same_holes(store, done), mode=mode))

@@ -94,7 +94,6 @@ class Tier:
             self._fetch([chunk_ids[number] for number in missing], level, layer)
             why: KvtoolError = DamagedError("its record in the shared store is damaged or lost")
         except RemoteError as error:
-            self.give_up(error)
             why = error
         for number in missing:
             reads[number] = self._taken(chunk_ids[number], level, layer) or why
@@ -103,20 +102,29 @@ class Tier:
         return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
     def _fetch(self, chunk_ids: Iterable[bytes], level: str, layer: int) -> None:
-        """Take a layer of some chunks. Who reads one reads the next ones, too: they are asked for with it."""
+        """Take a layer of some chunks. Who reads one reads the next ones, too: they are asked for with it.
+
+        A stream that has failed is not waited for once more, by whoever reads beside the one that it failed."""
         with self._fetching:
             places = [(chunk_id, level) for chunk_id in chunk_ids]
             lacking = {(place, layer) for place in places if layer not in self._fetched.get(place, {})}
             if not lacking:
                 return
-            arrivals = self._arrivals = self._arrivals or self.arrivals()
-            self._ask(
-                arrivals, [place for place in places if (place, layer) in lacking.difference(self._coming)], layer
-            )
-            while lacking:
-                place, number = self._coming.popleft()
-                self.keep(place, number, arrivals.take(self.timeout).value)
-                lacking.discard((place, number))
+            if self._there is None:
+                raise RemoteError("the shared store is gone")
+            try:
+                self._take(places, layer, lacking)
+            except RemoteError as error:
+                self.give_up(error)
+                raise
+
+    def _take(self, places: Sequence[Place], layer: int, lacking: set[tuple[Place, int]]) -> None:
+        arrivals = self._arrivals = self._arrivals or self.arrivals()
+        self._ask(arrivals, [place for place in places if (place, layer) in lacking.difference(self._coming)], layer)
+        while lacking:
+            place, number = self._coming.popleft()
+            self.keep(place, number, arrivals.take(self.timeout).value)
+            lacking.discard((place, number))
 
     def _ask(self, arrivals: Arrivals, places: Sequence[Place], layer: int) -> None:
         """Ask for what is not here of some chunks from a layer on, layer by layer of all of them."""
