@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from kvtool.core.common.machine import cores
+from kvtool.core.crew.crew import Crew
+from kvtool.core.crew.options import LOCAL
 from kvtool.core.ingest.compute import ChunkStorer
 from kvtool.core.ingest.job import ingest
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.ray_crew import LOCAL, RayCrew
 from kvtool.core.ingest.ray_storer import RayStorer
 from kvtool.core.ingest.storer import Storer
 
@@ -99,7 +100,7 @@ def _clocks() -> Iterator[dict[str, list[float]]]:
         patch.object(Storer, "take", at("take", Storer.take)),
         patch.object(ChunkStorer, "close", at("close", ChunkStorer.close)),
         patch.object(RayStorer, "close", at("close", RayStorer.close)),
-        patch.object(RayCrew, "next", during(RayCrew.next)),
+        patch.object(Crew, "next", during(Crew.next)),
     ):
         yield clocks
 

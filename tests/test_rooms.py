@@ -16,8 +16,8 @@ PACKAGE = Path(kvtool.__file__).parent
 
 # A room may import whatever stands above it in this list, and nothing below.
 ORDER = (
-    *("errors", "common", "options", "native", "codec", "model", "corpus", "streaming", "cache", "records", "fusion"),
-    *("retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query", "pack"),
+    *("errors", "common", "options", "crew", "native", "codec", "model", "corpus", "streaming", "cache", "records"),
+    *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query", "pack"),
     *("api", "agent", "serve", "lab", "cli"),
 )
 # Rooms of one floor: none of them imports another.

@@ -94,7 +94,7 @@ def _preview(path: Path, options: IngestOptions, events: Events, reading: Readin
 def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
     """Make a store only for something: a mistyped path, model or address leaves none behind."""
     if options.ray:
-        from kvtool.core.ingest.ray_crew import check_there
+        from kvtool.core.crew.cluster import check_there
 
         check_there(options.ray)
     first = _Job(None, options, events, reading, kept) if is_new(path) else None

@@ -13,6 +13,7 @@ from kvtool.core.codec.levels import WHOLE
 from kvtool.core.corpus.commands import commands_of, complaint
 from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
+from kvtool.core.crew.options import CrewOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions, system_option
 from kvtool.core.options.option import option
@@ -21,7 +22,7 @@ from kvtool.core.retrieval.options import embedder_option
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
 
-FILES, SPLITTING, STORING, WORKERS = "Files", "Chunks", "What is stored", "Workers"  # headings in the command's help
+FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
 LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
 _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
@@ -41,7 +42,7 @@ def _check_lead_in(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
+class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)):
     """What to ingest, and how; None means: as the store has it, else the default.
 
     Attributes
@@ -158,23 +159,6 @@ class IngestOptions(ModelOptions, LockOptions, sections=("ingest",)):
     system: str | None = system_option(STORING)
     embedder: str | None = embedder_option(STORING)
     max_size: int | None = max_size_option()
-
-    ray: str | None = option(
-        None,
-        "Compute in the workers of a Ray cluster, or of one on this machine.",
-        group=WORKERS,
-        setting=False,
-        metavar="local|auto|ADDRESS",
-        instead="in this process",
-    )
-    ray_workers: int = option(
-        0,
-        "How many workers of Ray; each holds the model.",
-        group=WORKERS,
-        setting=False,
-        lowest=0,
-        instead="one a GPU, without GPUs one for 8 cores",
-    )
 
     def check(self) -> None:
         """Refuse lengths of chunks that contradict each other, and two commands for one format."""

@@ -8,12 +8,12 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.sizes import counted
+from kvtool.core.crew.crew import Crew
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
-from kvtool.core.ingest.far_maker import Computed, Recipe
+from kvtool.core.ingest.far_maker import Computed, Facts, FarMaker, Recipe
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.ingest.ray_crew import LOCAL, RayCrew
 from kvtool.core.ingest.storer import Batch, Storer
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.records.wanted import WantedChunk
@@ -27,7 +27,7 @@ def far_storer(
 
     Raises
     ------
-    KvtoolError, UsageError, ModelError : see RayCrew.
+    KvtoolError, UsageError, ModelError : see Crew and FarMaker.
     DamagedError : the codec profile or the learned lead-in is lost.
     """
     identity, level = choices.identity, level_of(options.level)
@@ -42,8 +42,8 @@ def far_storer(
         b"" if profile is None else profile.data,
         b"" if rows is None else bytes(rows),
     )
-    crew = RayCrew(options.ray or LOCAL, options.ray_workers, recipe, account.warn)
-    facts = crew.facts
+    crew = Crew(options, FarMaker, recipe, device=options.device, warn=account.warn)
+    facts: Facts = crew.facts[0]
     account.events.status(f"{facts.model} on {facts.device} in {facts.dtype}, {counted(crew.size, 'worker')} of Ray")
     resolved = {
         "model": facts.model,
@@ -61,13 +61,15 @@ class RayStorer(Storer):
     """Hands batches to a crew. A file is committed when all of its chunks are there, in whatever order they come, so a
     run that ends in the middle leaves whole files."""
 
-    def __init__(self, writer: Writer, account: Account, crew: RayCrew) -> None:
-        super().__init__(account, crew.facts.device, crew.facts.context, crew.facts.lead_in)
+    def __init__(self, writer: Writer, account: Account, crew: Crew) -> None:
+        facts: Facts = crew.facts[0]
+        super().__init__(account, facts.device, facts.context, facts.lead_in)
         self._writer, self._crew = writer, crew
 
     def store_prefix(self, prefix: WantedChunk) -> None:
         """See Storer."""
-        self._write(self._crew.prefix(prefix))
+        self._crew.submit("prefix", None, prefix)
+        self._write(self._crew.next()[1])
 
     def finish(self) -> None:
         """See Storer."""
@@ -82,9 +84,11 @@ class RayStorer(Storer):
     def _compute(self, batch: Batch) -> None:
         while self._crew.is_full:
             self._take()
-        self._crew.submit(batch)
+        self._crew.submit("chunks", batch, batch.chunks)
 
     def _take(self) -> None:
+        batch: Batch
+        computed: Computed
         batch, computed = self._crew.next()
         self._write(computed)
         report = self._account.report

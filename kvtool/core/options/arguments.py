@@ -40,9 +40,9 @@ class IngestArguments(TypedDict, total=False):
     system: str | None
     embedder: str | None
     max_size: int | str | None
+    lock_wait: float | str
     ray: str | None
     ray_workers: int
-    lock_wait: float | str
 
 
 class QueryArguments(TypedDict, total=False):

@@ -1,0 +1,102 @@
+"""A cluster of Ray: whether it is there, and what each of several workers may take of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtool.core.crew.options import AUTO, LOCAL
+from kvtool.core.errors import KvtoolError, UsageError
+
+_PORT, _PATIENCE = 6379, 10.0  # of a cluster's head; seconds for a connection
+_WHERE = "--ray local, or the address of a running cluster, such as 10.0.0.5:6379"
+_CORES = 8  # of a worker without a GPU, where nobody says how many there are to be
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What each of several workers takes of a cluster."""
+
+    workers: int
+    cpus: int
+    gpus: int
+
+    @property
+    def threads(self) -> int:
+        """How many a process may use; 0: as many as it likes."""
+        return 0 if self.gpus else self.cpus
+
+
+def share_of(resources: dict[str, float], workers: int, device: str) -> Share:
+    """What each of so many workers takes of a cluster; 0: as many as suit it. Raises UsageError where it has less."""
+    cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    if gpus and device in ("auto", "cuda"):
+        if workers > gpus:
+            raise UsageError(f"{workers} workers, and Ray has {gpus} GPUs", "each takes one: lower --ray-workers")
+        return Share(workers or gpus, 1, 1)
+    if workers > cpus:
+        raise UsageError(f"{workers} workers, and Ray has {cpus} CPUs", "lower --ray-workers")
+    workers = workers or max(1, cpus // _CORES)
+    return Share(workers, max(1, cpus // workers), 0)
+
+
+def check_there(address: str) -> None:
+    """Refuse an address behind which nothing listens: Ray itself tries for a quarter of an hour.
+
+    Raises
+    ------
+    KvtoolError : it does, or Ray is not installed.
+    """
+    _ray()
+    if address in (LOCAL, AUTO):
+        return
+    place = urlsplit(address if "://" in address else f"ray://{address}")
+    try:
+        socket.create_connection((place.hostname or "", place.port or _PORT), timeout=_PATIENCE).close()
+    except (OSError, ValueError) as error:
+        raise KvtoolError(f"Ray does not answer at {address!r}: {error}", _WHERE) from error
+
+
+def connected(address: str) -> Any:
+    """Ray itself, connected to a cluster. Raises KvtoolError."""
+    ray = _ray()
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=False if address == LOCAL else None,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+        )
+    except Exception as error:
+        raise KvtoolError(f"Ray does not answer at {address!r}: {reason_of(error)}", _WHERE) from error
+    _quieten()
+    return ray
+
+
+def reason_of(error: Exception) -> str:
+    """The first sentence of its last line: what follows is advice for who looks after the cluster."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].partition(". ")[0].rstrip(".") if lines else type(error).__name__
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise KvtoolError("--ray needs the package ray", "pip install 'kvtool[ray]'") from error
+    return ray
+
+
+def _quieten() -> None:
+    """Keep Ray's own words about dead workers from stdout, where answers and JSON go; there is no setting for it."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *data, **how: None

@@ -1,0 +1,32 @@
+"""What can be set of whoever has work done by others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtool.core.options.option import Options, option
+
+WORKERS = "Workers"  # the heading that these options stand under
+LOCAL, AUTO = "local", "auto"  # auto: the cluster that this machine is part of
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrewOptions(Options):
+    """Who does the work."""
+
+    ray: str | None = option(
+        None,
+        "Compute in the workers of a Ray cluster, or of one on this machine.",
+        group=WORKERS,
+        setting=False,
+        metavar="local|auto|ADDRESS",
+        instead="in this process",
+    )
+    ray_workers: int = option(
+        0,
+        "How many workers of Ray.",
+        group=WORKERS,
+        setting=False,
+        lowest=0,
+        instead="one a GPU if a model computes, else one for 8 cores",
+    )

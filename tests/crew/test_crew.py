@@ -1,0 +1,66 @@
+"""What a cluster has not, or its workers have not, is refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.crew.cluster import check_there, share_of
+from kvtool.core.crew.crew import Crew
+from kvtool.core.crew.options import CrewOptions
+from kvtool.core.crew.worker import Worker
+from kvtool.core.errors import KvtoolError, UsageError
+
+
+def test_what_a_cluster_has_not_is_refused() -> None:
+    assert [share_of({"CPU": 32}, 0, "auto").workers, share_of({"CPU": 2}, 0, "auto").workers] == [4, 1]
+    shared = share_of({"CPU": 64, "GPU": 4}, 0, "auto")
+    assert (shared.workers, shared.gpus, shared.threads) == (4, 1, 0)
+    assert share_of({"CPU": 64, "GPU": 4}, 2, "cpu").threads == 32
+    with pytest.raises(UsageError, match="3 workers, and Ray has 2 GPUs"):
+        share_of({"CPU": 64, "GPU": 2}, 3, "cuda")
+    with pytest.raises(UsageError, match="3 workers, and Ray has 2 CPUs"):
+        share_of({"CPU": 2, "GPU": 2}, 3, "cpu")
+
+
+def test_an_address_without_a_cluster_is_told_soon() -> None:
+    for address in ("127.0.0.1:1", "nonsense:xx"):
+        with pytest.raises(KvtoolError, match="does not answer") as told:
+            check_there(address)
+        assert "--ray local" in told.value.hint
+
+
+def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(KvtoolError, match="needs the package ray") as told:
+        check_there("local")
+    assert told.value.hint == "pip install 'kvtool[ray]'"
+
+
+def test_a_worker_of_another_version_opens_nothing() -> None:
+    with pytest.raises(KvtoolError, match=r"have kvtool .*, and this is 0\.0\.9"):
+        Worker("0.0.9", b"cannot be opened here", 0).do("facts")
+
+
+def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and not as a death: the next one could not either."""
+    (tmp_path / "sitecustomize.py").write_text(_WITHOUT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said: list[str] = []
+    with pytest.raises(KvtoolError, match=r"cannot run kvtool .*No module named 'kvtool'") as told:
+        Crew(CrewOptions(ray_workers=1), dict, {}, device="cpu", warn=lambda text, hint: said.append(text))
+    assert "install this version" in told.value.hint
+    assert said == []
+
+
+_WITHOUT = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "kvtool":
+            raise ModuleNotFoundError("No module named 'kvtool'", name=name)
+
+sys.meta_path.insert(0, Without())
+"""
