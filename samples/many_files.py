@@ -42,7 +42,7 @@ def write_files(folder: Path, count: int, length: int) -> None:
         (place / f"{number:07d}.txt").write_text(text, encoding="utf-8")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, hidden: int = 32, layers: int = 2) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -61,9 +61,9 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=4096,

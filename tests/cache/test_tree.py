@@ -47,6 +47,7 @@ def test_the_same_as_lmdb(seed: int, tmp_path: Path) -> None:
         assert tree is not None
         there = {bytes(key): bytes(value) for key, value in transaction.cursor()}
         assert {key: bytes(tree.get(key) or b"") for key, _ in tree.items(b"")} == there
+        assert {key: bytes(value) for key, value in tree.values(b"")} == there
         assert [*tree.items(b"f")] == [(key, len(there[key])) for key in sorted(there) if key.startswith(b"f")]
         for key in (b"", b"a", b"\xff" * 30, *(dice.randbytes(5) for _ in range(20))):
             assert (tree.get(key) is not None) == tree.has(key) == (key in there)

@@ -191,3 +191,50 @@ class TestFailures:
         script.write_text('cat "$1"\n')
         assert fresh(folder, *command).fine().json["documents"]["added"] == 1
         assert parsed.count("notes.odd") == 2
+
+
+@pytest.mark.usefixtures("settled")
+def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
+    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: Counter[str] = Counter()
+    real = Store.has_chunk
+
+    def counting(store: Store, chunk_id: bytes) -> bool:
+        looked["chunks"] += 1
+        return real(store, chunk_id)
+
+    monkeypatch.setattr(Store, "has_chunk", counting)
+
+    def computed() -> tuple[int, int]:
+        looked.clear()
+        report = fresh(folder).fine().json
+        return looked["chunks"], report["chunks"]["computed"]
+
+    assert computed()[1] == 3
+    assert computed() == (1, 0)  # the prompt's own beginning is looked for
+    (folder / "one.txt").write_text("Another mill stands on the ridge.")
+    assert computed()[1] == 1  # what the file had goes, and nobody refers to it
+    assert computed() == (1, 0)
+    with Store.open(tmp_path / "fresh") as store, store.writer() as writer:
+        document = store.document(str(folder / "two.txt"))
+        assert document is not None
+        writer.drop_level([document.chunks[0].chunk_id], "raw")
+    assert computed()[1] == 1
+    assert computed() == (1, 0)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_run_that_broke_off_vouches_for_nothing(
+    fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hole that it found, and did not fill, is found again."""
+    fresh(folder).fine()
+    with Store.open(tmp_path / "fresh") as store, store.writer() as writer:
+        document = store.document(str(folder / "two.txt"))
+        assert document is not None
+        writer.drop_level([document.chunks[0].chunk_id], "raw")
+    with monkeypatch.context() as broken:
+        broken.setattr("kvtool.core.ingest.job._Job._storer", lambda *_: 1 / 0)
+        assert fresh(folder).code != 0
+    assert fresh(folder).fine().json["chunks"]["computed"] == 1

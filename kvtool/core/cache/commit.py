@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
+_OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _LIGHT = (tables.META, tables.USED, tables.ADDED)  # counters and times, which need no room worth weighing
 _UNSEEN_TABLES = (tables.USED, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
 _UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY)
@@ -51,12 +52,15 @@ class Commits:
         """Read the store's budget again: it has another one now. That of the command stays."""
         self._known = self._budget is not None and self._budget.given
 
-    def commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True) -> None:
+    def commit(
+        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, loose: bool = False
+    ) -> None:
         """Put and delete rows in one durable transaction.
 
         Parameters
         ----------
         weighed : False: it makes room, which must work on a full disk and over the budget.
+        loose : no document refers to the chunks of which something is deleted.
 
         Raises
         ------
@@ -66,7 +70,8 @@ class Commits:
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
         environment = self._store.environment
-        rows = [*rows, *self._revision_rows({*doomed, *((table, key) for table, key, _ in rows)})]
+        thinned = not loose and any(table in _OF_CHUNKS for table, _ in doomed)
+        rows = [*rows, *self._revision_rows({*doomed, *((table, key) for table, key, _ in rows)}, thinned)]
         with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
             snapshot.touch([*doomed, *((table, key) for table, key, _ in rows)])
 
@@ -88,22 +93,26 @@ class Commits:
 
     # ---- counters ------------------------------------------------------------------------------------------------
 
-    def _revision_rows(self, touched: set[Doomed]) -> list[Row]:
-        """The counters after a commit that touches these tables and keys; none where no answer hangs on it."""
+    def _revision_rows(self, touched: set[Doomed], thinned: bool) -> list[Row]:
+        """The counters after a commit that touches these tables and keys, and perhaps drops something of chunks; none
+        where no answer hangs on it."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
             return []
-        new, documents = self._next_revision()
+        new, documents, dropped = self._next_revision()
         if any(table in (tables.FILES, tables.DOCUMENTS) for table, _ in touched):
             documents = new
+        if thinned:
+            dropped = new
         revision = (tables.META, keys.REVISION_KEY, keys.seal_number(keys.REVISION_KEY, new))
-        return [revision, meta_row(keys.DOCUMENTS_KEY, {"documents": documents, "revision": new})]
+        counted = {"documents": documents, "dropped": dropped, "revision": new}
+        return [revision, meta_row(keys.DOCUMENTS_KEY, counted)]
 
-    def _next_revision(self) -> tuple[int, int]:
-        """The number of the next revision, and of the one at which documents changed last."""
+    def _next_revision(self) -> tuple[int, int, int]:
+        """The number of the next revision, and of those at which documents changed and chunks lost something last."""
         try:
-            return self._store.revision() + 1, self._store.documents_revision()
+            return self._store.revision() + 1, self._store.documents_revision(), self._store.dropped_revision()
         except DamagedError:  # any number that no index has been keyed by
-            return time.time_ns(), time.time_ns()
+            return time.time_ns(), time.time_ns(), time.time_ns()
 
     # ---- room ----------------------------------------------------------------------------------------------------
 

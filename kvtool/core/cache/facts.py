@@ -74,11 +74,19 @@ class Facts(Opened):
         An older kvtool counts changes of documents only, and leaves alone what tells them from others: where that does
         not go with the revision, the revision itself is the one.
         """
+        return self._counted("documents")
+
+    def dropped_revision(self) -> int:
+        """The revision at which something was dropped last of chunks that a document may refer to: as long as it stays,
+        what was whole is. It is told as :meth:`documents_revision` is."""
+        return self._counted("dropped")
+
+    def _counted(self, name: str) -> int:
         self.follow()
         with self.snapshot() as snapshot:
             revision = _revision_of(snapshot)
             counted = _json_of(snapshot, keys.DOCUMENTS_KEY, "a counter")
-        return int(counted["documents"]) if counted.get("revision") == revision else revision
+        return int(counted.get(name, revision)) if counted.get("revision") == revision else revision
 
     def is_collected(self) -> bool:
         """Whether chunks that no document refers to were looked for since documents changed last."""

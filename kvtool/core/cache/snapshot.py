@@ -100,10 +100,8 @@ class Snapshot:
 
     def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
         """Keys and copied values in order."""
-        for key in self.keys(table, prefix):
-            value = self.get(table, key)
-            if value is not None:
-                yield key, value
+        for key, value in self._tree.values(table + prefix):
+            yield key[len(table) :], value
 
     def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
         """Keys and lengths of values, in order; reads no value."""

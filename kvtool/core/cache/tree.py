@@ -199,6 +199,15 @@ class Tree:
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
         """Keys that begin so, in order, and the sizes of their values."""
+        for leaf, at in self._from(start):
+            yield leaf.keys[at], leaf.values[at][1]
+
+    def values(self, start: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        """Keys that begin so, in order, and private copies of their values: each page is read once."""
+        for leaf, at in self._from(start):
+            yield leaf.keys[at], self._value(leaf, at, leaf.values[at][1])
+
+    def _from(self, start: bytes) -> Iterator[Found]:
         root = self.meta.roots[1]
         if root == _NO_PAGE:
             return
@@ -206,7 +215,7 @@ class Tree:
             for at in range(bisect_left(leaf.keys, start), len(leaf.keys)):
                 if not leaf.keys[at].startswith(start):
                     return
-                yield leaf.keys[at], leaf.values[at][1]
+                yield leaf, at
 
     def touch(self, key: bytes) -> None:
         """Look at every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""

@@ -263,13 +263,15 @@ class Writer:
         """Drop everything about these chunks, referred to or not. Returns how many were there."""
         return self._drop(chunk_ids, chunk_keys)
 
-    def _drop(self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[Doomed]]) -> int:
+    def _drop(
+        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[Doomed]], loose: bool = False
+    ) -> int:
         dropped, left = 0, iter(chunk_ids)
         while batch := list(islice(left, _CHUNKS_AT_ONCE)):
             with self._store.environment.read() as snapshot:
                 doomed = [keys_of(snapshot, chunk_id) for chunk_id in batch]
             dropped += sum(map(bool, doomed))
-            self._commit([], [*chain.from_iterable(doomed)])
+            self._commit([], [*chain.from_iterable(doomed)], loose=loose)
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes]) -> int:
@@ -299,7 +301,7 @@ class Writer:
         wanted |= self._collect_stretches(wanted)
         with self._store.environment.read() as snapshot:
             known = {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)}
-        dropped = self.drop_chunks(sorted(known - wanted))
+        dropped = self._drop(sorted(known - wanted), chunk_keys, loose=True)
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
             self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
         return dropped
@@ -383,6 +385,8 @@ class Writer:
         self._pending_bytes = 0
         self._flushed_at = time.monotonic()
 
-    def _commit(self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True) -> None:
+    def _commit(
+        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, loose: bool = False
+    ) -> None:
         self._check_open()
-        self._commits.commit(rows, doomed, weighed)
+        self._commits.commit(rows, doomed, weighed, loose)

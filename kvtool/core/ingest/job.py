@@ -242,6 +242,7 @@ class _Job:
         try:
             check(new)
         except UsageError as error:
+            self.stream.seen.take_back(file.entry.path)
             self.account.fail(Failure(file.entry.path, f"{error.message}: {error.hint}"))
             self.account.advance(file.entry.size)
             return False

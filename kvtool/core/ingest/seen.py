@@ -1,7 +1,8 @@
 """Which files are still as they were when they were last read: an unchanged file costs a stat.
 
-Kept beside the store, as marks alone: of a file's path, its place and times on the disk, and the digest of what was
-read there. A mark says nothing of a file whose content the store does not have; without marks files are read again.
+That all of it is still stored need not be looked at either, as long as nothing of any chunk was dropped since. Kept
+beside the store, as marks alone: of a file's path, its place and times on the disk, and the digest of what was read
+there. A mark says nothing of a file whose content the store does not have; without marks files are read again.
 Of a file that could not be read the mark names what tried, and the reason is kept with it.
 """
 
@@ -38,7 +39,9 @@ class Seen:
     def __init__(self, retry: bool = False) -> None:
         self._retry = retry
         self._known: tuple[set[bytes], _Failures] | None = None  # read when they are first asked for
+        self._whole = False  # whether all that is known is of files of which every chunk is still stored
         self._now: set[bytes] = set()  # of files that this run has met
+        self._noted: dict[str, bytes] = {}  # of files that it has read, by their paths
         self._failed: _Failures = {}  # likewise
 
     def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
@@ -49,6 +52,11 @@ class Seen:
                 self._now.add(mark)
                 return True
         return False
+
+    def vouches(self, store: Store, path: str, digest: str) -> bool:
+        """Whether a file is unchanged, and all of it was stored and cannot have been lost since."""
+        self._of(store)
+        return self._whole and self.is_unchanged(store, path, digest)
 
     def failure(self, store: Store, path: str, means: str) -> UnreadableFile | None:
         """Why a file could not be read that lies there just as it did; None: nothing is known of it, or it is to be
@@ -76,7 +84,11 @@ class Seen:
         before : what was known of it before it was read.
         """
         if _rests(before):
-            self._now.add(_mark(path, before, digest))
+            self._noted[path] = _mark(path, before, digest)
+
+    def take_back(self, path: str) -> None:
+        """Forget a file that was read and, after all, not stored."""
+        self._noted.pop(path, None)
 
     def note_failure(self, path: str, before: os.stat_result, means: str, error: UnreadableFile) -> None:
         """Remember that a file cannot be read, and why; see `note`, `failure`."""
@@ -91,19 +103,23 @@ class Seen:
         whole : this run has met all the files that it was to meet.
         """
         known, known_failures = self._of(store)
-        if self._now <= known and self._failed.items() <= known_failures.items():
+        now = self._now | {*self._noted.values()}
+        if self._whole and now <= known and self._failed.items() <= known_failures.items():
             return
-        marks, failures = known | self._now, known_failures | self._failed
-        if whole and len(marks) > 2 * len(self._now) + _SPARE:
-            marks = self._now
+        marks, failures = known | now, known_failures | self._failed
+        if whole and (not self._whole or len(marks) > 2 * len(now) + _SPARE):
+            marks = now
         if whole and len(failures) > 2 * len(self._failed) + _SPARE_FAILURES:
             failures = self._failed
         packed = b64encode(b"".join(sorted(marks))).decode("ascii")
-        write_side(store, _NAME, {"format": _FORMAT, "marks": packed, "failures": failures})
+        at = store.dropped_revision() if whole else None
+        write_side(store, _NAME, {"format": _FORMAT, "marks": packed, "failures": failures, "whole": at})
 
     def _of(self, store: Store) -> tuple[set[bytes], _Failures]:
         if self._known is None:
-            self._known = _read(store)
+            marks, failures, at = _read(store)
+            self._known = marks, failures
+            self._whole = at == store.dropped_revision()
         return self._known
 
 
@@ -116,7 +132,7 @@ def _mark(path: str, status: os.stat_result, held: str) -> bytes:
     return hashlib.blake2b(repr((path, place, held)).encode("utf-8", "surrogatepass"), digest_size=_MARK_BYTES).digest()
 
 
-def _read(store: Store) -> tuple[set[bytes], _Failures]:
+def _read(store: Store) -> tuple[set[bytes], _Failures, int | None]:
     kept = read_side(store, _NAME, format=_FORMAT)
     failures = kept.get("failures", {})
     try:
@@ -124,4 +140,4 @@ def _read(store: Store) -> tuple[set[bytes], _Failures]:
     except (ValueError, TypeError):
         data = b""
     marks = {data[at : at + _MARK_BYTES] for at in range(0, len(data), _MARK_BYTES)}
-    return marks, failures if isinstance(failures, dict) else {}
+    return marks, failures if isinstance(failures, dict) else {}, kept.get("whole")

@@ -146,6 +146,7 @@ class Stream:
         try:
             file = prepare(changed, identity, tokenizer)
         except Exception as error:
+            self.seen.take_back(path)
             self._account.fail(Failure(path, reason_of(error)))
         for note in changed.notes:
             self._account.warn(f"{path}: {note}")

@@ -79,7 +79,10 @@ def reason_of(error: Exception) -> str:
 def _look(
     file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading, seen: Seen
 ) -> Outcome:
-    stands = store and known and known.settings == settings and _is_whole(known, store)
+    same = store and known and known.settings == settings
+    if store and known and same and seen.vouches(store, file.name, known.digest):
+        return UnchangedFile(known)
+    stands = store and known and same and _is_whole(known, store)
     if store and known and stands and seen.is_unchanged(store, file.name, known.digest):
         return UnchangedFile(known)
     means = reading.means(file.path)
