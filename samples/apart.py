@@ -24,11 +24,11 @@ from kvtool.core.cache.stretches import Place
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.fusion.apart import Stored, fuse_apart
-from kvtool.core.fusion.chain import Found, NewStretch
 from kvtool.core.fusion.plan import Candidate, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.stretch import Found, NewStretch
 from kvtool.core.model.alone import carried
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import ModelFiles

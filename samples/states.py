@@ -23,11 +23,12 @@ import torch
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.fusion.apart import Stored, fuse_apart
-from kvtool.core.fusion.chain import Chained, Found, fuse_chain
+from kvtool.core.fusion.chain import Chained, fuse_chain
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet
@@ -162,7 +163,7 @@ def apart(store: Store, decoder: Decoder, chunks: int, tokens: int) -> tuple[Cal
     made = [maker.beginning(), *(maker.chunk(segment.ids) for segment in ids[1:-1])]
     with store.writer() as writer:
         for one in made:
-            put(writer, one)
+            put(writer, one, decoder.kv_dtype)
     kept = Stored(Found(tuple(one.id for one in made), tuple(store.stretch(one.id) for one in made)), behind.ids)
 
     def ask(number: int) -> Chained:

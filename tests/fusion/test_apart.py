@@ -14,12 +14,12 @@ from kvtool.core.cache.stretches import Place
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError
 from kvtool.core.fusion.apart import Stored, fuse_apart
-from kvtool.core.fusion.chain import Found, NewStretch
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Candidate, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.stretch import Found, NewStretch
 from kvtool.core.model import alone
 from kvtool.core.records.parts import encode_part
 from kvtool.core.session.alone import AloneMaker

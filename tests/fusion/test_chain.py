@@ -11,10 +11,11 @@ import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.errors import DamagedError, ModelError
-from kvtool.core.fusion.chain import Chained, Found, fuse_chain, kept_ends
+from kvtool.core.fusion.chain import Chained, fuse_chain, kept_ends
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.records.parts import encode_part

@@ -5,16 +5,28 @@ The model is one that was published in bfloat16: both machines have the same wei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
+from kvtool.core.cache.stretches import Place
+from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.fusion.apart import Stored, fuse_apart
+from kvtool.core.fusion.chain import fuse_chain
 from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.stretch import Found, NewStretch, encoded
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.session.alone import AloneMaker
 from kvtool.core.session.laws import check_laws
+from kvtool.core.session.stretch_law import check_beginning
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
+from tests.fusion.test_apart import SEVERAL, WARM, identity
+from tests.fusion.test_chain import GOES_ON, plan_of
 from tests.session.test_gate import LONG
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek-v2", "gpt-oss"]
@@ -71,3 +83,66 @@ def test_what_another_made_serves_as_well(name: str, mode: str) -> None:
     for here, there in ((fine, rough), (rough, fine)):
         borrowed = Case(name, here.dtype, here.decoder, dict(there.kept))
         assert rms(borrowed.fuse(borrowed.plan(CHUNKS[:2]), selector).logits - own) <= NOISE
+
+
+# ---- models that keep states -----------------------------------------------------------------------------------------
+
+MACHINES = ("float32", "bfloat16")
+BEGINNING = (PREFIX, *CHUNKS[:2])
+
+
+class Shelf:
+    """Stretches as a machine stores them, rows in bfloat16."""
+
+    def __init__(self, stretches: Sequence[NewStretch]) -> None:
+        kept = ((one.id, *part) for one in stretches for part in encoded(one.parts, torch.bfloat16))
+        self.parts = {(stretch, place): payload for stretch, place, payload in kept}
+        self.found = Found(tuple(one.id for one in stretches), tuple(one.info for one in stretches))
+
+    def read(self, stretch: bytes, place: Place) -> memoryview:
+        return memoryview(bytearray(self.parts[stretch, place]))
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_beginning_that_another_has_answered_is_gone_on_from(name: str) -> None:
+    decoders = {arithmetic: machine(name, arithmetic, "bfloat16").decoder for arithmetic in MACHINES}
+    ids, plan = tuple(b"%d" % number for number in range(len(BEGINNING))), plan_of(CHUNKS[:2])
+    nothing = Found(ids, (None,) * len(ids))
+    made = {
+        arithmetic: Shelf(fuse_chain(decoder, plan, Prefix(), nothing, _nothing).new)
+        for arithmetic, decoder in decoders.items()
+    }
+    for here, there in (MACHINES, MACHINES[::-1]):
+        decoder, shelf = decoders[here], made[there]
+        chained = fuse_chain(decoder, plan, Prefix(), shelf.found, shelf.read)
+        assert chained.fused.tokens.fresh == len(QUESTION)
+        assert rms(chained.fused.logits - decoder.prefill(plan.ids)[0]) <= NOISE
+        formats = {  # each state is in what the layer itself computes it in here: none is converted on the way
+            number: {key: state.dtype for key, state in layer.states().items()}
+            for number, layer in enumerate(chained.fused.cache.buffers)
+            if number in decoder.state_formats
+        }
+        assert formats == decoder.state_formats
+        by = Arithmetic(there, "cpu")
+        assert {info.arithmetic for info in shelf.found.infos if info} == {by}
+        measured = check_beginning(decoder, BEGINNING, shelf.found, by, shelf.read, NOISE)
+        assert measured is not None
+        assert measured[0].passed
+        assert 0 < measured[1] < 0.1
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_chunks_that_another_computed_alone_serve_as_well(name: str) -> None:
+    decoders = {arithmetic: machine(name, arithmetic, "bfloat16").decoder for arithmetic in MACHINES}
+    plan, makers = plan_of(CHUNKS[:2]), {kind: AloneMaker(identity(WARM), one) for kind, one in decoders.items()}
+    made = {kind: Shelf([one.beginning(), *map(one.chunk, CHUNKS[:2])]) for kind, one in makers.items()}
+    for here, there in (MACHINES, MACHINES[::-1]):
+        own, theirs = (
+            fuse_apart(decoders[here], plan, Reuse(), Stored(shelf.found, WARM), shelf.read).logits
+            for shelf in (made[here], made[there])
+        )
+        assert rms(own - theirs) <= NOISE
+
+
+def _nothing(stretch: bytes, place: Place) -> memoryview:
+    raise AssertionError("nothing is stored yet")

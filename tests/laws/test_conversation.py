@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.fusion.chain import Found, fuse_chain, fuse_chain_behind
+from kvtool.core.fusion.chain import fuse_chain, fuse_chain_behind
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, build_plan, plan_behind, standing
 from kvtool.core.fusion.rounds import fuse_behind
@@ -19,6 +19,7 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
+from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.states import StateCache

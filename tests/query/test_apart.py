@@ -19,7 +19,7 @@ from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, kvtool, write_corpus
 from tests.families import save_tiny
 from tests.query.test_chains import FIRST, SECOND, flip, keys_of, stretches
 
-ALONE = (*PREFIX, *CHUNKS)
+ALONE = (*PREFIX, *CHUNKS, "--store-dtype", "float32")  # so that what is stored is what was computed
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,8 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store, and the documents that it was made of beside it."""
     folder = tmp_path_factory.mktemp("made")
     write_corpus(folder / "corpus")
-    kvtool("ingest", folder / "corpus", "--model", model, "--store", folder / "store", *CHUNKS).fine()
+    exactly = ("--store-dtype", "float32")  # what is stored is what was computed
+    kvtool("ingest", folder / "corpus", "--model", model, "--store", folder / "store", *CHUNKS, *exactly).fine()
     return folder
 
 

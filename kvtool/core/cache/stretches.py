@@ -8,7 +8,7 @@ end, and stands in a table of its own: a description under its id, and one part 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +20,7 @@ from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import Bytes, Kind, seal, unseal
 from kvtool.core.cache.rows import Doomed, Row
 from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import DamagedError
 
 Side = Literal["rows", "state"]
@@ -40,6 +41,7 @@ class StretchInfo:
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
     alone : it is no prompt's, but of one chunk behind the store's lead-in (session/alone.py).
+    arithmetic : what computed it; None: an earlier kvtool, which did not note it.
     """
 
     start: int
@@ -50,6 +52,7 @@ class StretchInfo:
     own: bool
     size: int
     alone: bool = False
+    arithmetic: Arithmetic | None = None
 
     @property
     def places(self) -> list[Place]:
@@ -69,9 +72,20 @@ class StretchInfo:
             rows, states = (tuple(int(layer) for layer in row[name]) for name in ("rows", "states"))
             chunks = tuple(bytes.fromhex(one) for one in row["chunks"])
             start, tokens, size = (int(row[name]) for name in ("start", "tokens", "size"))
-            return cls(start, tokens, rows, states, chunks, bool(row["own"]), size, bool(row.get("alone", False)))
+            own, alone = bool(row["own"]), bool(row.get("alone", False))
+            return cls(start, tokens, rows, states, chunks, own, size, alone, _arithmetic(row.get("arithmetic")))
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"a stored stretch cannot be read: {type(error).__name__}") from error
+
+
+def _arithmetic(names: Sequence[str] | None) -> Arithmetic | None:
+    """What a description says that computed it. Raises ValueError."""
+    if names is None:
+        return None
+    dtype, device = names
+    if dtype not in NUMBER_FORMATS or device not in DEVICE_KINDS:
+        raise ValueError("no arithmetic")
+    return Arithmetic(dtype, device)
 
 
 def part_name(place: Place) -> str:

@@ -22,22 +22,13 @@ from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chain import (
-    DAMAGED,
-    KEYS,
-    VALUES,
-    Found,
-    ReadPart,
-    fitting,
-    named_states,
-    pass_of,
-    take_beginning,
-)
+from kvtool.core.fusion.chain import DAMAGED, pass_of
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.reach import Reach
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
+from kvtool.core.fusion.stretch import KEYS, VALUES, Found, ReadPart, fitting, named_states, take_beginning
 from kvtool.core.model.alone import follow
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
@@ -162,9 +153,8 @@ class _Pass:
         self.bytes_read += sum(payload.nbytes for payload in read.values())
         parts = {place: decode_part(payload) for place, payload in read.items()}
         self.read_s += time.perf_counter() - started
-        device = self._decoder.device
         return {layer: parts["rows", layer] for layer in rows}, {
-            layer: named_states(parts["state", layer], device) for layer in states
+            layer: named_states(parts["state", layer], self._decoder, layer) for layer in states
         }
 
     def _place(self, rows: dict[int, dict[str, torch.Tensor]], segment: Segment) -> None:

@@ -9,71 +9,25 @@ to the last end with a state.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.reach import Reach
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
+from kvtool.core.fusion.stretch import KEYS, VALUES, Found, Loading, NewStretch, Parts, ReadPart, kept_size
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateCache, StateLayer, States
-from kvtool.core.records.parts import decode_part
 
-ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
-KEYS, VALUES = "keys", "values"
 DAMAGED = "damaged"
-_NOT_KEPT = "not kept"
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What is stored of a prompt's segments, question excluded.
-
-    Attributes
-    ----------
-    ids : names of the stretches, one a segment. `infos`: what is stored of each; None: nothing.
-    """
-
-    ids: tuple[bytes, ...]
-    infos: tuple[StretchInfo | None, ...]
-
-    @property
-    def usable(self) -> int:
-        """How many segments from the first on can be reused."""
-        usable = 0
-        for number, info in enumerate(self.infos, 1):
-            if info is None:
-                break
-            usable = number if info.states else usable
-        return usable
-
-    def has(self, number: int, with_states: bool) -> bool:
-        """Whether a segment's stretch is stored as it could be stored now, or with more."""
-        info = self.infos[number]
-        return info is not None and (bool(info.states) or not with_states)
-
-    def without(self, number: int) -> Found:
-        """The same, had a segment's stretch not been stored."""
-        return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
-
-
-@dataclass(frozen=True, slots=True)
-class NewStretch:
-    """A segment that was computed, as it can be stored: tensors by place; those of rows are views of the cache."""
-
-    id: bytes
-    number: int
-    info: StretchInfo
-    parts: dict[Place, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +78,7 @@ def fuse_chain(
     while True:
         cache = decoder.new_cache(plan.length + reserve)
         assert isinstance(cache, StateCache)
-        loading = _Loading(decoder, cache, read)
+        loading = Loading(decoder, cache, read)
         started = time.perf_counter()
         damaged = loading.take(plan, found)
         if damaged is None:
@@ -163,77 +117,6 @@ def fuse_chain_behind(
     return Chained(_fused(decoder, plan, selector, cache, logits, 0, (0.0, took)), (), ())
 
 
-class _Loading:
-    """Takes stored stretches into a cache."""
-
-    def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
-        self._decoder, self._cache, self._read = decoder, cache, read
-        self.bytes_read = 0
-
-    def take(self, plan: Plan, found: Found) -> int | None:
-        """Take all that is usable; returns the number of a segment of which something is damaged."""
-        usable = found.usable
-        for number in range(usable):
-            info, segment = found.infos[number], plan.segments[number]
-            assert info is not None
-            try:
-                self.take_one(found.ids[number], info, segment, with_states=number == usable - 1)
-            except DamagedError:
-                return number
-        return None
-
-    def take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
-        """Take one stretch. Raises DamagedError."""
-        self._cache.set_length(segment.stop)
-        expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
-        states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
-        if {*info.rows} != expected or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
-            raise DamagedError("a stretch of another model")
-        for layer in info.rows:
-            tensors = self._part(stretch, ("rows", layer))
-            buffer = self._cache.buffers[layer]
-            for name in (KEYS, VALUES):
-                there = getattr(buffer, name)[:, :, segment.start : segment.stop]
-                there.copy_(fitting(tensors.get(name), there))
-        for layer in info.states if with_states else ():
-            tensors = self._part(stretch, ("state", layer))
-            self._cache.buffers[layer].take(named_states(tensors, self._decoder.device))
-
-    def _part(self, stretch: bytes, place: Place) -> dict[str, torch.Tensor]:
-        payload = self._read(stretch, place)
-        self.bytes_read += payload.nbytes
-        return decode_part(payload)
-
-
-def take_beginning(decoder: Decoder, cache: StateCache, found: Found, segment: Segment, read: ReadPart) -> int:
-    """Take the stretch of a prompt's first segment into a cache; returns the bytes that were read.
-
-    Raises
-    ------
-    DamagedError : something of it is damaged, or another model's.
-    """
-    loading, info = _Loading(decoder, cache, read), found.infos[0]
-    assert info is not None
-    loading.take_one(found.ids[0], info, segment, with_states=True)
-    return loading.bytes_read
-
-
-def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Rows as they were stored. Raises DamagedError where they cannot stand where `like` does."""
-    if tensor is None or tensor.shape != like.shape or tensor.dtype != like.dtype:
-        raise DamagedError("the rows of another model")
-    return tensor
-
-
-def named_states(tensors: dict[str, torch.Tensor], device: str) -> States:
-    """Name the tensors of a part as a layer does."""
-    states: States = {}
-    for name, tensor in tensors.items():
-        what, _, number = name.partition(" ")
-        states[what, int(number)] = tensor.to(device)
-    return states
-
-
 def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> tuple[torch.Tensor, list[NewStretch]]:
     """Compute all segments that are not reused; the state is looked at where it is kept.
 
@@ -255,7 +138,7 @@ def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> t
         if number in ends:
             states[number] = _copied(cache)
     wanted = [number for number in range(found.usable, len(found.ids)) if not found.has(number, number in states)]
-    return logits, [_new(plan, found, number, cache, states.get(number, {})) for number in wanted]
+    return logits, [_new(decoder, plan, found, number, cache, states.get(number, {})) for number in wanted]
 
 
 def pass_of(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache) -> torch.Tensor:
@@ -273,13 +156,14 @@ def _copied(cache: StateCache) -> dict[int, States]:
     }
 
 
-def _new(plan: Plan, found: Found, number: int, cache: StateCache, states: dict[int, States]) -> NewStretch:
+def _new(
+    decoder: Decoder, plan: Plan, found: Found, number: int, cache: StateCache, states: dict[int, States]
+) -> NewStretch:
     segment = plan.segments[number]
-    parts = dict(_rows(cache, segment))
+    parts: Parts = dict(_rows(cache, segment))
     for layer, held in states.items():
         parts["state", layer] = {f"{what} {at}": one for (what, at), one in held.items()}
     chunks = [one.source.chunk_id for one in plan.segments[1 : number + 1] if one.source.chunk_id]
-    size = sum(one.nbytes for tensors in parts.values() for one in tensors.values())
     info = StretchInfo(
         start=segment.start,
         tokens=len(segment.ids),
@@ -287,7 +171,8 @@ def _new(plan: Plan, found: Found, number: int, cache: StateCache, states: dict[
         states=tuple(sorted(states)),
         chunks=tuple(dict.fromkeys(chunks)),
         own=bool(plan.segments[0].source.chunk_id or not plan.segments[0].ids),
-        size=size,
+        size=kept_size(parts, decoder.kv_dtype),
+        arithmetic=decoder.loaded.arithmetic,
     )
     return NewStretch(found.ids[number], number, info, {place: parts[place] for place in info.places})
 

@@ -38,7 +38,7 @@ class AloneStorer:
                 started = time.perf_counter()
                 made = maker.chunk(chunk.ids)
             report.prefill_seconds += time.perf_counter() - started
-            put(writer, made)
+            put(writer, made, maker.decoder.kv_dtype)
             report.kv_bytes += made.info.size
             report.tokens += len(chunk.ids)
             report.chunks.computed += 1

@@ -27,9 +27,8 @@ from kvtool.core.model.between import for_this_pass
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.modules import recurrences_of
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.states import CONV, RECURRENT, StateCache, StateLayer, States
+from kvtool.core.model.states import CARRIED, CONV, RECURRENT, StateCache, StateLayer, States
 
-CARRIED = "carried"
 # How far rounding leaves a carried matrix that is one number from being so; states are float32 in most models.
 _ONE_NUMBER = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
 _PROBE_SEED = 0

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.apart import Stored, fuse_apart
-from kvtool.core.fusion.chain import Found
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.stretch import Found
 from kvtool.core.session.alone import alone_id, found_in, put, stretch_id
 
 if TYPE_CHECKING:
@@ -50,10 +50,13 @@ def answer_apart(session: Session, plan: Plan, selector: Selector, options: Quer
     identity, decoder, store = session.identity, session.decoder, session.store
     first, *chunks = plan.segments[:-1]
     ids = (
-        stretch_id(identity, decoder, (), first.ids),
-        *(alone_id(identity, decoder, segment.ids) for segment in chunks),
+        stretch_id(identity, (), first.ids),
+        *(alone_id(identity, segment.ids) for segment in chunks),
     )
-    stored = Stored(Found(ids, tuple(found_in(store, one) for one in ids)), identity.lead_in.ids)
+    found = Found(ids, tuple(found_in(store, one) for one in ids))
+    if not options.force:
+        session.check_alone([first.ids, *(segment.ids for segment in chunks)], found)
+    stored = Stored(found, identity.lead_in.ids)
     return fuse_apart(decoder, plan, selector, stored, store.read_part, options.max_tokens, session.timeline)
 
 
@@ -70,7 +73,7 @@ def fill_alone(session: Session, holes: Sequence[Segment]) -> int:
     try:
         with store.writer(session.lock_wait) as writer:
             for made in (*(maker.beginning() for _ in first), *map(maker.chunk, chunks)):
-                put(writer, made)
+                put(writer, made, session.decoder.kv_dtype)
     except KvtoolError as error:
         session.warn(f"{len(holes)} computed chunk(s) could not be stored: {error.message}", error.hint)
         return 0

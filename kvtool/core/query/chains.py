@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.stretches import least_used
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.chain import DAMAGED, Chained, Found, fuse_chain
+from kvtool.core.fusion.chain import DAMAGED, Chained, fuse_chain
+from kvtool.core.fusion.stretch import Found
 from kvtool.core.session.alone import found_in, put, stretch_id
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> Chained:
     """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
     found = find(session, plan) if selector.uses_cache else Found((), ())
+    if not options.force:
+        session.check_beginning([segment.ids for segment in plan.segments[:-1]], found)
     return fuse_chain(
         session.decoder, plan, selector, found, session.store.read_part, options.max_tokens, session.timeline
     )
@@ -35,7 +38,7 @@ def find(session: Session, plan: Plan) -> Found:
 def _names(session: Session, plan: Plan) -> Iterator[bytes]:
     before: list[int] = []
     for segment in plan.segments[:-1]:
-        yield stretch_id(session.identity, session.decoder, before, segment.ids)
+        yield stretch_id(session.identity, before, segment.ids)
         before.extend(segment.ids)
 
 
@@ -81,4 +84,4 @@ def _store(session: Session, chained: Chained, limit: int) -> None:
         if going:
             writer.drop_stretches(going)
         for one in chained.new:
-            put(writer, one)
+            put(writer, one, session.decoder.kv_dtype)

@@ -6,7 +6,7 @@ tokens, whose errors every later token would meet. It is made by ingest, and by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,11 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chain import KEYS, VALUES, Found, NewStretch, fuse_chain
+from kvtool.core.fusion.chain import fuse_chain
 from kvtool.core.fusion.plan import Candidate, build_plan
 from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.stretch import KEYS, VALUES, Found, NewStretch, Parts, encoded, kept_size
 from kvtool.core.model.alone import Alone, Behind, compute_alone
-from kvtool.core.records.parts import encode_part
 
 if TYPE_CHECKING:
     import torch
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
 
 
-def stretch_id(identity: StoreIdentity, decoder: Decoder, before: Sequence[int], ids: Ids) -> bytes:
-    """Name of a prompt's segment: of the model, of what it computes in, of all ids before it and of its own."""
-    return _id(identity, decoder, "states", ids_digest(before), ids)
+def stretch_id(identity: StoreIdentity, before: Sequence[int], ids: Ids) -> bytes:
+    """Name of a prompt's segment: of the model, of the format it is kept in, of all ids before it and of its own."""
+    return _id(identity, "states", ids_digest(before), ids)
 
 
-def alone_id(identity: StoreIdentity, decoder: Decoder, ids: Ids) -> bytes:
+def alone_id(identity: StoreIdentity, ids: Ids) -> bytes:
     """Name of a chunk that was computed behind the store's lead-in."""
-    return _id(identity, decoder, "alone", identity.lead_in.digest(), ids)
+    return _id(identity, "alone", identity.lead_in.digest(), ids)
 
 
-def _id(identity: StoreIdentity, decoder: Decoder, what: str, behind: bytes, ids: Ids) -> bytes:
-    kind = str(decoder.dtype).removeprefix("torch.")
+def _id(identity: StoreIdentity, what: str, behind: bytes, ids: Ids) -> bytes:
     return chunk_id(
         namespace=identity.namespace,
-        model_fingerprint=f"{identity.fingerprint} {what} in {kind}",
+        model_fingerprint=f"{identity.fingerprint} {what} in {identity.dtype}",
         lead_in=behind,
         token_ids=ids,
     )
@@ -80,27 +79,28 @@ class AloneMaker:
             states=tuple(layer for side, layer in parts if side == "state"),
             chunks=(self.identity.chunk_id(ids),),
             own=True,
-            size=sum(one.nbytes for tensors in parts.values() for one in tensors.values()),
+            size=kept_size(parts, self.decoder.kv_dtype),
             alone=True,
+            arithmetic=self.decoder.loaded.arithmetic,
         )
-        return NewStretch(alone_id(self.identity, self.decoder, ids), 0, info, parts)
+        return NewStretch(alone_id(self.identity, ids), 0, info, parts)
 
     def beginning(self) -> NewStretch:
         """Compute the prompt's own beginning, which is exact in every prompt."""
         identity = self.identity
         plan = build_plan(Candidate(identity.prefix, identity.prefix_id), [], ())
-        found = Found((stretch_id(identity, self.decoder, (), identity.prefix),), (None,))
+        found = Found((stretch_id(identity, (), identity.prefix),), (None,))
         return fuse_chain(self.decoder, plan, Prefix(), found, _nothing).new[0]
 
 
 def keep_beginning(maker: AloneMaker, store: Store, writer: Writer) -> int:
     """Compute and store the prompt's own beginning where it is not; returns the bytes of its numbers."""
     identity = maker.identity
-    known = found_in(store, stretch_id(identity, maker.decoder, (), identity.prefix))
+    known = found_in(store, stretch_id(identity, (), identity.prefix))
     if not identity.prefix or (known is not None and known.states):
         return 0
     made = maker.beginning()
-    put(writer, made)
+    put(writer, made, maker.decoder.kv_dtype)
     return made.info.size
 
 
@@ -111,20 +111,13 @@ def found_in(store: Store, stretch: bytes) -> StretchInfo | None:
     return None
 
 
-def put(writer: Writer, stretch: NewStretch) -> None:
-    """Store a stretch. Raises NoSpaceError."""
-    writer.put_stretch(stretch.id, stretch.info, _encoded(stretch))
+def put(writer: Writer, stretch: NewStretch, kept: torch.dtype) -> None:
+    """Store a stretch in a store of the format `kept`. Raises NoSpaceError."""
+    writer.put_stretch(stretch.id, stretch.info, encoded(stretch.parts, kept))
 
 
-def _encoded(stretch: NewStretch) -> Iterator[tuple[Place, bytes]]:
-    for place, tensors in stretch.parts.items():
-        yield place, encode_part(tensors)
-
-
-def _parts(alone: Alone) -> dict[Place, dict[str, torch.Tensor]]:
-    parts: dict[Place, dict[str, torch.Tensor]] = {
-        ("rows", layer): {KEYS: keys, VALUES: values} for layer, (keys, values) in alone.rows.items()
-    }
+def _parts(alone: Alone) -> Parts:
+    parts: Parts = {("rows", layer): {KEYS: keys, VALUES: values} for layer, (keys, values) in alone.rows.items()}
     for layer, states in alone.states.items():
         parts["state", layer] = {f"{what} {number}": tensor for (what, number), tensor in states.items()}
     return parts

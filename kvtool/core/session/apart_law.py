@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvtool.core.cache.stretches import Place
+from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.fusion.apart import Stored, fuse_apart
-from kvtool.core.fusion.chain import Found, NewStretch
 from kvtool.core.fusion.engine import Fused
-from kvtool.core.fusion.plan import Candidate, build_plan
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
+from kvtool.core.fusion.stretch import Found, NewStretch, ReadPart
 from kvtool.core.model.alone import carries_wrongly
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.parts import encode_part
@@ -25,6 +26,7 @@ from kvtool.core.session.alone import AloneMaker
 from kvtool.core.session.gate import GateCheck, GateVerdict, apart_name
 from kvtool.core.session.identity import LeadInIds, StoreIdentity
 from kvtool.core.session.quoting import nats_a_token, quotation, quoted
+from kvtool.core.session.record_law import Held, held
 
 
 def check_apart(
@@ -53,6 +55,33 @@ def check_apart(
         checks.append(GateCheck(3, "one chunk apart, behind its lead-in", off, allowed, arithmetic))
     losses = {selector.name: own.loss(selector) for selector in (Reuse(), Epic())}
     return GateVerdict(apart_name(identity), tuple(sorted(checks, key=lambda check: check.law)), losses)
+
+
+def check_alone(
+    maker: AloneMaker, chunks: Sequence[Ids], found: Found, made: Arithmetic, read: ReadPart, allowed: float
+) -> Held | None:
+    """Law 6: hold a prompt of chunks as they are stored against one of what this machine makes of them.
+
+    Parameters
+    ----------
+    found : of the prompt's own beginning and of each chunk what is stored.
+
+    Returns
+    -------
+    See `record_law.held`; None: some of it is damaged.
+    """
+    decoder, (first, script) = maker.decoder, quotation(chunks)
+    stored = Stored(found, maker.identity.lead_in.ids)
+    theirs = fuse_apart(decoder, _plan(maker, chunks, (first,)), Reuse(), stored, read, len(script))
+    if theirs.tokens.fresh > 1:
+        return None
+    own = _Bench(maker, chunks).fused(Reuse(), chunks, (first,), len(script))
+    rows = [quoted(decoder, fused.logits, fused.cache, script) for fused in (own, theirs)]
+    return held(decoder, f"chunks computed alone in {made}", rows[0], rows[1], allowed)
+
+
+def _plan(maker: AloneMaker, chunks: Sequence[Ids], question: Ids) -> Plan:
+    return build_plan(Candidate(maker.identity.prefix), [Candidate(ids) for ids in chunks], question)
 
 
 @dataclass(frozen=True)
@@ -87,7 +116,7 @@ class _Bench:
 
     def distance(self, selector: Selector, chunks: Sequence[Ids], question: Ids) -> float:
         """Logits of a mode against full prefill: RMS of the difference over their standard deviation."""
-        fused = self._fused(selector, chunks, question)
+        fused = self.fused(selector, chunks, question)
         full, _ = self._maker.decoder.prefill(fused.plan.ids)
         off = float((fused.logits - full).square().mean().sqrt() / full.std())
         return off if off == off else float("inf")
@@ -100,13 +129,14 @@ class _Bench:
         """Nats a token that a mode loses where the model quotes what stands in its prompt."""
         decoder = self._maker.decoder
         first, script = quotation(self._chunks)
-        fused = self._fused(selector, self._chunks, (first,), len(script))
+        fused = self.fused(selector, self._chunks, (first,), len(script))
         logits, cache = decoder.prefill(fused.plan.ids, len(script))
         full = quoted(decoder, logits, cache, script)
         return nats_a_token(full, quoted(decoder, fused.logits, fused.cache, script))
 
-    def _fused(self, selector: Selector, chunks: Sequence[Ids], question: Ids, reserve: int = 0) -> Fused:
-        prefix = self._maker.identity.prefix
-        plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
-        stored = Stored(self._shelf.found([prefix, *chunks]), self._maker.identity.lead_in.ids)
-        return fuse_apart(self._maker.decoder, plan, selector, stored, self._shelf.read, reserve)
+    def fused(self, selector: Selector, chunks: Sequence[Ids], question: Ids, reserve: int = 0) -> Fused:
+        """The prompt put together."""
+        maker = self._maker
+        stored = Stored(self._shelf.found([maker.identity.prefix, *chunks]), maker.identity.lead_in.ids)
+        plan = _plan(maker, chunks, question)
+        return fuse_apart(maker.decoder, plan, selector, stored, self._shelf.read, reserve)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -29,7 +28,6 @@ from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chun
 from kvtool.core.session.apart_law import check_apart
 from kvtool.core.session.gate import GateCheck, GateVerdict, apart_name, keep_verdict, stored_verdict
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.record_law import check_records, chunks_of
 from kvtool.core.session.state_law import check_states
 
 if TYPE_CHECKING:
@@ -75,22 +73,6 @@ def gate_store(
     verdict = check_laws(decoder, identity.fingerprint, identity.prefix, chunks)
     keep_verdict(store, verdict, arithmetic)
     return verdict
-
-
-def gate_records(
-    store: Store, decoder: Decoder, identity: StoreIdentity, verdict: GateVerdict, chunk_ids: Sequence[bytes]
-) -> GateVerdict:
-    """The verdict with what it lacks of records among these that another arithmetic has made; it is kept."""
-    own, found = decoder.loaded.arithmetic, verdict
-    for made in sorted(found_by for found_by in store.arithmetics(chunk_ids) if found_by not in (None, own)):
-        chunks = chunks_of(store, identity, made, chunk_ids, decoder.stored_layers)
-        if str(made) not in verdict.of_others and chunks:
-            allowed = roughest(TOLERANCE, decoder, getattr(torch, made.dtype))
-            check, loss = check_records(store, decoder, identity, made, chunks, allowed)
-            found = replace(found, checks=(*found.checks, check), of_others=found.of_others | {str(made): loss})
-    if found is not verdict:
-        keep_verdict(store, found, own)
-    return found
 
 
 def gate_apart(

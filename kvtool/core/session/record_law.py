@@ -38,6 +38,7 @@ _MOST_CHUNKS, _MOST_TOKENS = 3, 256
 _PREFIX = b"prefix"
 
 Chunk = tuple[Ids, ChunkKV]  # token ids and KV of as many
+Held = tuple[GateCheck, float]  # how far logits are from each other, and what is lost in nats a token
 
 
 def chunks_of(
@@ -65,7 +66,7 @@ def _cut(kv: ChunkKV) -> ChunkKV:
 
 def check_records(
     store: Store, decoder: Decoder, identity: StoreIdentity, made: Arithmetic, chunks: Sequence[Chunk], allowed: float
-) -> tuple[GateCheck, float]:
+) -> Held:
     """Hold records that were made in `made` against what this decoder makes of the same chunks.
 
     The prompt is the chunks, none of them recomputed, and the model is led through their beginnings once more.
@@ -76,8 +77,7 @@ def check_records(
 
     Returns
     -------
-    How far the logits are from each other, and the loss: KL divergence from one's own, in nats, as the mean over these
-    tokens.
+    See `held`.
 
     Raises
     ------
@@ -87,16 +87,21 @@ def check_records(
     own = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
     ids, theirs = zip(*chunks, strict=True)
     reference, other = (_rows(decoder, identity.prefix, ids, kvs) for kvs in (own, theirs))
-    spread = (reference - reference.mean()).square().mean().sqrt().clamp_min(1e-6)
-    difference = float((reference - other).square().mean().sqrt() / spread)
-    check = GateCheck(
-        LAW,
-        f"records made in {made}",
-        difference if difference == difference else float("inf"),
-        allowed,
-        str(decoder.loaded.arithmetic),
-    )
-    return check, nats_a_token(reference, other)
+    return held(decoder, f"records made in {made}", reference, other, allowed)
+
+
+def held(decoder: Decoder, name: str, own: torch.Tensor, theirs: torch.Tensor, allowed: float) -> Held:
+    """Hold log-probabilities over what another arithmetic has made against those over one's own.
+
+    Returns
+    -------
+    How far they are from each other, as RMS of the difference over the spread of one's own, and the loss: KL divergence
+    from one's own, in nats, as the mean over tokens.
+    """
+    spread = (own - own.mean()).square().mean().sqrt().clamp_min(1e-6)
+    difference = float((own - theirs).square().mean().sqrt() / spread)
+    finite = difference if difference == difference else float("inf")
+    return GateCheck(LAW, name, finite, allowed, str(decoder.loaded.arithmetic)), nats_a_token(own, theirs)
 
 
 def _rows(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> torch.Tensor:

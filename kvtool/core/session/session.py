@@ -22,7 +22,9 @@ from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
+    from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
+    from kvtool.core.fusion.stretch import Found
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
@@ -220,10 +222,35 @@ class Session:
             return
         known = {None, self.arithmetic, *self._verdict.compared}
         if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
-            from kvtool.core.session.laws import gate_records
+            from kvtool.core.session.others import gate_records
 
             self._verdict = gate_records(self.store, self.decoder, self.identity, self._verdict, chunk_ids)
         self._verdict.enforce()
+
+    def check_beginning(self, segments: Sequence[Ids], found: Found) -> None:
+        """Hold what another arithmetic has made of a prompt's beginning against what is made here, when it is first
+        used.
+
+        Parameters
+        ----------
+        segments : token ids of the prompt's segments; `found` tells what is stored of each.
+
+        Raises
+        ------
+        GateError : with the measured numbers.
+        """
+        if self._verdict is not None:
+            from kvtool.core.session.others import gate_beginning
+
+            self._verdict = gate_beginning(self.store, self.decoder, self._verdict, segments, found)
+            self._verdict.enforce()
+
+    def check_alone(self, segments: Sequence[Ids], found: Found) -> None:
+        """As `check_beginning`, of chunks that were computed apart. Raises GateError."""
+        from kvtool.core.session.others import gate_alone
+
+        if (verdict := gate_alone(self.store, self.alone, segments, found)) is not None:
+            verdict.enforce()
 
     def check_apart(self) -> GateVerdict | None:
         """What the gate finds of chunks of a model that keeps states, computed apart; measured at the first meeting.

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 from kvtool.core.cache.stretches import Place
 from kvtool.core.common.types import Ids
-from kvtool.core.fusion.chain import Chained, Found, fuse_chain
+from kvtool.core.fusion.chain import Chained, fuse_chain
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.prefix import Prefix
+from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.parts import encode_part
 from kvtool.core.session.gate import GateCheck, GateVerdict

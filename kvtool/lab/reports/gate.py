@@ -21,9 +21,8 @@ def gate(desk: Desk) -> Findings:
         for c in (*verdict.checks, *(apart.checks if apart else ()))
     ]
     tables = [Table(("law", "check", "computed", "difference", "allowed", ""), tuple(rows))]
-    if verdict.of_others:
-        others = tuple((made, f"{loss:.3g}") for made, loss in verdict.of_others.items())
-        tables.append(Table(("records made in", "nats a token lost"), others))
+    if others := [*verdict.of_others.items(), *(apart.of_others if apart else {}).items()]:
+        tables.append(Table(("made in", "nats a token lost"), tuple((made, f"{loss:.3g}") for made, loss in others)))
     value = verdict.to_json()
     if apart is not None:
         value["apart"] = apart.to_json()

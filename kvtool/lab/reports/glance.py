@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ def glance(desk: Desk) -> Findings:
         "levels": level_rows({level: row | lost.get(level, {}) for level, row in sizes["levels"].items()}),
         "model": identity.model,
         "dtype": identity.dtype,
-        "computed_by": computed_by(store),
+        "computed_by": computed_by(store, identity),
         "fingerprint": identity.fingerprint,
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
@@ -42,9 +43,11 @@ def glance(desk: Desk) -> Findings:
     return Findings("Store", value, [*_told(value)], _sections(value))
 
 
-def computed_by(store: Store) -> list[dict[str, Any]]:
-    """Tell what computed the chunks: `dtype`, `device`, both None where it was not noted, and `chunks`; most first."""
-    counts = sorted(store.arithmetics().items(), key=lambda item: (-item[1], str(item[0])))
+def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
+    """Tell what computed the chunks, or the stretches of a model that keeps states: `dtype`, `device`, both None where
+    it was not noted, and `chunks`; most first."""
+    stretches = Counter(info.arithmetic for info in store.stretches().values()) if identity.keeps_states else {}
+    counts = sorted((stretches or store.arithmetics()).items(), key=lambda item: (-item[1], str(item[0])))
     return [
         {"dtype": None if by is None else by.dtype, "device": None if by is None else by.device, "chunks": count}
         for by, count in counts
@@ -75,7 +78,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
     yield f"store    {value['path']}"
     made = [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in value["computed_by"] if row["dtype"]]
-    computed = f"; chunks computed {', '.join(made)}" if made else ""
+    computed = f"; computed {', '.join(made)}" if made else ""
     yield f"model    {value['model']}, kept in {value['dtype']}{computed}; gate {gate}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
     chunks, tokens = (value[name] - beginning[name] for name in ("chunks", "tokens"))

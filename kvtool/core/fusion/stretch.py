@@ -1,0 +1,170 @@
+"""Stretches of a prompt of a model that keeps states: what is stored of it, how it is taken, and what is new of it.
+
+A stretch is the same one on machines of different arithmetic. Rows stand in the store's format and are rounded to what
+is computed in here; a state is brought to what the layer's own forward makes of it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.states import CARRIED, RECURRENT, StateCache, StateLayer, States
+from kvtool.core.records.parts import decode_part, encode_part
+
+ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
+Parts = dict[Place, dict[str, torch.Tensor]]
+KEYS, VALUES = "keys", "values"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is stored of a prompt's segments, question excluded.
+
+    Attributes
+    ----------
+    ids : names of the stretches, one a segment. `infos`: what is stored of each; None: nothing.
+    """
+
+    ids: tuple[bytes, ...]
+    infos: tuple[StretchInfo | None, ...]
+
+    @property
+    def usable(self) -> int:
+        """How many segments from the first on can be reused."""
+        usable = 0
+        for number, info in enumerate(self.infos, 1):
+            if info is None:
+                break
+            usable = number if info.states else usable
+        return usable
+
+    def has(self, number: int, with_states: bool) -> bool:
+        """Whether a segment's stretch is stored as it could be stored now, or with more."""
+        info = self.infos[number]
+        return info is not None and (bool(info.states) or not with_states)
+
+    def of(self, numbers: Sequence[int]) -> Found:
+        """What is stored of these segments."""
+        return Found(tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers))
+
+    def without(self, number: int) -> Found:
+        """The same, had a segment's stretch not been stored."""
+        return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class NewStretch:
+    """A segment that was computed, as it can be stored: tensors by place, as they were
+    computed; those of rows are views of the cache. `info.size` is of what is kept of them."""
+
+    id: bytes
+    number: int
+    info: StretchInfo
+    parts: Parts
+
+
+def kept_size(parts: Parts, kept: torch.dtype) -> int:
+    """Bytes of numbers that a store keeps of parts, its format being `kept`."""
+    return sum(
+        tensor.numel() * (kept if place[0] == "rows" else tensor.dtype).itemsize
+        for place, tensors in parts.items()
+        for tensor in tensors.values()
+    )
+
+
+def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
+    """Make the payloads of parts, as a store of the format `kept` keeps them.
+
+    Rows are rounded to that format, as those of chunks are. States stay in what the model makes of them: what a state
+    lost, all that follows would lose (samples/results/states.md).
+    """
+    for place, tensors in parts.items():
+        rows = place[0] == "rows"
+        yield place, encode_part({name: one.to(kept) if rows else one for name, one in tensors.items()})
+
+
+class Loading:
+    """Takes stored stretches into a cache."""
+
+    def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
+        self._decoder, self._cache, self._read = decoder, cache, read
+        self.bytes_read = 0
+
+    def take(self, plan: Plan, found: Found) -> int | None:
+        """Take all that is usable; returns the number of a segment of which something is damaged."""
+        usable = found.usable
+        for number in range(usable):
+            info, segment = found.infos[number], plan.segments[number]
+            assert info is not None
+            try:
+                self.take_one(found.ids[number], info, segment, with_states=number == usable - 1)
+            except DamagedError:
+                return number
+        return None
+
+    def take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
+        """Take one stretch. Raises DamagedError."""
+        self._cache.set_length(segment.stop)
+        expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
+        states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
+        if {*info.rows} != expected or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
+            raise DamagedError("a stretch of another model")
+        for layer in info.rows:
+            tensors = self._part(stretch, ("rows", layer))
+            buffer = self._cache.buffers[layer]
+            for name in (KEYS, VALUES):
+                there = getattr(buffer, name)[:, :, segment.start : segment.stop]
+                there.copy_(fitting(tensors.get(name), there))
+        for layer in info.states if with_states else ():
+            tensors = self._part(stretch, ("state", layer))
+            self._cache.buffers[layer].take(named_states(tensors, self._decoder, layer))
+
+    def _part(self, stretch: bytes, place: Place) -> dict[str, torch.Tensor]:
+        payload = self._read(stretch, place)
+        self.bytes_read += payload.nbytes
+        return decode_part(payload)
+
+
+def take_beginning(decoder: Decoder, cache: StateCache, found: Found, segment: Segment, read: ReadPart) -> int:
+    """Take the stretch of a prompt's first segment into a cache; returns the bytes that were read.
+
+    Raises
+    ------
+    DamagedError : something of it is damaged, or another model's.
+    """
+    loading, info = Loading(decoder, cache, read), found.infos[0]
+    assert info is not None
+    loading.take_one(found.ids[0], info, segment, with_states=True)
+    return loading.bytes_read
+
+
+def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Rows as they were stored, in the format of `like`. Raises DamagedError where they cannot stand where it does."""
+    if tensor is None or tensor.shape != like.shape or not tensor.dtype.is_floating_point:
+        raise DamagedError("the rows of another model")
+    return tensor.to(like.dtype)
+
+
+def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
+    """Name the tensors of a part as a layer does, each in the format that the layer itself computes it in here.
+
+    Raises
+    ------
+    DamagedError : they are another model's.
+    """
+    formats, states = decoder.state_formats[layer], States()
+    for name, tensor in tensors.items():
+        what, _, number = name.partition(" ")
+        kind = formats.get((RECURRENT if what == CARRIED else what, int(number)))
+        if kind is None:
+            raise DamagedError("the states of another model")
+        states[what, int(number)] = tensor.to(decoder.device, kind)
+    return states
