@@ -15,7 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.compress import encode
+from kvtool.core.compress import encode, encoding
 from kvtool.core.errors import DamagedError
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool
 from tests.compress.making import (
@@ -85,7 +85,7 @@ def test_running_again_encodes_nothing(
     path = fitted if profile else plain
     run(path, *NESTED, "lossless")
     before = files_below(path)
-    monkeypatch.setattr(encode, "encode_levels", None)
+    monkeypatch.setattr(encoding, "encode_levels", None)
     report = run(path, *NESTED, "lossless")
     assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
     assert report.bytes_before == report.bytes_after
@@ -127,7 +127,7 @@ def test_an_interrupted_run_is_taken_up_again(
     monkeypatch.setattr(encode, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     with monkeypatch.context() as patch:
-        breaking(patch, encode, "encode_levels", 5, error)
+        breaking(patch, encoding, "encode_levels", 5, error)
         with pytest.raises(type(error)):
             run(plain, "1", "2", keep_raw=keep_raw)
     done = ["1", "2", "raw"] if keep_raw else ["1", "2"]

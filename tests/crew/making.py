@@ -11,7 +11,8 @@ import pytest
 
 import kvtool
 from kvtool.core.crew.crew import Crew
-from kvtool.core.crew.worker import Worker, packed
+from kvtool.core.crew.parcel import packed
+from kvtool.core.crew.worker import Worker
 
 WORKERS = ("--ray", "local", "--ray-workers", "2")
 
@@ -37,9 +38,9 @@ class Backwards:
     size = 2
 
     def __init__(self, make: Callable[[Any], Any], recipe: Any, most: int) -> None:
-        self._worker, self._most = Worker(kvtool.__version__, packed(make, recipe), 0), most
+        self._worker, self._most = Worker(kvtool.__version__, packed((make, recipe)), 0), most
         self._under_way: list[tuple[str, Any, tuple[Any, ...]]] = []
-        self.facts, self.is_closed = [self._worker.do("facts")], False
+        self.facts, self.is_closed = [self._worker.do("facts", packed(()))], False
 
     @property
     def is_full(self) -> bool:
@@ -57,7 +58,7 @@ class Backwards:
             raise KeyboardInterrupt
         self._most -= 1
         what, key, given = self._under_way.pop()
-        return key, self._worker.do(what, *given)
+        return key, self._worker.do(what, packed(given))
 
     def close(self) -> None:
         self.is_closed = True

@@ -40,7 +40,7 @@ def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.Monke
 
 def test_a_worker_of_another_version_opens_nothing() -> None:
     with pytest.raises(KvtoolError, match=r"have kvtool .*, and this is 0\.0\.9"):
-        Worker("0.0.9", b"cannot be opened here", 0).do("facts")
+        Worker("0.0.9", (b"cannot be opened here", []), 0).do("facts", (b"", []))
 
 
 def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ class CompressReport:
     encoded, kept : chunks encoded in this run, and chunks that had the level already.
     skipped : chunks that no exact record is left of, so they stay as they are.
     file_before, file_after : bytes of the data file.
+    workers : how many of Ray encoded; 0: this process.
     """
 
     levels: list[LevelReport] = field(default_factory=list)
@@ -64,6 +65,7 @@ class CompressReport:
     encode_seconds: float = 0.0
     decoded_bytes: int = 0
     decode_seconds: float = 0.0
+    workers: int = 0
     profile: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -90,6 +92,7 @@ class CompressReport:
                 "skipped": self.skipped,
                 "exact_dropped": self.dropped,
             },
+            "workers": self.workers,
             "profile": self.profile,
             "warnings": self.warnings,
         }

@@ -43,10 +43,14 @@ def compress(
     Raises
     ------
     UsageError : an unknown level or chunk, or nothing to choose by.
-    KvtoolError : `fit` without a single exact record.
+    KvtoolError : `fit` without a single exact record; workers of Ray that do not answer, or fail.
     StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
     """
     levels = check_levels(options)
+    if options.ray:
+        from kvtool.core.crew.cluster import check_there
+
+        check_there(options.ray)  # before anything is fitted or measured
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         loaded = None if options.fit else decoder

@@ -10,7 +10,8 @@ import kvtool
 from kvtool.core.common.types import Warn
 from kvtool.core.crew.cluster import connected, reason_of, share_of
 from kvtool.core.crew.options import LOCAL, CrewOptions
-from kvtool.core.crew.worker import Worker, packed
+from kvtool.core.crew.parcel import packed
+from kvtool.core.crew.worker import Worker
 from kvtool.core.errors import KvtoolError
 
 AHEAD = 2  # pieces of work of an actor under way: one is done while the results of the one before travel
@@ -23,7 +24,7 @@ class _Work(NamedTuple):
     who: int
     what: str
     key: Any
-    given: list[Any]
+    given: Any
 
 
 class Crew:
@@ -54,7 +55,7 @@ class Crew:
         self._busy: dict[Any, _Work] = {}  # by the result to come
         try:
             self._share = share_of(self._ray.cluster_resources(), options.ray_workers, device)
-            self._make = self._ray.put(packed(make, recipe))  # sent to each machine once
+            self._make = self._ray.put(packed((make, recipe)))  # sent to each machine once
             self._actors = [self._new() for _ in range(self._share.workers)]
             self.facts = self._met()
         except BaseException:
@@ -79,7 +80,7 @@ class Crew:
     def submit(self, what: str, key: Any, *given: Any) -> None:
         """Have something done by whoever has least to do; `key` comes back with its result."""
         load = [sum(work.who == actor for work in self._busy.values()) for actor in range(len(self._actors))]
-        self._send(_Work(load.index(min(load)), what, key, [self._ray.put(one) for one in given]))
+        self._send(_Work(load.index(min(load)), what, key, self._ray.put(packed(given))))
 
     def next(self) -> tuple[Any, Any]:
         """Wait for the next result, in no order; returns what it was submitted by, and the result.
@@ -115,13 +116,14 @@ class Crew:
 
     def _met(self) -> list[Any]:
         """What each actor says of itself, when all are ready to work."""
+        nothing = self._ray.put(packed(()))
         for actor in range(len(self._actors)):
-            self._send(_Work(actor, "facts", actor, []))
+            self._send(_Work(actor, "facts", actor, nothing))
         found = dict(self.next() for _ in self._actors)
         return [found[actor] for actor in range(len(self._actors))]
 
     def _send(self, work: _Work) -> None:
-        self._busy[self._actors[work.who].do.remote(work.what, *work.given)] = work
+        self._busy[self._actors[work.who].do.remote(work.what, work.given)] = work
 
     def _replace(self, who: int, error: Any) -> None:
         """Put another in the place of an actor that died, unless that was done for a result of its before."""

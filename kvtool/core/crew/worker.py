@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import kvtool
+from kvtool.core.crew.parcel import Parcel, opened
 from kvtool.core.errors import KvtoolError
-
-
-def packed(make: Callable[[Any], Any], recipe: Any) -> bytes:
-    """Bytes of which a worker makes what does its work: `make(recipe)`."""
-    return pickle.dumps((make, recipe))
 
 
 class Worker:
@@ -23,21 +17,22 @@ class Worker:
     Parameters
     ----------
     version : of the kvtool that asks. What it sends is only opened by one of the same.
-    make : as of :func:`packed`.
+    make : a function, and the recipe of which it makes what does the work.
     threads : of a CPU that one process takes; 0: as many as there are.
     """
 
-    def __init__(self, version: str, make: bytes, threads: int) -> None:
+    def __init__(self, version: str, make: Parcel, threads: int) -> None:
         self._version, self._make, self._threads = version, make, threads
 
-    def do(self, what: str, *given: Any) -> Any:
-        """Have one of its methods called.
+    def do(self, what: str, given: Parcel) -> Any:
+        """Have one of its methods called with what is packed.
 
         Raises
         ------
         KvtoolError : another version of kvtool asks; or what making it, or the method, raises.
         """
-        return getattr(self._made, what)(*given)
+        method = getattr(self._made, what)
+        return method(*opened(given))
 
     @cached_property
     def _made(self) -> Any:
@@ -50,5 +45,5 @@ class Worker:
             import torch
 
             torch.set_num_threads(self._threads)
-        make, recipe = pickle.loads(self._make)
+        make, recipe = opened(self._make)
         return make(recipe)

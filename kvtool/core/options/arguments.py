@@ -99,6 +99,8 @@ class CompressArguments(TypedDict, total=False):
     predictor: str
     max_size: int | str | None
     lock_wait: float | str
+    ray: str | None
+    ray_workers: int
 
 
 class FitArguments(TypedDict, total=False):

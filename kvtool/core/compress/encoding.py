@@ -1,0 +1,97 @@
+"""A chunk's new records: a function of what is stored of it, and of nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, LayerKV, no_profiles
+from kvtool.core.codec.encode import encode_levels, encode_rows
+from kvtool.core.codec.levels import whole
+from kvtool.core.codec.profile import Profile
+from kvtool.core.common.types import Ids
+from kvtool.core.records.making import sealed
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """All that the new records of a chunk are made of.
+
+    Attributes
+    ----------
+    exact : its records at the exact level `source`, one a layer.
+    levels : what is to be made.
+    bases : stored records that new ones may refine, one a layer, by their level.
+    rows : those that stay at levels that leave rows out, ascending.
+    """
+
+    chunk: bytes
+    source: str
+    exact: list[Encoded]
+    levels: tuple[str, ...]
+    bases: dict[str, list[Encoded]] = field(default_factory=dict)
+    rows: dict[str, Ids] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the exact records."""
+        return sum(len(item.payload) for item in self.exact)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Holds a chunk's records by level, one a layer, the bytes of the numbers that they are of, and what it took."""
+
+    records: dict[str, list[bytes]]
+    raw_bytes: int
+    seconds: float
+
+
+def make(task: Task, profile: Profile | None, predictor: str) -> Made:
+    """Encode a chunk at each of a task's levels.
+
+    Parameters
+    ----------
+    profile, predictor : as `CompressOptions` names them.
+
+    Raises
+    ------
+    DamagedError : a record that was given cannot be decoded.
+    """
+    started = time.thread_time()
+    layers = range(len(task.exact))
+    kvs = CODECS[task.source].decode_layers(task.exact)
+    bases = {
+        level: [item.payload for item in stored]
+        for level, stored in task.bases.items()
+        if _is_of(kvs, level, stored, profile)
+    }
+    whole_levels = whole(task.levels)
+    made = encode_levels(layers, kvs, whole_levels, profile, bases=bases, predictor=predictor, layers=len(layers))
+    for level, rows in task.rows.items():
+        made[level] = encode_rows(layers, kvs, rows, level, profile, predictor=predictor, layers=len(layers))
+    records = {
+        level: [sealed(task.chunk, kvs[layer], level, layer, made[level][layer]) for layer in layers]
+        for level in task.levels
+    }
+    size = sum(side.nbytes for kv in kvs for side in kv)
+    return Made(records, size, time.thread_time() - started)
+
+
+def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
+    """Whether a stored level was made of just this exact KV; one that was pulled may round otherwise, and what
+    refines it would have to be refined by whoever made it."""
+
+    def shelf(digest: bytes) -> Profile:
+        return profile if profile is not None and digest == profile.digest else no_profiles(digest)
+
+    for layer, (item, payload) in enumerate(zip(stored, CODECS[level].encode_layers(kvs, profile), strict=True)):
+        made = Encoded(b"".join(payload), item.shape, item.dtype)
+        sides = [CODECS[level].decode([record], layer, shelf)[0] for record in (item, made)]
+        if not all(torch.equal(*pair) for pair in zip(*sides, strict=True)):
+            return False
+    return True
