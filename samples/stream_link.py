@@ -4,12 +4,13 @@
 
 The link is a pair of interfaces into a network namespace, shaped by `tc` as the trace says: root on Linux, with
 iproute2, and redis-server or moto. No model is run; what computing a chunk takes is given
-(`--prefill-tokens-per-second`).
+(`--prefill-tokens-per-second`), beside the fetching (C in what is told of levels) and after it (t).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import socket
@@ -29,15 +30,17 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW, exact, known
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.query.ahead import Ended
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.streaming import rungs_of
 from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.push import push
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.streaming.both_ends import BothEnds
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder
-from kvtool.core.streaming.policy import Adaptive, Task
+from kvtool.core.streaming.policy import Task
 from kvtool.lab.simulator.simulate import simulate
 from kvtool.lab.simulator.traces import LinkTrace, read_trace
 
@@ -45,6 +48,8 @@ NAMESPACE, HERE, THERE, NET = "kvtool-link", "kvtool-here", "kvtool-there", "10.
 PORT = 6391
 HEADERS = 1514 / 1448  # bytes on the wire for a byte of a full TCP segment: a trace speaks of the latter
 QUEUE = "limit 4mb"
+COMPUTED = "computed"
+SHORT = {"raw": "r", "lossless": "l", COMPUTED: "C"}
 OWN_TRACES = (
     LinkTrace("steady-200", "steady", ((0.0, 200.0),)),
     LinkTrace("steady-50", "steady", ((0.0, 50.0),)),
@@ -54,16 +59,36 @@ OWN_TRACES = (
 )
 
 
-class NothingBeside:
-    """Decoding and computing are no part of the link."""
+class Beside:
+    """A processor that takes the time it is said to, and is never late; decoding is no part of the link."""
 
-    computed: frozenset[int] = frozenset()
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self._seconds, self._since, self._stopped = seconds, 0.0, False
+        self.computing: int | None = None
 
     def put(self, *known: object) -> None:
         return None
 
-    def compute(self, *known: object) -> None:
-        return None
+    def compute(self, number: int, segment: object) -> None:
+        self.computing, self._since, self._stopped = number, time.perf_counter(), False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def ended(self) -> Ended | None:
+        if self.computing is None or not (self._stopped or self._left() <= 0):
+            return None
+        number, self.computing = self.computing, None
+        return Ended(number, time.perf_counter() - self._since, not self._stopped)
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(max(0.0, min(seconds, self._left())))
+
+    def finish(self) -> None:
+        self._stopped = True
+
+    def _left(self) -> float:
+        return 0.0 if self.computing is None else self._since + self._seconds(self.computing) - time.perf_counter()
 
 
 def main() -> int:
@@ -74,6 +99,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--slo-ms", type=float, default=1000.0, help="0: none, all is fetched as it is")
     parser.add_argument("--prefill-tokens-per-second", type=float, default=4000.0)
+    parser.add_argument("--one-end", action="store_true", help="compute nothing while the link fetches")
     parser.add_argument("--repeat", type=int, default=3)
     given = parser.parse_args()
     traces = [read_trace(path) for path in given.trace] if given.trace else list(OWN_TRACES)
@@ -109,17 +135,21 @@ def measure(
             assert link is not None
             plan = plan_of(store, given.chunks)
             task = task_of(store, link, plan, given)
-            policy = Adaptive(task, make_estimator("harmonic"))
+            policy = BothEnds(task, make_estimator("harmonic"))
             shape(trace)
-            driver = Driver(link, plan.segments, policy, NothingBeside(), time.perf_counter())  # type: ignore[arg-type]
+            beside = Beside(task.alone)
+            driver = Driver(link, plan.segments, policy, beside, time.perf_counter())  # type: ignore[arg-type]
             started = time.perf_counter()
             driver.run()
-            real.append((time.perf_counter() - started, sum(row["bytes"] for row in policy.log), policy.levels))
+            levels = policy.levels | dict.fromkeys(policy.computed, COMPUTED)
+            real.append((time.perf_counter() - started, sum(row["bytes"] for row in policy.log), levels))
         shape(LinkTrace("open", "", ((0.0, 20_000.0),)))
-    found = simulate(Adaptive(task, make_estimator("harmonic")), task, trace)
+    policy = BothEnds(task, make_estimator("harmonic"))
+    found = simulate(policy, task, trace)
     seconds, size, levels = sorted(real, key=lambda one: one[0])[len(real) // 2]
-    fetched = "".join(level or "t" for level in levels.values())
-    wanted = "".join(level or "t" for level in found.levels.values())
+    fetched = "".join(SHORT.get(level, level or "t") for level in levels.values())
+    expected = found.levels | dict.fromkeys(policy.computed, COMPUTED)
+    wanted = "".join(SHORT.get(level, level or "t") for level in expected.values())
     print(
         f"{trace.name:12} real {seconds * 1e3:7.1f} ms {size / 1e6:6.2f} MB levels {fetched}   "
         f"simulated {found.ready_s * 1e3:7.1f} ms {found.bytes / 1e6:6.2f} MB levels {wanted}   "
@@ -149,7 +179,10 @@ def task_of(store: Store, link: Link, plan: Plan, given: argparse.Namespace) -> 
     def compute(text: frozenset[int]) -> float:
         return 0.05 + sum(tokens[chunk] for chunk in text) / given.prefill_tokens_per_second
 
-    return Task(ladders, compute, given.slo_ms / 1e3 or None)
+    def alone(chunk: int) -> float:
+        return math.inf if given.one_end else tokens[chunk] / given.prefill_tokens_per_second
+
+    return Task(ladders, compute, given.slo_ms / 1e3 or None, alone=alone)
 
 
 # ---- the link ----

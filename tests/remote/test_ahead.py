@@ -176,83 +176,93 @@ def test_what_is_known_of_its_speed(bench: Bench) -> None:
 # ---- computing ---------------------------------------------------------------------------------------------------
 
 
-def text(number: int) -> tuple[int, Segment]:
-    return number, SEGMENTS[number]
+def compute(bench: Bench, number: int) -> None:
+    bench.ahead.compute(number, SEGMENTS[number])
+    assert bench.begun() == (number, "text", 0)
 
 
-def test_texts_are_computed_in_turn_when_nothing_is_to_be_decoded(bench: Bench) -> None:
-    bench.ahead.compute(*text(0))
-    assert bench.begun() == (0, "text", 0)
-    for number in (1, 2):
-        bench.ahead.compute(*text(number))
-    bench.put(3)
-    bench.source.step(3 * LAYERS)
-    begun = [bench.begun() for _ in range(3 * LAYERS - 1)]
-    assert [(number, what) for number, what, layer in begun if layer == 2] == [(0, "text"), (3, "4"), (1, "text")]
-    assert bench.begun() == (2, "text", 0)
-    assert bench.ahead.computed == {0, 1}
-    held = SEGMENTS[1]
-    held = replace(held, source=replace(held.source, level=COMPUTED))
-    assert bench.held.read([held], 2, ReadStats())[0][0].unique().item() == 7.0
-    finish_in_the_middle(bench)
-    assert bench.ahead.computed == {0, 1}  # the third was cut off
-    assert bench.ahead.bytes_read({0: COMPUTED, 1: COMPUTED, 2: None, 3: "4"}) == LAYERS * RECORD
+def ended(bench: Bench) -> tuple[int, bool]:
+    bench.ahead.wait(10)
+    told = bench.ahead.ended()
+    assert told is not None
+    assert bench.ahead.ended() is None
+    assert bench.ahead.computing is None
+    return told.number, told.whole
 
 
-def test_what_comes_after_all_is_decoded_instead(bench: Bench) -> None:
-    bench.ahead.compute(*text(0))
-    assert bench.begun() == (0, "text", 0)
-    bench.ahead.compute(*text(1))
+def held(bench: Bench, number: int) -> bool:
+    segment = SEGMENTS[number]
+    return bench.held.holds(replace(segment, source=replace(segment.source, level=COMPUTED)), LAYERS)
+
+
+def test_what_was_computed_stands_for_what_came(bench: Bench) -> None:
+    bench.put(0)
+    bench.through(0, "4")
+    wait_until_idle(bench)
+    size = bench.held.held_bytes
+    compute(bench, 0)
+    assert bench.ahead.computing == 0
+    bench.source.step(LAYERS)
+    assert ended(bench) == (0, True)
+    assert held(bench, 0)
+    assert bench.held.held_bytes == size
+    bench.put(0, "3")  # which comes too late
     bench.put(1)
-    bench.put(0)
-    bench.source.step(1 + 2 * LAYERS)
-    begun = [bench.begun() for _ in range(2 * LAYERS)]
-    assert [number for number, what, _ in begun if what == "4"] == [0] * LAYERS + [1] * LAYERS
-    wait_until_idle(bench)
-    bench.ahead.compute(*text(0))  # once asked for is enough
+    for _ in range(LAYERS - 1):
+        bench.begun()
+    assert bench.begun() == (1, "4", 0)
+    finish_in_the_middle(bench)
+    assert bench.ahead.bytes_read({0: COMPUTED, 1: "4"}) == RECORD
+
+
+def test_computing_gives_way_between_its_layers_to_what_has_come(bench: Bench) -> None:
+    compute(bench, 0)
+    bench.put(3)
+    bench.source.step()
+    bench.through(3, "4")
+    assert bench.begun() == (0, "text", 1)
+    bench.put(0)  # its own coarse level: to have something should it be stopped
+    bench.source.step()
+    bench.through(0, "4")
+    assert bench.begun() == (0, "text", 2)
+    bench.source.step()
+    assert ended(bench) == (0, True)
     bench.ahead.finish()
-    assert bench.ahead.computed == frozenset()
+    assert bench.ahead.bytes_read({0: COMPUTED, 3: "4"}) == LAYERS * RECORD
+
+
+@pytest.mark.parametrize("finish", [False, True])
+def test_what_is_stopped_ends_after_its_layer(finish: bool, bench: Bench) -> None:
+    compute(bench, 0)
+    if finish:
+        finish_in_the_middle(bench)
+    else:
+        bench.ahead.stop()
+        assert bench.ahead.ended() is None
+        bench.source.step()
+    assert ended(bench) == (0, False)
+    assert not held(bench, 0)
     assert bench.source.begun.empty()
-
-
-def test_what_is_computed_already_is_not_decoded(bench: Bench) -> None:
-    bench.ahead.compute(*text(0))
-    bench.ahead.compute(*text(1))
-    bench.source.step(LAYERS)
-    assert [bench.begun()[0] for _ in range(LAYERS + 1)] == [0] * LAYERS + [1]
-    bench.put(0)
-    bench.source.step(LAYERS)
-    bench.put(2)
-    begun = [bench.begun() for _ in range(LAYERS)]
-    assert begun[-1] == (2, "4", 0)
-    bench.source.step(LAYERS)
-    wait_until_idle(bench)
     bench.ahead.finish()
-    assert bench.ahead.computed == {0, 1}
 
 
 def test_what_cannot_be_computed_alone_is_left_to_the_pass(bench: Bench) -> None:
     bench.source.broken = {0}
-    bench.ahead.compute(*text(0))
-    bench.ahead.compute(*text(1))
+    bench.ahead.compute(0, SEGMENTS[0])
+    assert ended(bench) == (0, False)
+    compute(bench, 1)
     bench.source.step(LAYERS)
-    assert [bench.begun() for _ in range(LAYERS)][-1] == (1, "text", LAYERS - 1)
-    bench.put(2)
-    assert bench.begun() == (2, "4", 0)
-    assert bench.ahead.computed == {1}
-    bench.source.step()
+    assert ended(bench) == (1, True)
     bench.ahead.finish()
 
 
 def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> None:
     bench.held = HotSource(bench.source, 10)
     bench.ahead = Ahead(bench.held, LAYERS, bench.source.prefill)
-    bench.ahead.compute(*text(0))
-    bench.ahead.compute(*text(1))
+    compute(bench, 0)
     bench.source.step(LAYERS)
-    assert [bench.begun()[0] for _ in range(LAYERS + 1)] == [0] * LAYERS + [1]
-    assert bench.ahead.computed == frozenset()
-    finish_in_the_middle(bench)
+    assert ended(bench) == (0, False)
+    bench.ahead.finish()
 
 
 def test_a_chunk_refined_before_its_first_layer_says_nothing_of_speed(

@@ -118,10 +118,5 @@ class Watched:
     def give_up_at(self, fetch: Fetch) -> float | None:
         return self.policy.give_up_at(fetch)
 
-    @property
-    def levels(self) -> dict[int, str | None]:
-        return self.policy.levels
-
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        return self.policy.log
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)

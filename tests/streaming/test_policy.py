@@ -156,27 +156,6 @@ def test_text_for_the_rest_once_the_link_is_seen_to_be_slower_than_computing() -
     assert run.text_tokens == 2000
 
 
-def test_what_the_policy_passes_over_may_be_computed_meanwhile() -> None:
-    one = task(chunks=4, objective=3.0, text=0.01)
-    policy = adaptive(one)
-    first, second = policy.next(0.0), policy.next(0.0)
-    assert first is not None
-    assert second is not None
-    assert {first.chunk, second.chunk} == {0, 1}
-    assert policy.unwanted == []  # 2 and 3 may be wanted next
-    policy.done(first, 0.0, 0.5, arrived=True)
-    policy.next(0.5)
-    assert policy.unwanted == [3, 2]  # the link is slower than computing; 1 is on its way
-    before = policy._deadline(frozenset())
-    policy.have(3)
-    policy.have(1)  # which comes all the same
-    assert policy.unwanted == [2]
-    assert policy._deadline(frozenset()) > before
-    policy.done(second, 0.5, 1.0, arrived=False)
-    assert policy.unwanted == [2, 1]
-    assert policy.levels[3] is None
-
-
 def test_a_dead_link_is_given_up_for_text_in_time() -> None:
     one = task(chunks=4, objective=1.0, text=0.2, question=0.05)
     run = simulate(adaptive(one), one, LinkTrace("dead", "dead", ((0.0, 0.0), (60.0, 1.0))))

@@ -77,9 +77,11 @@ class Stream(Protocol):
 
     Attributes
     ----------
+    url : the link's, for people.
     alive : nothing has gone wrong so far.
     """
 
+    url: str
     alive: bool
 
     def ask(self, wanted: Sequence[Wanted]) -> None:

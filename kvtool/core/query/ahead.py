@@ -24,6 +24,15 @@ COMPUTED = RAW  # the level of what was computed from its text: it loses nothing
 Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How computing a chunk ended, and the seconds of it, without the decoding that came between."""
+
+    number: int
+    seconds: float
+    whole: bool
+
+
 @dataclass(slots=True)
 class _Ahead:
     """What has been decoded, or begun to be."""
@@ -35,29 +44,26 @@ class _Ahead:
 class Ahead:
     """Decodes and computes into the memory that the loader then reads, while something is on its way.
 
-    Work that is saved, and never waited for: a chunk that is refined meanwhile is begun anew, what is not decoded at
-    the end the loader decodes layer by layer beside the computing, several chunks together, and what is not computed is
-    computed in its place. The chunk that came last is decoded first: the others may be refined sooner. Chunks are
-    computed from their text where there is nothing to decode.
+    Decoding is work that is saved, and never waited for: a chunk that is refined meanwhile is begun anew, and what is
+    not decoded at the end the loader decodes layer by layer beside the computing, several chunks together. The chunk
+    that came last is decoded first: the others may be refined sooner. A chunk is computed from its text where there is
+    nothing to decode, and gives way between its layers to what has come.
     """
 
     def __init__(self, source: HotSource, layers: int, prefill: Prefill) -> None:
         self._source, self._layers, self._prefill = source, layers, prefill
         self._changed = threading.Condition()
         self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last
-        self._texts: dict[int, Segment] = {}
-        self._known: set[int] = set()  # of which the text was asked for
+        self._text: tuple[int, Segment] | None = None  # what is to be computed, or is
+        self._cut_off = False  # it is to be stopped
+        self._told: Ended | None = None  # how the last one ended, until somebody asked
         self._computed: set[int] = set()
+        self._decoding = 0.0  # seconds, of all so far
         self._ahead: dict[int, _Ahead] = {}
         self._stopped = False
         self._begun: set[str | None] = set()
         self._taken: dict[str | None, tuple[float, float]] = {}  # by level: seconds, tokens
         self._thread: threading.Thread | None = None
-
-    @property
-    def computed(self) -> frozenset[int]:
-        """Chunks that were computed whole before they came; they are held at the level `COMPUTED`."""
-        return frozenset(self._computed)
 
     def seconds(self, tokens: int, level: str) -> float:
         """What decoding at this level has taken beside the fetching; where nothing is known of it, as the slowest.
@@ -73,30 +79,52 @@ class Ahead:
         with self._changed:
             if number in self._computed:
                 return
-            self._texts.pop(number, None)
             self._waiting.pop(number, None)
             self._waiting[number] = replace(segment, source=replace(segment.source, level=level))
             self._begin()
 
-    def compute(self, number: int, segment: Segment) -> None:
-        """Compute a chunk that is not expected to come."""
+    @property
+    def computing(self) -> int | None:
+        """The chunk that is computed, or of which `ended` has not told yet how that ended."""
         with self._changed:
-            if number not in self._known:
-                self._known.add(number)
-                self._texts[number] = segment
-                self._begin()
+            return None if self._text is None else self._text[0]
+
+    def compute(self, number: int, segment: Segment) -> None:
+        """Compute a chunk alone, as the only one."""
+        with self._changed:
+            assert self._text is None
+            self._text, self._cut_off = (number, segment), False
+            self._begin()
+
+    def stop(self) -> None:
+        """Compute no more than the layer that is computed now; `ended` tells when that is over."""
+        with self._changed:
+            self._cut_off = True
+
+    def ended(self) -> Ended | None:
+        """How the computation ended; None: it has not, or this was asked before."""
+        with self._changed:
+            told, self._told = self._told, None
+            if told is not None:
+                self._text = None
+            return told
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, so many seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._told is not None, seconds)
 
     def _begin(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtool-ahead", daemon=True)
             self._thread.start()
-        self._changed.notify()
+        self._changed.notify_all()
 
     def finish(self) -> None:
         """End after the layer that is being decoded or computed."""
         with self._changed:
             self._stopped = True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
 
@@ -117,27 +145,51 @@ class Ahead:
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._waiting or self._texts)
+            self._changed.wait_for(lambda: self._stopped or self._waiting or self._has_text())
             if self._stopped:
                 return None
             if self._waiting:
                 return functools.partial(self._decode, *self._waiting.popitem())
-            number = next(iter(self._texts))
-            return functools.partial(self._compute, number, self._texts.pop(number))
+            assert self._text is not None
+            return functools.partial(self._compute, *self._text)
+
+    def _has_text(self) -> bool:
+        return self._text is not None and self._told is None
 
     def _compute(self, number: int, segment: Segment) -> None:
+        started, decoding = time.perf_counter(), self._decoding
         try:
-            kv = self._prefill(segment, lambda: not self._stopped and number not in self._waiting)
+            kv = self._prefill(segment, self._gives_way)
         except KvtoolError:
-            return  # whoever computes it in its place meets it again
-        if kv is None:
-            return
-        held = replace(segment, source=replace(segment.source, level=COMPUTED))
-        self._source.hold(held, kv.layers)
-        if self._source.holds(held, self._layers):  # a batch's memory may be smaller than a chunk
-            with self._changed:
+            kv = None  # whoever computes it in its place meets it again
+        whole = kv is not None and self._hold(number, segment, kv)
+        seconds = time.perf_counter() - started - (self._decoding - decoding)
+        with self._changed:
+            if whole:
                 self._computed.add(number)
                 self._waiting.pop(number, None)
+            self._told = Ended(number, seconds, whole)
+            self._changed.notify_all()
+
+    def _gives_way(self) -> bool:
+        """Decode what has come meanwhile; whether to go on computing."""
+        while not self._stopped:
+            with self._changed:
+                if self._cut_off:
+                    return False
+                if not self._waiting:
+                    return True
+                number, segment = self._waiting.popitem()
+            self._decode(number, segment)
+        return False
+
+    def _hold(self, number: int, segment: Segment, kv: ChunkKV) -> bool:
+        """Hold what was computed instead of what came; False: a batch's memory is smaller than the chunk."""
+        if number in self._ahead:
+            self._source.forget(self._ahead[number].segment)
+        held = replace(segment, source=replace(segment.source, level=COMPUTED))
+        self._source.hold(held, kv.layers)
+        return self._source.holds(held, self._layers)
 
     def _decode(self, number: int, segment: Segment) -> None:
         if number in self._ahead:
@@ -150,6 +202,8 @@ class Ahead:
                 done += 1
         except RecordMissing:
             return  # the loader meets it again, and makes it a hole
+        finally:
+            self._decoding += time.perf_counter() - started
         if done and segment.source.level in self._begun:
             self._learn(segment, time.perf_counter() - started, done / self._layers)
         self._begun.add(segment.source.level)

@@ -13,6 +13,8 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.ahead import Ahead
 from kvtool.core.streaming.policy import DEPTH, Fetch, Policy
 
+_TICK = 0.01  # seconds after which it is looked again what the processor does, and should do
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -31,9 +33,10 @@ class Driver:
         self._out: deque[_Flight] = deque()
         self._arrivals: Stream | None = None
         self._last_end = 0.0
+        self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
 
     def run(self) -> None:
-        """Fetch until the policy wants no more, or the tier is gone."""
+        """Fetch and compute until the policy wants no more, or the tier is gone."""
         try:
             self._arrivals = self._link.arrivals()
             while self._ask():
@@ -43,50 +46,68 @@ class Driver:
         finally:
             if self._arrivals is not None:
                 self._arrivals.close()
+            self._ahead.finish()
+            self._see_to_computing()
 
     def _now(self) -> float:
         return time.perf_counter() - self._since
 
     def _ask(self) -> bool:
-        """Ask for what the policy wants; False: nothing is outstanding."""
-        for number in self._ahead.computed:
-            self._policy.have(number)
+        """Begin what the policy wants; False: nothing is under way."""
+        self._see_to_computing()
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
             waiting: deque[tuple[Wanted, str, int]] = deque()
             for part in fetch.parts:
                 wanted = self._link.wanted(segment.source.chunk_id, part.level)
                 waiting += [(one, part.level, layer) for layer, one in enumerate(wanted)]
+            if not self._out:
+                self._heard = self._now()
             self._out.append(_Flight(fetch, self._now(), waiting))
             self._send(self._out[-1])
-        for number in self._policy.unwanted if self._out else ():
+        if self._ahead.computing is None and (number := self._policy.compute(self._now())) is not None:
             self._ahead.compute(number, self._segments[number])
-        return bool(self._out)
+        return bool(self._out) or self._ahead.computing is not None
+
+    def _see_to_computing(self) -> None:
+        """Report what has been computed; stop what is not worth waiting for."""
+        ended = self._ahead.ended()
+        if ended is not None:
+            self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
+        if (number := self._ahead.computing) is not None:
+            limit = self._policy.stop_at(number)
+            if limit is not None and limit <= self._now():
+                self._ahead.stop()
 
     def _send(self, flight: _Flight) -> None:
         assert self._arrivals is not None
         self._arrivals.ask([wanted for wanted, _, _ in flight.waiting])
 
     def _wait(self) -> None:
-        """Take one value of the oldest fetch, or give it up."""
+        """Take one value of the oldest fetch, or give it up; a moment at most."""
         assert self._arrivals is not None
+        if not self._out:
+            self._ahead.wait(_TICK)
+            return
         flight = self._out[0]
         if not flight.waiting:
             self._end(flight, self._now(), arrived=flight.sound)
             return
         limit = self._policy.give_up_at(flight.fetch)
-        left = None if limit is None else limit - self._now()
-        if left is not None and left <= 0:
+        left = _TICK if limit is None else min(limit - self._now(), _TICK)
+        if left <= 0:
             self._abandon(flight)
             return
-        patience = self._link.timeout
         try:
-            arrival = self._arrivals.take(patience if left is None else min(left, patience))
+            arrival = self._arrivals.take(left)
         except RemoteError:
-            if left is None or left > patience or not self._arrivals.alive:
+            if not self._arrivals.alive:
                 raise
-            self._abandon(flight)
+            if self._now() - self._heard > self._link.timeout:
+                text = f"{self._arrivals.url} sent nothing whole within {self._link.timeout:.3g} s"
+                raise RemoteError(text) from None
             return
+        self._heard = self._now()
         _, level, layer = flight.waiting.popleft()
         place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
         flight.sound = self._link.keep(place, layer, arrival.value) and flight.sound
@@ -107,6 +128,7 @@ class Driver:
         self._arrivals.close()
         self._end(flight, self._now(), arrived=False)
         self._arrivals = self._link.arrivals()
+        self._heard = self._now()
         for other in self._out:
             self._send(other)
 

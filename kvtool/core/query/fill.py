@@ -108,7 +108,7 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
     ------
     DamagedError : the learned lead-in is damaged or lost.
     """
-    if not _stands_alone(segment, session.identity):
+    if not stands_alone(segment, session.identity):
         return None
     is_prefix = segment.source.chunk_id == session.identity.prefix_id
     lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_in
@@ -118,7 +118,7 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
         return None
 
 
-def _stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
+def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
     """Whether the segment's id is what its ids give behind the store's lead-in, whatever stood before them."""
     chunk_id = segment.source.chunk_id
     if chunk_id == identity.prefix_id:
@@ -129,6 +129,6 @@ def _stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
 def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
     """The record to make; None: there is one all the same, or the chunk before it is needed."""
     chunk_id = segment.source.chunk_id
-    if segment.source.stored or not _stands_alone(segment, identity):
+    if segment.source.stored or not stands_alone(segment, identity):
         return None
     return identity.wanted_prefix if chunk_id == identity.prefix_id else identity.wanted(segment.ids)

@@ -1,12 +1,14 @@
-"""A prompt's chunks fetched from a shared tier under a time objective, while those before are decoded, and those that
-will not come are computed.
+"""A prompt's chunks fetched from a shared tier under a time objective, while those before are decoded, and others are
+computed.
 
-CacheGen (arXiv 2310.07240, section 5): what is fetched next, how fine, and what is computed from its text instead,
-`core.streaming.policy` says; the simulator of `kvtool bench stream` runs the same policy. Here it meets a network.
+CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4): what is fetched next, how fine, and what
+is computed from its text instead, `core.streaming.both_ends` says; the simulator of `kvtool bench stream` runs the same
+policy. Here it meets a network.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,12 +29,12 @@ from kvtool.core.fusion.source import KVSource
 from kvtool.core.fusion.speeds import MEMORY, Speeds
 from kvtool.core.query.ahead import COMPUTED, Ahead
 from kvtool.core.query.fetching import Driver
-from kvtool.core.query.fill import compute_alone
+from kvtool.core.query.fill import compute_alone, stands_alone
 from kvtool.core.session.levels import MeasuredLosses
-from kvtool.core.streaming.book import text_row
+from kvtool.core.streaming.both_ends import BothEnds
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
-from kvtool.core.streaming.policy import Adaptive, Task
+from kvtool.core.streaming.policy import Task
 
 if TYPE_CHECKING:
     from kvtool.core.query.layout import Asked
@@ -95,39 +97,43 @@ def _stream(
     if not ladders:
         return Streamed(asked.plan, source)
     segments = asked.plan.segments
+    holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
+    ladders += tuple(Ladder(at, len(hole.ids), ()) for at, hole in holes.items())
     if not isinstance(source, HotSource):
         limit = session.decoder.kv_bytes(asked.plan.length)
         source = HotSource(source, limit, device=held_on(session.decoder))
     ahead = Ahead(source, speeds.layers, partial(compute_alone, session))
-    holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
-    computing = Computing(asked.plan, speeds, selector)
-    task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds)
-    policy = Adaptive(task, make_estimator(options.stream_predictor), options.stream_margin)
-    for number, hole in holes.items():
-        ahead.compute(number, hole)
-    try:
-        Driver(link, segments, policy, ahead, since).run()
-    finally:
-        ahead.finish()
-    computed = ahead.computed
-    levels = computing.settled(policy.levels | dict.fromkeys(computed, COMPUTED))
+    computing = Computing(asked.plan, speeds, selector, frozenset(holes))
+    alone = partial(_alone, session, asked.plan, speeds)
+    task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
+    policy = BothEnds(task, make_estimator(options.stream_predictor), options.stream_margin)
+    Driver(link, segments, policy, ahead, since).run()
+    levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
+    levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
     return Streamed(
         plan=_at_levels(store, asked.plan, levels),
         source=source,
-        holes=[hole for number, hole in holes.items() if number in computed],
-        rows=_rows(policy.log, segments, computed),
+        holes=[hole for number, hole in holes.items() if number in policy.computed],
+        rows=_rows(policy.log, segments),
         bytes_read=ahead.bytes_read(levels),
     )
 
 
-def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment], computed: frozenset[int]) -> list[dict[str, Any]]:
-    rows = [row | {name: None if row[name] is None else round(row[name], 3) for name in _NUMBERS} for row in log]
-    told = [row for row in rows if row["chunk"] not in computed or row["decision"] != "text"]
-    told += [text_row(number, "text, computed meanwhile") for number in sorted(computed)]
-    return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in told]
+def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
+    """Seconds of computing a segment by itself; infinite where it cannot be."""
+    segment = plan.segments[number]
+    if not stands_alone(segment, session.identity):
+        return math.inf
+    rows, before = len(segment.ids), len(session.identity.lead_in.ids)
+    return _SLOWER * speeds.passes.seconds(rows, rows * before + rows * (rows + 1) / 2)
 
 
-_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms")
+def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[dict[str, Any]]:
+    rounded = [row | {name: None if row[name] is None else round(row[name], 3) for name in _NUMBERS} for row in log]
+    return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in rounded]
+
+
+_NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms")
 
 
 # ---- what there is to choose from ----
@@ -188,11 +194,15 @@ class Computing:
 
     A mode that ranks by the question's attention takes two passes. Where next to all is text, one pass over all of it
     is sooner, and loses nothing: then everything is computed.
+
+    Parameters
+    ----------
+    holes : what is stored nowhere; it is computed before where it is not among the texts.
     """
 
-    def __init__(self, plan: Plan, speeds: Speeds, selector: Selector) -> None:
-        self._plan, self._speeds, self._selector = plan, speeds, selector
-        self._everything = frozenset(at for at, segment in enumerate(plan.segments) if segment.cached)
+    def __init__(self, plan: Plan, speeds: Speeds, selector: Selector, holes: frozenset[int]) -> None:
+        self._plan, self._speeds, self._selector, self._holes = plan, speeds, selector, holes
+        self._everything = holes.union(at for at, segment in enumerate(plan.segments) if segment.cached)
         self._known: dict[frozenset[int], float] = {}
 
     def __call__(self, text: frozenset[int]) -> float:
@@ -208,12 +218,13 @@ class Computing:
         return dict(levels)
 
     def _pass(self, text: frozenset[int]) -> float:
-        spans = [
-            Span(len(segment.ids), "miss" if at in text else segment.status, MEMORY if segment.cached else None)
-            for at, segment in enumerate(self._plan.segments)
-        ]
-        prompt = PromptRows(spans, self._speeds)
-        return _SLOWER * prompt.expected(self._selector)
+        spans = [self._span(at, segment, text) for at, segment in enumerate(self._plan.segments)]
+        return _SLOWER * PromptRows(spans, self._speeds).expected(self._selector)
+
+    def _span(self, at: int, segment: Segment, text: frozenset[int]) -> Span:
+        if at in self._holes - text:
+            return Span(len(segment.ids), "hit", MEMORY)
+        return Span(len(segment.ids), "miss" if at in text else segment.status, MEMORY if segment.cached else None)
 
 
 def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Plan:

@@ -19,11 +19,13 @@ class Arrivals:
 
     Attributes
     ----------
+    url : the tier's.
     alive : nothing has gone wrong so far.
     """
 
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
+        self.url = blobs.url
         self._asked: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()
         self._room = threading.Condition()
@@ -52,7 +54,7 @@ class Arrivals:
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
         except queue.Empty:
-            raise RemoteError(f"{self._blobs.url} sent nothing whole within {timeout:.3g} s") from None
+            raise RemoteError(f"{self.url} sent nothing whole within {timeout:.3g} s") from None
         if isinstance(arrival, KvtoolError):
             self.alive = False
             raise arrival
@@ -78,7 +80,7 @@ class Arrivals:
         except KvtoolError as error:
             self._there.put(error)
         except Exception as error:  # handed to whoever waits
-            self._there.put(RemoteError(f"{self._blobs.url} failed: {type(error).__name__}: {error}"))
+            self._there.put(RemoteError(f"{self.url} failed: {type(error).__name__}: {error}"))
         finally:
             if reader is not None:
                 reader.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,22 +44,28 @@ class Task:
         the more others there are, never less.
     objective : seconds from the question's start to the first token; None: there is none.
     decode : seconds that so many tokens at a level take to decode; one chunk after another, beside the fetching.
+    alone : seconds of computing a chunk by itself, beside the fetching; `math.inf`: it needs what stands before it.
     """
 
     ladders: tuple[Ladder, ...]
     compute: Callable[[frozenset[int]], float]
     objective: float | None = None
     decode: Callable[[int, str], float] = lambda tokens, level: 0.0
+    alone: Callable[[int], float] = lambda chunk: math.inf
 
 
 class Policy(Protocol):
-    """Says what to fetch. Its driver (lab/simulator, or query/fetching.py over a network) keeps to this order:
+    """Says what to fetch, and what to compute meanwhile. Its driver (lab/simulator, or query/fetching.py over a
+    network) keeps to this order:
 
     1. While fewer than `depth` fetches are outstanding: `next(now)`. Send what it returns; None: nothing to ask for
        now, something may be later if a fetch is outstanding.
-    2. With nothing outstanding after that, streaming is over: compute the chunks of level None from their text.
-    3. Wait until a fetch arrives or fails, or its `give_up_at` comes (it may change with every `done`); report that by
-       `done` and go to 1.
+    2. While nothing is computed: `compute(now)`. Begin what it returns; what has come is decoded before.
+    3. With nothing outstanding and nothing computed after that, streaming is over: compute the chunks of level None
+       that are not among `computed` from their text, in the pass.
+    4. Wait until a fetch arrives or fails, or its `give_up_at` comes, or the computation ends, or its `stop_at` comes
+       (both may change with every report); report that by `done` or `ended` and go to 1. Ask `compute` now and then
+       where none of these comes: what a link is expected to do changes while it does nothing.
     """
 
     def next(self, now: float) -> Fetch | None:
@@ -76,17 +83,28 @@ class Policy(Protocol):
     def give_up_at(self, fetch: Fetch) -> float | None:
         """When waiting for an outstanding fetch should end; None: never."""
 
-    @property
-    def unwanted(self) -> list[int]:
-        """Chunks that stand at no level, and of which `next` did not want the base when it was last asked, the least
-        relevant first: they may be computed from their text meanwhile."""
+    def compute(self, now: float) -> int | None:
+        """The chunk to compute alone from its text from now on; None: none for now."""
 
-    def have(self, chunk: int) -> None:
-        """A chunk was computed from its text meanwhile: nothing of it is needed any more."""
+    def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
+        """How its computation ended.
+
+        Parameters
+        ----------
+        seconds : that it took, without the decoding that came between.
+        whole : False: it failed, or was stopped. Nothing of it is there then.
+        """
+
+    def stop_at(self, chunk: int) -> float | None:
+        """When waiting for its computation should end; None: never."""
+
+    @property
+    def computed(self) -> frozenset[int]:
+        """Chunks that were computed beside the fetching, whatever level they have reached."""
 
     @property
     def levels(self) -> dict[int, str | None]:
-        """The level that each chunk has reached; None: to be computed from its text."""
+        """The level that each chunk has been fetched at; None: its text is all there is."""
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -116,21 +134,24 @@ class Book:
         self._missing = frozenset(self._ladders)  # chunks that stand at none
         self._flying: list[Flight] = []
         self._closed: set[int] = set()  # chunks of which nothing more is asked
-        self._passed_over: frozenset[int] = frozenset()  # whose base was not wanted when something was asked for last
         self._now = 0.0
         self._last_end = 0.0
         self._decoded_at = 0.0  # when all that is there will be decoded
         self._log: list[dict[str, Any]] = []
 
-    @property
-    def unwanted(self) -> list[int]:
-        unwanted = self._missing & (self._closed | self._passed_over) - self._chunks_flying
-        return [chunk for chunk in reversed(self._ladders) if chunk in unwanted]
+    def compute(self, now: float) -> int | None:
+        """Nothing, but where a policy says otherwise."""
+        return None
 
-    def have(self, chunk: int) -> None:
-        if chunk not in self._chunks_flying:  # else what comes is taken
-            self._closed.add(chunk)
-            self._missing -= {chunk}
+    def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
+        raise NotImplementedError("nothing was to be computed")
+
+    def stop_at(self, chunk: int) -> float | None:
+        return None
+
+    @property
+    def computed(self) -> frozenset[int]:
+        return frozenset()
 
     @property
     def levels(self) -> dict[int, str | None]:
@@ -142,7 +163,7 @@ class Book:
         return self._log + [text_row(chunk, "text") for chunk in self._ladders if chunk not in told]
 
     def give_up_at(self, fetch: Fetch) -> float | None:
-        """Never, but where what it refines is lost."""
+        """Never, but where what it refines is lost, or was computed."""
         return self._now if fetch.chunk in self._closed else None
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
@@ -223,7 +244,7 @@ def text_row(chunk: int, decision: str) -> dict[str, Any]:
 
 
 def _row(chunk: int, level: str | None, decision: str) -> dict[str, Any]:
-    numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms"))
+    numbers = dict.fromkeys(("estimated_mbps", "measured_mbps", "fetch_ms", "compute_ms"))
     return {"chunk": chunk, "level": level, **numbers, "bytes": 0, "decision": decision}
 
 

@@ -14,7 +14,7 @@ _NEWEST = 0.5  # weight of the newest transfer in the moving average
 class Estimator(Protocol):
     """Bandwidth of a link. One that has seen nothing expects nothing."""
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: float, seconds: float) -> None:
         """A transfer of `size` bytes, waiting for its first byte included."""
 
     @property
@@ -28,7 +28,7 @@ class Last:
     def __init__(self) -> None:
         self._rate: float | None = None
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: float, seconds: float) -> None:
         if size and seconds > 0:
             self._rate = size / seconds
 
@@ -44,7 +44,7 @@ class Ewma:
         self._newest = newest
         self._rate: float | None = None
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: float, seconds: float) -> None:
         if size and seconds > 0:
             rate = size / seconds
             self._rate = rate if self._rate is None else self._newest * rate + (1 - self._newest) * self._rate
@@ -60,7 +60,7 @@ class Harmonic:
     def __init__(self, window: int = _WINDOW) -> None:
         self._rates: deque[float] = deque(maxlen=window)
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: float, seconds: float) -> None:
         if size and seconds > 0:
             self._rates.append(size / seconds)
 

@@ -61,6 +61,11 @@ class Ladder:
                 kept.append(rung)
         return cls(chunk, tokens, tuple(reversed(kept)))
 
+    @property
+    def loses(self) -> bool:
+        """Whether there is a level that loses something."""
+        return bool(self.rungs) and self.rungs[0].loss > 0
+
     def missing(self, held: Set[str], rung: Rung) -> int:
         """Bytes that a rung still takes when the parts of the `held` levels are there."""
         return sum(part.size for part in rung.absent(held))

@@ -8,6 +8,7 @@ context in few bytes, then the differences to the next finer one. What is cut of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from kvtool.core.streaming.book import Book, Fetch, Policy, Task
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
@@ -51,9 +52,7 @@ class Adaptive(Book):
             return self._everything(now)
         if self._promised and not self._flying and now > self._deadline(_NONE):
             self._over = True
-        base = None if self._over else self._base(now)
-        self._passed_over = frozenset() if base else self._missing
-        return None if self._over else base or self._refinement(now)
+        return None if self._over else self._base(now) or self._refinement(now)
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
         limit = self.give_up_at(fetch)
@@ -83,14 +82,18 @@ class Adaptive(Book):
 
     # ---- what to fetch -----------------------------------------------------------------------------------------------
 
+    def _order(self) -> Sequence[Ladder]:
+        """The order in which chunks are asked for."""
+        return self.task.ladders
+
     def _everything(self, now: float) -> Fetch | None:
-        for ladder in self.task.ladders:
+        for ladder in self._order():
             if ladder.chunk not in self._closed and self._reaching[ladder.chunk] < len(ladder.rungs) - 1:
                 return self._ask(now, ladder, len(ladder.rungs) - 1, "base")
         return None
 
     def _base(self, now: float) -> Fetch | None:
-        for ladder in self.task.ladders:
+        for ladder in self._order():
             open_ = ladder.chunk not in self._closed and self._reaching[ladder.chunk] < 0
             if open_ and self._worth_fetching(now, ladder):
                 return self._ask(now, ladder, 0, "base")
@@ -102,11 +105,15 @@ class Adaptive(Book):
         if rate is None:
             return now < deadline or not self._promised
         size = ladder.rungs[0].size
-        sooner = size / rate < self._text_seconds(ladder.chunk, self._missing - flying)
+        sooner = self._sooner(now, ladder, rate)
         if not self._promised and max(now, self._decoded_at) > deadline:
             return sooner or now <= self._last_hope()
         in_time = sooner and self._arrival(now, size, rate) <= deadline
         return in_time or (not self._promised and self._on_course(now, rate))
+
+    def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
+        """Whether a base is expected to take less time than computing the chunk."""
+        return ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying())
 
     def _refinement(self, now: float) -> Fetch | None:
         # Nothing is known of the link where all bases were here from the start: one refinement finds out.
@@ -115,7 +122,7 @@ class Adaptive(Book):
             return None
         deadline = self._deadline(self._bases_flying())
         for number in range(1, max((len(ladder.rungs) for ladder in self.task.ladders), default=0)):
-            for ladder in self.task.ladders:
+            for ladder in self._order():
                 if ladder.chunk in self._closed or self._reaching[ladder.chunk] != number - 1:
                     continue
                 if number < len(ladder.rungs) and self._in_time(now, ladder, number, rate, deadline):
@@ -144,12 +151,12 @@ class Adaptive(Book):
         """The latest moment at which the oldest outstanding base, or the next one, may arrive so that all the others
         could still come in time, on a link that comes back."""
         first = next((flight.fetch.size for flight in self._flying if self._is_base(flight.fetch)), 0)
-        left = sum(ladder.rungs[0].size for ladder in self._open()) - first
+        left = sum(ladder.rungs[0].size for ladder in self._to_come()) - first
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
         """Whether all bases are expected in time."""
-        left = sum(ladder.rungs[0].size for ladder in self._open() if self._reaching[ladder.chunk] < 0)
+        left = sum(ladder.rungs[0].size for ladder in self._to_come() if self._reaching[ladder.chunk] < 0)
         decoded = max(now, self._decoded_at) + self._open_decode()
         return max(self._arrival(now, left, rate), decoded) <= self._all_by()
 
@@ -183,9 +190,13 @@ class Adaptive(Book):
         """The chunks that stand at no level yet, but may."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
+    def _to_come(self) -> list[Ladder]:
+        """Those of them that only the link will bring."""
+        return self._open()
+
     def _open_decode(self) -> float:
         """Seconds that decoding their bases takes."""
-        return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._open())
+        return sum(self.task.decode(ladder.tokens, ladder.rungs[0].level) for ladder in self._to_come())
 
     def _bases_flying(self) -> frozenset[int]:
         return self._chunks_flying & self._missing

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvtool.core.streaming.book import Policy, Task
+from kvtool.core.streaming.both_ends import BothEnds
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, make_estimator
 from kvtool.core.streaming.policy import DEPTH, Adaptive
 from kvtool.lab.bench.stream_context import Context
@@ -16,11 +17,11 @@ from kvtool.lab.simulator.rules import CacheGenRule, Fixed, TextOnly
 from kvtool.lab.simulator.simulate import Outcome, simulate
 from kvtool.lab.simulator.traces import LinkTrace
 
-ADAPTIVE, CACHEGEN, TEXT = "adaptive", "cachegen", "text"
+ADAPTIVE, LINK, CACHEGEN, TEXT = "adaptive", "link", "cachegen", "text"
 ALL = "all"
 INCLUDES = (
-    "TTFT: waiting for the link, fetching, decoding beside it where counted, then one pass over the question and the "
-    "chunks that are computed from text"
+    "TTFT: waiting for the link, fetching, decoding beside it where counted and computing chunks beside it (`link`: as "
+    "`adaptive`, without that), then one pass over the question and the others that are computed from text"
 )
 
 
@@ -55,7 +56,7 @@ class StreamRow:
     ----------
     met_share : within the objective.
     kl_answer : mean over requests, in or out of the objective, of nats a token of the answer.
-    text_share : of the tokens, those computed from text.
+    text_share : of the tokens, those computed from text. `vain_share` : those of chunks whose computation was stopped.
     bytes_read : mean over requests.
     """
 
@@ -66,6 +67,7 @@ class StreamRow:
     met_share: float
     kl_answer: float
     text_share: float
+    vain_share: float
     bytes_read: float
     ttft_ms_median: float
 
@@ -138,7 +140,6 @@ class _Result:
     policy: str
     kind: str
     slo_ms: float
-    text_share: float
     outcome: Outcome
 
 
@@ -155,8 +156,7 @@ def bench_stream(
     for slo_ms in options.slo_ms:
         for trace in traces:
             for policy, outcome in _outcomes(context, trace, slo_ms, options):
-                share = outcome.text_tokens / context.tokens
-                results.append(_Result(policy, trace.kind, slo_ms, share, outcome))
+                results.append(_Result(policy, trace.kind, slo_ms, outcome))
             advance()
     return StreamBench(
         context=context.name,
@@ -166,7 +166,7 @@ def bench_stream(
         text_ms=context.text_seconds() * 1e3,
         options=options,
         traces=tuple(traces),
-        rows=tuple(_rows(results)),
+        rows=tuple(_rows(results, context.tokens)),
         ready=tuple(_ready(context, options)),
         case=dict(_outcomes(context, options.scenario.case, options.case_slo_ms, options)),
         sources=context.sources,
@@ -177,7 +177,7 @@ def _outcomes(
     context: Context, trace: LinkTrace, slo_ms: float, options: StreamOptions
 ) -> Iterator[tuple[str, Outcome]]:
     """What every policy makes of a trace at one objective, its name first."""
-    for name in (ADAPTIVE, CACHEGEN, *context.fixed, TEXT):
+    for name in (ADAPTIVE, LINK, CACHEGEN, *context.fixed, TEXT):
         task = context.task(slo_ms / 1e3, name if name in context.fixed else None)
         yield name, simulate(_policy(name, task, options), task, trace, options.depth)
 
@@ -185,13 +185,15 @@ def _outcomes(
 def _policy(name: str, task: Task, options: StreamOptions) -> Policy:
     estimator = make_estimator(options.predictor)
     if name == ADAPTIVE:
+        return BothEnds(task, estimator, options.margin)
+    if name == LINK:
         return Adaptive(task, estimator, options.margin)
     if name == CACHEGEN:
         return CacheGenRule(task, make_estimator("last"), options.margin)
     return TextOnly(task, estimator) if name == TEXT else Fixed(task, estimator, name)
 
 
-def _rows(results: Sequence[_Result]) -> Iterator[StreamRow]:
+def _rows(results: Sequence[_Result], tokens: int) -> Iterator[StreamRow]:
     """Sum up by policy, class of traces and objective; `all` classes and all objectives (None) before each one."""
     groups: dict[tuple[str, str, float | None], list[_Result]] = {}
     for policy in dict.fromkeys(result.policy for result in results):
@@ -201,10 +203,10 @@ def _rows(results: Sequence[_Result]) -> Iterator[StreamRow]:
             groups[policy, kind, None] = of_kind
             for slo_ms in dict.fromkeys(result.slo_ms for result in of_kind):
                 groups[policy, kind, slo_ms] = [result for result in of_kind if result.slo_ms == slo_ms]
-    return (_row(*key, group) for key, group in groups.items())
+    return (_row(*key, group, tokens) for key, group in groups.items())
 
 
-def _row(policy: str, kind: str, slo_ms: float | None, results: Sequence[_Result]) -> StreamRow:
+def _row(policy: str, kind: str, slo_ms: float | None, results: Sequence[_Result], tokens: int) -> StreamRow:
     outcomes = [result.outcome for result in results]
     return StreamRow(
         policy=policy,
@@ -213,7 +215,8 @@ def _row(policy: str, kind: str, slo_ms: float | None, results: Sequence[_Result
         requests=len(results),
         met_share=statistics.fmean(float(bool(outcome.met)) for outcome in outcomes),
         kl_answer=statistics.fmean(outcome.loss for outcome in outcomes),
-        text_share=statistics.fmean(result.text_share for result in results),
+        text_share=statistics.fmean(outcome.text_tokens for outcome in outcomes) / tokens,
+        vain_share=statistics.fmean(outcome.vain_tokens for outcome in outcomes) / tokens,
         bytes_read=statistics.fmean(outcome.bytes for outcome in outcomes),
         ttft_ms_median=statistics.median(outcome.ttft_s * 1e3 for outcome in outcomes),
     )

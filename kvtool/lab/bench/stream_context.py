@@ -56,6 +56,11 @@ class Context:
             start += ladder.tokens
         return self.passes.seconds(rows + QUESTION_TOKENS, keys + _keys(start, QUESTION_TOKENS))
 
+    def alone(self, chunk: int) -> float:
+        """Seconds of computing one chunk by itself."""
+        tokens = self.ladders[chunk].tokens
+        return self.passes.seconds(tokens, _keys(0, tokens))
+
     def text_seconds(self) -> float:
         """What computing the context from its text adds to the question's own pass."""
         everything = frozenset(ladder.chunk for ladder in self.ladders)
@@ -64,7 +69,7 @@ class Context:
     def task(self, objective: float | None, level: str | None = None) -> Task:
         """What one request asks for; `level`: from the chunks at that level alone."""
         ladders = self.ladders if level is None else self.fixed[level]
-        return Task(ladders, self.compute, objective, lambda tokens, at: tokens * self.decode.get(at, 0.0))
+        return Task(ladders, self.compute, objective, lambda tokens, at: tokens * self.decode.get(at, 0.0), self.alone)
 
 
 def _keys(start: int, tokens: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from kvtool.core.errors import UsageError
 from kvtool.core.model.shapes import shape_config
 from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
-from kvtool.lab.bench.stream import ADAPTIVE, ALL, TEXT, StreamBench, StreamOptions, bench_stream
+from kvtool.lab.bench.stream import ADAPTIVE, ALL, LINK, TEXT, StreamBench, StreamOptions, bench_stream
 from kvtool.lab.bench.stream_context import Context, shape_context
 from kvtool.lab.bench.stream_data import DEFAULT_LEVELS
 from kvtool.lab.bench.stream_speeds import GivenSpeeds
@@ -52,6 +52,18 @@ def test_adaptive_is_in_time_as_often_as_the_best_fixed_policy_of_each_class_and
                 assert own.kl_answer < found.row(policy, kind).kl_answer, (kind, policy)
     best = max(found.row(policy).met_share for policy in (*MEASURED, TEXT))
     assert found.row(ADAPTIVE).met_share > best  # over all classes no fixed policy keeps up
+
+
+@pytest.mark.parametrize("which", ["result", "slower"])
+def test_what_is_computed_meanwhile_costs_no_class_a_request_and_loses_less(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    found: StreamBench = request.getfixturevalue(which)
+    for kind in (ALL, *found.kinds):
+        own, link = found.row(ADAPTIVE, kind), found.row(LINK, kind)
+        assert own.met_share >= link.met_share, kind
+        assert own.kl_answer < link.kl_answer, kind
+    assert found.row(ADAPTIVE).met_share > found.row(LINK).met_share
 
 
 def test_a_slow_decoder_costs_no_request_that_a_fixed_policy_meets() -> None:
