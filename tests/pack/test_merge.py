@@ -168,6 +168,12 @@ def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny
     assert not path.exists()
     with pytest.raises(UsageError, match="is the store to merge into"):
         merge(parts / "whole", [parts / "whole"])
+    (tmp_path / "link").symlink_to(first)
+    with pytest.raises(UsageError, match="would stand inside of"):
+        merge(tmp_path / "link" / "inner", [first])
+    with pytest.raises(UsageError, match="stands inside of the store"):
+        merge(parts, [tmp_path / "link"])
+    assert not (first / "inner").exists()
     kvtool("ingest", parts / "corpus", "--store", tmp_path / "bos", "--model", tiny, *CHUNKS, "--lead-in", "bos").fine()
     with pytest.raises(StoreFormatError, match="lead_in"):
         merge(tmp_path / "bos", [first])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def merge(
 
     Raises
     ------
-    UsageError : a source is the store itself, or is no store and no pack; nothing was written then.
+    UsageError : a source is the store itself, stands in it or around it, or is no store and no pack; nothing was
+        written then.
     StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
     StoreFormatError : a source was made with another model or other settings; the sources before it were taken.
     NoSpaceError, StoreLockedError : what came stays.
@@ -55,8 +57,13 @@ def _check(path: Path, source: Path) -> None:
         if not source.is_file():
             raise UsageError(f"there is no store and no pack at {source}", "name folders of stores, or .kvpack files")
         return
-    if path.exists() and path.samefile(source):
+    here, there = (Path(os.path.realpath(place)) for place in (path, source))
+    if here == there:
         raise UsageError(f"{source} is the store to merge into", "name others, or another --store")
+    if here.is_relative_to(there):
+        raise UsageError(f"the store to merge into would stand inside of {source}", "name another --store, beside it")
+    if there.is_relative_to(here):
+        raise UsageError(f"{source} stands inside of the store to merge into", "name another --store, beside it")
     with Store.open(source) as store:
         if not store.manifest():
             raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
