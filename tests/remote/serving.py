@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.remote import packing, send
+from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.entries import records_wanted
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
@@ -218,3 +219,10 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty tier of each kind."""
     tier = TIERS[request.param]
     return tier.format(folder=tmp_path) if "://" in tier else str(request.getfixturevalue(tier))
+
+
+@pytest.fixture
+def blobs(url: str) -> Iterator[Blobs]:
+    """The same, opened."""
+    with contextlib.closing(open_blobs(url)) as opened:
+        yield opened

@@ -25,11 +25,12 @@ from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import digest_of
-from kvtool.core.remote.head import HEAD
+from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.shards import open_root
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, LEAD_IN, header_of, id_of, ids_of, make_store, payload_of, put
 from tests.remote.test_blobs import in_the_way
@@ -149,6 +150,25 @@ def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
             pull(tmp_path / f"p{number}", blobs)
 
 
+def test_every_part_of_a_root(blobs: Blobs, tmp_path: Path) -> None:
+    """As of a catalogue; and a shard describes what belongs into it, and nothing else."""
+    (head,) = blobs.get([HEAD])
+    (root,) = blobs.get([f"catalogue/{unseal_head(head or b'').catalogue}"])
+    value = json.loads(zstandard.ZstdDecompressor().decompress(root or b""))
+    left = []
+    for mutant in mutants(value):
+        with contextlib.suppress(DamagedError):
+            left.append(open_root(mutant))
+    assert 0 < len(left) < 300  # as above
+    for shards in (value["shards"] * 2, value["shards"] * 3, []):
+        publish(blobs, packed(value | {"shards": shards}))
+        with pytest.raises(DamagedError):
+            read_catalogue(blobs)
+    publish(blobs, packed(value | {"format": 5}))
+    with pytest.raises(StoreFormatError, match="format 5"):
+        pull(tmp_path / "newer", blobs)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -172,11 +192,14 @@ def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "huge"])
-@pytest.mark.parametrize("name", ["head", "catalogue", "meta/manifest", "meta/codec", "file", "chunk", "pack"])
-def test_something_else_in_a_values_place(kind: str, name: str, store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    found = sorted(one for one in blobs.names() if one.startswith(name))[0]
+@pytest.mark.parametrize("name", ["head", "catalogue", "shard", "meta/manifest", "meta/codec", "pack"])
+def test_something_else_in_a_values_place(
+    kind: str, name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = max((one for one in blobs.names() if one.startswith(name)), key=lambda one: blobs.sizes([one]))
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "of another machine"))
     in_the_way(tmp_path / "shared" / found, kind)
-    if name in ("head", "catalogue", "meta/manifest"):
+    if name in ("head", "catalogue", "shard", "meta/manifest"):
         with pytest.raises(DamagedError):
             pull(tmp_path / "other", blobs, timeout=2)
     else:

@@ -314,7 +314,7 @@ def test_a_web_server_is_read(shared: Path, serve: Serve, tmp_path: Path) -> Non
                 check_file(store, file)
             assert {method for method, _, _ in service.asked} == {"GET"}
             packs = [path for _, path, _ in service.asked if "/pack/" in path]
-            assert len(packs) <= 2  # of six chunks of two layers each
+            assert len(packs) <= 2 + 2  # the KV of six chunks of two layers each; what describes chunks, and files
             with pytest.raises(RemoteError, match="can only be read"):
                 push(store, blobs)
     assert all(path.startswith("/kv/") for _, path, _ in service.asked)

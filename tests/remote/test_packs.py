@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +18,13 @@ from kvtool.core.remote import object_reader, send, survey
 from kvtool.core.remote import push as pushing
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import records_wanted
+from kvtool.core.remote.entries import catalogue_name, records_wanted
+from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
 from tests.remote.test_sharing import forget, is_whole, new_store
-
-
-@pytest.fixture
-def blobs(url: str) -> Iterator[Blobs]:
-    with closing(open_blobs(url)) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -46,21 +40,24 @@ def packs_in(blobs: Blobs) -> list[str]:
     return sorted(blobs.names("pack/"))
 
 
-def format_of(catalogue: Catalogue) -> int:
-    return int(json.loads(zstandard.ZstdDecompressor().decompress(catalogue.pack()))["format"])
+def format_of(blobs: Blobs) -> int:
+    (head,) = blobs.get([HEAD])
+    (packed,) = blobs.get([catalogue_name(unseal_head(head or b"").catalogue)])
+    return int(json.loads(zstandard.ZstdDecompressor().decompress(packed or b""))["format"])
 
 
-def check_pulled(blobs: Blobs, place: Path, *files: str) -> None:
+def check_pulled(blobs: Blobs, place: Path, *files: str, more: int = 0) -> None:
     assert pull(place, blobs).damaged == []
     with Store.open(place) as pulled:
-        assert pulled.sources() == [*files]
+        assert pulled.sources()[: len(files)] == [*files]
+        assert len(pulled.sources()) == len(files) + more
         for file in files:
             check_file(pulled, file)
 
 
 def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     report = push(store, blobs)
-    assert (report.chunks.moved, len(packs_in(blobs)), list(blobs.names("kv/"))) == (7, 2, [])
+    assert (report.chunks.moved, len(packs_in(blobs)), list(blobs.names("kv/"))) == (7, 3, [])  # descriptions in one
     catalogue = read_catalogue(blobs)
     keys = [id_of(f"f{file}.{number}").hex() for file in range(3) for number in range(2)]
     wanted = [one for key in keys for one in records_wanted(key, catalogue.chunks[key], "raw")]
@@ -70,31 +67,36 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
     ]
     (whole,) = blobs.get([wanted[0].pack])
     assert whole == b"".join(record for file in range(3) for n in range(2) for record in records_of(f"f{file}.{n}"))
-    assert format_of(catalogue) == 3
-    assert Catalogue.unpack(catalogue.pack()) == catalogue
+    assert format_of(blobs) == 4
     check_pulled(blobs, tmp_path / "pulled", "f0", "f1", "f2")
     assert push(store, blobs).bytes == 0
 
 
-@pytest.mark.usefixtures("no_packs")
-def test_a_tier_of_before_is_read_and_goes_on(
-    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    push(store, blobs)
-    assert (format_of(read_catalogue(blobs)), packs_in(blobs)) == (1, [])
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_tier_of_before_is_read_and_goes_on(before: int, store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    """As kvtool 0.1 pushed this store, in two versions of it: a value for every record, and packs."""
+    with zipfile.ZipFile(Path(__file__).parent / "golden" / f"format-{before}.zip") as golden:
+        blobs.put({name: golden.read(name) for name in golden.namelist()})
+    assert format_of(blobs) == before
     check_pulled(blobs, tmp_path / "before", "f0", "f1", "f2")
-    monkeypatch.undo()
-    alone = set(blobs.names("kv/"))
-    assert push(store, blobs).bytes == 0  # what is there stays as it is
+    kv = {*blobs.names("kv/"), *packs_in(blobs)}
+    report = push(store, blobs)
+    assert (format_of(blobs), report.chunks.moved) == (4, 0)  # what is there of KV stays as it is
+    assert report.files.moved == 3  # descriptions are packed
+    assert kv < {*blobs.names("kv/"), *packs_in(blobs)}
+    assert push(store, blobs).bytes == 0
     with store.writer() as writer:
         add_file(writer, "f3", ["f3.0", "f3.1"])
     assert push(store, blobs).chunks.moved == 2
-    assert (len(packs_in(blobs)), set(blobs.names("kv/"))) == (1, alone)
-    check_pulled(blobs, tmp_path / "after", "f0", "f1", "f2", "f3")
-    blobs.delete(sorted(alone)[:1])  # what is lost of it is packed
-    assert push(store, blobs).chunks.moved == 1
+    blobs.delete(sorted(kv)[:1])  # what is lost of it is packed
+    assert push(store, blobs).chunks.moved >= 1
+    for number in range(3):
+        with store.writer() as writer:
+            add_file(writer, "f4", [f"f4.{number}.0", f"f4.{number}.1"])
+        push(store, blobs)
+    assert (list(blobs.names("file/")), list(blobs.names("chunk/"))) == ([], [])  # when no catalogue counts on them
     assert is_whole(blobs)
-    check_pulled(blobs, tmp_path / "again", "f0", "f1", "f2", "f3")
+    check_pulled(blobs, tmp_path / "again", "f0", "f1", "f2", "f3", more=1)
 
 
 def test_what_is_too_large_for_a_pack_is_sent_by_layer(
@@ -125,7 +127,7 @@ def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_p
     assert [name for name in first if name in packs_in(blobs)] == [
         name for name in first if "lossless" in levels_of(blobs, name)
     ]
-    assert len(packs_in(blobs)) <= 6
+    assert len(packs_in(blobs)) <= 11  # one for each push in force, of descriptions and of KV
     assert pull(tmp_path / "pulled", blobs).damaged == []
     with Store.open(tmp_path / "pulled") as pulled:
         assert pulled.read_kv(id_of("f0.0"), "raw", 1) is not None
@@ -146,8 +148,7 @@ def test_a_lost_pack_of_two_stores_is_brought_back_by_both(store: Store, blobs: 
     check_pulled(blobs, tmp_path / "part", "f0", "f1", "f2")
     with Store.open(tmp_path / "part") as part:
         forget(part, "f0")
-        for name in packs_in(blobs):
-            blobs.delete([name])
+        blobs.delete([name for name in packs_in(blobs) if levels_of(blobs, name)])
         assert push(part, blobs).chunks.moved == 4
         assert not is_whole(blobs)  # of f0 nothing is here
         damaged = {row["what"] for row in pull(tmp_path / "less", blobs).damaged}

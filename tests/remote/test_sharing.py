@@ -39,12 +39,6 @@ MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
 WORDS = ("kv", "file", "head2", "profile/notes.txt", "catalogue/2024.csv", "kv/me/raw-1/0", "chunk/holiday.jpg")
 
 
-@pytest.fixture
-def blobs(url: str) -> Iterator[Blobs]:
-    with closing(open_blobs(url)) as opened:
-        yield opened
-
-
 def new_store(path: Path, files: int = 3) -> Path:
     make_store(path, files)
     with Store.open(path) as store, store.writer() as writer:
@@ -139,7 +133,7 @@ def test_deleting_spares_what_is_not_ours(store: Store, blobs: Blobs) -> None:
     values = put_foreign(blobs)
     forget(store, "f2")
     report = push(store, blobs, delete=True)
-    assert report.removed == 2 * (1 + 1) + 1 + 1  # two chunks with a pack each, a file, a catalogue
+    assert report.removed == 2 * 2 + 1 + 2  # a file, two chunks and their KV in a pack each, a catalogue and its shard
     assert report.bytes_freed > 0
     assert blobs.get(list(values)) == list(values.values())
     assert is_whole(blobs)
@@ -161,7 +155,7 @@ def test_a_tier_inside_another_is_left_alone(name: str, store: Store, blobs: Blo
 def test_no_tier_is_made_around_another_nor_inside_its_values(store: Store, url: str) -> None:
     inner = below(url, "inner")
     pushed_by(store, inner)()
-    for place in (url, below(url, "inner/pack"), below(url, "inner/chunk")):
+    for place in (url, below(url, "inner/pack"), below(url, "inner/shard")):
         with pytest.raises(StoreFormatError, match="not empty"):
             pushed_by(store, place)()
 
@@ -202,7 +196,7 @@ def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) ->
         writer.add_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # a learned lead-in
     push(store, blobs)
     names = set(blobs.names())
-    assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "meta", "profile", "file", "chunk", "pack"}
+    assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "shard", "meta", "profile", "pack"}
     assert [name for name in names if not is_own(name) and name != "head.lock"] == []
     for name in WORDS:
         assert not is_own(name)
@@ -238,7 +232,7 @@ def test_more_than_half_goes_only_if_somebody_says_so(store: Store, blobs: Blobs
     assert "--yes" in caught.value.hint
     assert set(blobs.names()) == before
     assert len(read_catalogue(blobs).files) == 3
-    assert push(store, blobs, delete=True, yes=True).removed == 11
+    assert push(store, blobs, delete=True, yes=True).removed == 12
 
 
 def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
@@ -248,11 +242,11 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
     run().fine()
     forget(store, "f1", "f2")
     value = run("--delete", "--dry-run", "--json").fine().json
-    assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 11, 2)
+    assert (value["dry_run"], value["removed"], value["forgotten"]) == (True, 12, 2)
     assert value["bytes_freed"] > 0
-    assert "11 would be removed" in run("--delete", "--dry-run").fine().out
+    assert "12 would be removed" in run("--delete", "--dry-run").fine().out
     run("--delete", "--json").failed(2, "2 of 3 documents", "--yes")
-    assert "11 removed" in run("--delete", "--yes").fine().out
+    assert "12 removed" in run("--delete", "--yes").fine().out
     blobs.delete([HEAD])
     put_foreign(blobs)
     run().failed(12, "is not empty")
@@ -355,7 +349,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     forget(store, "f2")
     blobs.hold("push-killed")
     report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (0, 6)
+    assert (report.removed, report.spared) == (0, 7)
     assert len(read_catalogue(blobs).files) == 2
     monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
     blobs.hold("push-killed")
@@ -363,7 +357,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
         time.sleep(0.1)
         blobs.hold("push-own")
     blobs.release("push-own")
-    assert push(store, blobs, delete=True).removed == 6
+    assert push(store, blobs, delete=True).removed == 7
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "cut off"])
@@ -548,7 +542,7 @@ def test_a_full_disk_leaves_no_temporary_file(in_folder: Blobs, folder: Path, mo
 
 def test_files_of_killed_pushes_are_reclaimed_when_they_are_old(store: Store, in_folder: Blobs, folder: Path) -> None:
     push(store, in_folder)
-    left = [folder / "meta/.tmp-12-0123456789abcdef", folder / "chunk/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
+    left = [folder / "meta/.tmp-12-0123456789abcdef", folder / "pack/.tmp-1-abc", folder / "catalogue/.tmp-1-00ff"]
     for path in left:
         path.write_bytes(b"half of a value")
     push(store, in_folder, delete=True)

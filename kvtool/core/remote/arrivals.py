@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from kvtool.core.cache.link import Arrival, Wanted
@@ -26,7 +27,7 @@ class Arrivals:
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
         self.url = blobs.url
-        self._asked: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Sequence[Wanted] | None] = queue.SimpleQueue()
         self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._untaken = 0  # bytes that have come
@@ -37,8 +38,7 @@ class Arrivals:
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
         """Ask for some more; never waits."""
-        for one in wanted:
-            self._asked.put(one)
+        self._asked.put(wanted)
 
     def take(self, timeout: float) -> Arrival:
         """The next one asked for.
@@ -87,7 +87,7 @@ class Arrivals:
 
     def _read(self, reader: Reader, wanted: list[Wanted]) -> None:
         """Take what was asked for; what is asked meanwhile is sent at once, before the link falls idle."""
-        waiting = list(wanted)
+        waiting = deque(wanted)
         while waiting and not self._stopped:
             while not self._asked.empty():
                 more = self._next()
@@ -96,7 +96,7 @@ class Arrivals:
                 reader.ask(more)
                 waiting += more
             value = reader.take()
-            self._there.put(Arrival(waiting.pop(0).name, value, time.perf_counter()))
+            self._there.put(Arrival(waiting.popleft().name, value, time.perf_counter()))
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
@@ -110,4 +110,4 @@ class Arrivals:
         asked = [self._asked.get()]
         while not self._asked.empty():
             asked.append(self._asked.get())
-        return [wanted for wanted in asked if wanted is not None] if None not in asked else None
+        return [one for wanted in asked for one in wanted or ()] if None not in asked else None

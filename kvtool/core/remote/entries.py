@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.link import Wanted
 from kvtool.core.remote.head import HEAD
+from kvtool.core.remote.limits import MOST_BYTES
 
 
 class Pack(NamedTuple):
@@ -60,11 +61,13 @@ class Chunk:
     Attributes
     ----------
     mark : of the description.
+    place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
     """
 
     mark: str
     layers: int
     levels: dict[str, Level]
+    place: Place | None = None
 
     @property
     def makers(self) -> dict[str, str]:
@@ -74,10 +77,26 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file's entry with its documents: digest of both, and when the file was last changed (ns)."""
+    """A file's entry with its documents: digest of both, when the file was last changed (ns), and their place, as of
+    a chunk's description."""
 
     mark: str
     mtime_ns: int
+    place: Place | None = None
+
+
+class Shard(NamedTuple):
+    """A part of a catalogue, as its root has it: digest and bytes of the value, and how many it describes."""
+
+    digest: str
+    size: int
+    files: int
+    chunks: int
+
+    @property
+    def name(self) -> str:
+        """Of its value."""
+        return f"shard/{self.digest}"
 
 
 def digest_of(data: bytes) -> str:
@@ -100,6 +119,13 @@ def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
+def described_by(name: str, place: Place | None) -> Wanted:
+    """What the description of a file or a chunk is asked for by."""
+    if place is None:
+        return Wanted(name, MOST_BYTES)
+    return Wanted(name, place.lengths[0], place.pack.name, place.start)
+
+
 def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
     """What a chunk's records at a level are asked for by, layer by layer; no more of them is taken than is stated."""
     stored, names = chunk.levels[level], kv_names(key, chunk, level)
@@ -113,9 +139,9 @@ def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
 _MARK = "[0-9a-f]{32}"
 _ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
 _LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
-_FOLDERS = f"catalogue|meta|profile|file|chunk|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
+_FOLDERS = f"catalogue|shard|meta|profile|file|chunk|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
 _OWN = re.compile(
-    f"{HEAD}|(?:catalogue|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
+    f"{HEAD}|(?:catalogue|shard|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
     f"|kv/{_ID}/[a-z0-9-]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
 )
 

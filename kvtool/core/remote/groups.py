@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtool.core.cache.link import Wanted
 from kvtool.core.remote import values
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Readable
-from kvtool.core.remote.limits import MOST_BYTES
 
 _AHEAD = 4  # groups that are asked for before the first is there
 
@@ -45,16 +46,21 @@ class Groups:
     def __init__(self, blobs: Readable, timeout: float, damaged: Callable[[str, str], None]) -> None:
         self._blobs, self._timeout, self._damaged = blobs, timeout, damaged
 
-    def fetch(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:
-        """Groups whose values all came, each sound in itself. Raises RemoteError."""
+    def fetch(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
+        """Groups whose values all came, each sound in itself. Raises RemoteError.
+
+        Parameters
+        ----------
+        at_once : so many groups are asked for together: of those that stand side by side one request is made.
+        """
         arrivals = Arrivals(self._blobs)
-        waiting: list[Group] = []
+        waiting, left = deque[Group](), iter(groups)
         try:
-            for group in groups:
-                arrivals.ask(group.wanted)
-                waiting.append(group)
-                if len(waiting) > _AHEAD:
-                    yield from self._taken(arrivals, waiting.pop(0))
+            while some := list(islice(left, at_once)):
+                arrivals.ask([wanted for group in some for wanted in group.wanted])
+                waiting.extend(some)
+                while len(waiting) > _AHEAD * at_once:
+                    yield from self._taken(arrivals, waiting.popleft())
             for group in waiting:
                 yield from self._taken(arrivals, group)
         finally:
@@ -87,6 +93,6 @@ def _trouble(wanted: Wanted, value: bytes | None, left: int) -> str:
     return "" if values.is_sound(wanted.name, value) else f"{what} is damaged there"
 
 
-def single(key: str, what: str, name: str) -> Group:
+def single(key: str, what: str, wanted: Wanted) -> Group:
     """A group of one value."""
-    return Group(key, what, [Wanted(name, MOST_BYTES)], MOST_BYTES)
+    return Group(key, what, [wanted], wanted.most)

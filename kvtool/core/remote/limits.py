@@ -9,7 +9,7 @@ MOST_BYTES = 2**30  # of any value
 MOST_LAYERS = 1000
 MOST_TOKENS = 2**22  # of a chunk
 MOST_LEVEL_BYTES = 2**32  # a chunk's records of one level
-_MOST = {"head": 2**12, "catalogue": 2**28, "meta": 2**24, "chunk": 2**24}  # by what a name begins with
+_MOST = {"head": 2**12, "catalogue": 2**28, "shard": 2**26, "meta": 2**24, "chunk": 2**24}  # by what a name begins with
 
 
 def most_bytes(name: str) -> int:

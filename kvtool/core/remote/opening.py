@@ -6,35 +6,17 @@ import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from kvtool.core.cache.layout import atomic_write
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import nested, profiled
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.common.urls import place_of
-from kvtool.core.errors import (
-    DamagedError,
-    KvtoolError,
-    NoSpaceError,
-    RemoteError,
-    StoreFormatError,
-    StoreLockedError,
-)
-from kvtool.core.remote import survey
-from kvtool.core.remote.blobs import TIMEOUT, Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, digest_of
-from kvtool.core.remote.front import default_budget
-from kvtool.core.remote.pull import adopt
-from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.tier import CATALOGUE, Tier
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError
+from kvtool.core.remote.blobs import TIMEOUT
+from kvtool.core.remote.offers import Offers
+from kvtool.core.remote.reading import read_root
+from kvtool.core.remote.takeover import Front
+from kvtool.core.remote.tier import Tier
 from kvtool.core.remote.urls import open_blobs
-
-_ADOPTED = "remote/adopted.json"
-_MOST_TOLD = 10  # damages, one by one
-_RULES = 2  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
 
 
 def open_store(
@@ -66,16 +48,16 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
     """
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
-        catalogue = read_catalogue(blobs)
+        digest, root = read_root(blobs)
     except (RemoteError, DamagedError) as error:
         blobs.close()
         return _alone(place, warn, error)
     store: Store | None = None
     try:
         store = Store.create_or_open(place)
-        packed = catalogue.pack()
-        if _take_over(store, blobs, catalogue, packed, timeout, lock_wait, warn):
-            store.link = Tier(store, blobs, catalogue, digest_of(packed), timeout, warn)
+        front = Front(store, blobs, digest, root, timeout, warn)
+        if front.take_over(lock_wait):
+            store.link = Tier(store, blobs, Offers(blobs, root), front.mark, timeout, warn)
         return store
     except BaseException:
         if store is not None:
@@ -97,97 +79,7 @@ def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
     raise error
 
 
-def _take_over(
-    store: Store, blobs: Blobs, catalogue: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
-) -> bool:
-    """Bring the store up to date with a catalogue; False: the tier cannot be used, what is here can."""
-    mine = store.manifest()
-    try:
-        if mine:
-            check_same_identity(mine.get("identity", {}), catalogue.identity, blobs.url)
-        _adopt(store, blobs, catalogue, packed, timeout, lock_wait, warn)
-    except StoreFormatError as error:
-        warn(f"{error.message}: only what is here already is used", f"start anew: remove {store.path}")
-        return False
-    except (StoreLockedError, NoSpaceError) as error:
-        if not store.manifest():
-            raise
-        warn(f"what is new at {blobs.url} was not taken over: {error.message}", "")
-    except RemoteError as error:
-        if not store.manifest():
-            raise
-        warn(f"{error.message}: only what is here already is used", error.hint)
-        return False
-    if any(level not in chunk.makers for chunk in catalogue.chunks.values() for level in profiled(chunk.levels)):
-        text = f"{blobs.url} does not say which profile its lossy records are of: --level auto leaves them alone"
-        warn(text, "push to it again")
-    return True
-
-
-def _adopt(
-    store: Store, blobs: Blobs, catalogue: Catalogue, packed: bytes, timeout: float, lock_wait: float, warn: Warn
-) -> None:
-    """Take over what the catalogue describes, once for each catalogue."""
-    last, done = store.side_file(CATALOGUE), {"catalogue": digest_of(packed), "rules": _RULES}
-    if read_side(store, _ADOPTED) == done:
-        return
-    with store.writer(lock_wait) as writer:
-        report = adopt(store, writer, blobs, catalogue, levels=(), delete=True, timeout=timeout, mirror=True)
-        if store.budget() is None and not last.exists():  # later on it is what its owner wants
-            writer.set_budget(default_budget(store.path))
-        _drop_stale(store, writer, catalogue, _read_before(last))
-        atomic_write(last, packed)
-    for damage in report.damaged[:_MOST_TOLD]:
-        warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
-    if len(report.damaged) > _MOST_TOLD:
-        warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
-    if not report.damaged:
-        write_side(store, _ADOPTED, done)
-
-
 def local_place(url: str) -> Path:
     """The folder of the local store in front of a URL; what is in it can be fetched again."""
     digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return cache_dir() / "remote" / digest
-
-
-# ---- what is of a catalogue no longer in force ----
-
-
-def _read_before(path: Path) -> Catalogue | None:
-    """The catalogue that was taken over last; None where that is not known."""
-    with suppress(OSError, KvtoolError):
-        return Catalogue.unpack(path.read_bytes())
-    return None
-
-
-def _drop_stale(store: Store, writer: Writer, catalogue: Catalogue, before: Catalogue | None) -> None:
-    """Drop lossy records that are others than the tier's by now: what is fetched may refine just those.
-
-    Parameters
-    ----------
-    before : the catalogue of the last time: what is the same in both was looked at then.
-    """
-    doomed: dict[str, list[bytes]] = {}
-    for chunk_id in store.chunk_ids():
-        now = catalogue.chunks.get(chunk_id.hex())
-        then = before.chunks.get(chunk_id.hex()) if before is not None else None
-        if now is not None and (then is None or then.levels != now.levels):
-            for level in _stale(store, chunk_id, now):
-                doomed.setdefault(level, []).append(chunk_id)
-    for level in nested(doomed):  # the finer first: none is ever there without what it refines
-        writer.drop_level(doomed[level], level)
-
-
-def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
-    here = [*reversed(nested(store.sizes_here(chunk_id)))]
-    kept: list[str] = []
-    for level in here:  # the coarser first
-        if level in now.levels:
-            sound = survey.holds_level(store, chunk_id, now, level)
-        else:
-            base = survey.stored_base(store, chunk_id, level)
-            sound = base is None or base in kept
-        if sound:
-            kept.append(level)
-    return [level for level in here if level not in kept]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Pack, Place, digest_of
+from kvtool.core.remote.entries import Chunk, File, Pack, Place, digest_of
 
 PACK_BYTES = 8 * 2**20  # of a pack; one chunk that is larger has a pack of its own
 MOST_BYTES = 2**28  # of a level in a pack: Redis keeps no value of more than 512 MB. What is larger is sent by layer
 _LEAST_USED = 0.5  # of a pack: below that, what is still used of it is packed anew
 
-Member = tuple[str, str]  # chunk in hex, level
+Member = tuple[str, str]  # key of a chunk or a file in hex, level or FILE or CHUNK
+FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
 
 
 @dataclass(slots=True)
@@ -88,10 +90,24 @@ def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
 
 def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
     """Packs of which not even half is used any more, by either catalogue."""
-    used: dict[Pack, dict[Member, int]] = {}
-    for catalogue in (theirs, mine):
-        for key, chunk in catalogue.chunks.items():
-            for level, stored in chunk.levels.items():
-                if stored.place is not None:
-                    used.setdefault(stored.place.pack, {})[key, level] = stored.size
-    return {pack for pack, members in used.items() if sum(members.values()) < _LEAST_USED * pack.size}
+    used: Counter[Pack] = Counter()
+    for place in _places_of(theirs.files, theirs.chunks):
+        used[place.pack] += sum(place.lengths)
+    files = {key: file for key, file in mine.files.items() if theirs.files.get(key) is not file}
+    chunks = {key: chunk for key, chunk in mine.chunks.items() if theirs.chunks.get(key) is not chunk}
+    known = {key: theirs.files[key] for key in files.keys() & theirs.files.keys()}
+    there = {*_places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
+    for place in {*_places_of(files, chunks)} - there:
+        used[place.pack] += sum(place.lengths)
+    return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
+
+
+def _places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
+    """Where all stands that is in packs."""
+    for file in files.values():
+        if file.place is not None:
+            yield file.place
+    for chunk in chunks.values():
+        if chunk.place is not None:
+            yield chunk.place
+        yield from (level.place for level in chunk.levels.values() if level.place is not None)

@@ -16,16 +16,17 @@ from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, chunk_name, digest_of, file_name, records_wanted
+from kvtool.core.remote.entries import Chunk, chunk_name, described_by, digest_of, file_name, records_wanted
 from kvtool.core.remote.groups import Group, Groups, single
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
-from kvtool.core.remote.wanted import Bundle, only_here, wanted_files, wanted_records, with_bases
+from kvtool.core.remote.wanted import Bundle, Within, only_here, wanted_files, wanted_records, with_bases
 
 _DESCRIBED_AT_ONCE = 1024
+_SMALL_AT_ONCE = 2048  # descriptions that are asked for together
 
 
 def pull(
@@ -80,13 +81,14 @@ def adopt(
     newer: bool = False,
     timeout: float = TIMEOUT,
     events: Events | None = None,
-    mirror: bool = False,
+    mirror: Within | None = None,
 ) -> TransferReport:
     """Bring a store up to date with a catalogue, through a writer at hand; see `pull`.
 
     Parameters
     ----------
     mirror : the store has nothing of its own: what the tier knows of codec levels and lead-in replaces what is here.
+        It tells whether the catalogue says everything of a key; else what is here of it stays. None: it is no mirror.
     """
     started = time.perf_counter()
     job = _Pull(store, writer, blobs, TransferReport("pull", blobs.url), timeout, events or Events())
@@ -136,7 +138,7 @@ class _Pull:
         self.report, self.timeout, self.events = report, timeout, events
 
     def run(
-        self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: bool = False
+        self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: Within | None
     ) -> None:
         for what, why in catalogue.left_out:
             self.report.note_damage(what, why)
@@ -145,21 +147,23 @@ class _Pull:
             check_same_identity(catalogue.identity, mine.get("identity", {}), str(self.store.path))
         self._manifest(catalogue, new=not mine)
         self._profiles(catalogue)  # before the state that names them
-        self._state(catalogue, mirror)
+        self._state(catalogue, mirror is not None)
         self._describe(catalogue)
         self._records(catalogue, levels)
         self._files(catalogue, newer)
         if delete:
-            self._forget(catalogue)
+            self._forget(catalogue, mirror or (lambda key: True))
 
-    def _fetched(self, groups: Iterable[Group]) -> Iterator[tuple[Group, list[bytes]]]:
+    def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
         """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
-        for group, whole in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups):
+        for group, whole in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
 
     def _single(self, groups: Iterable[Group]) -> Iterator[tuple[Group, bytes]]:
-        for group, (value,) in self._fetched(groups):
+        """Small values, in the order in which they stand in packs: neighbours come together."""
+        ordered = sorted(groups, key=lambda group: (group.wanted[0].pack, group.wanted[0].start))
+        for group, (value,) in self._fetched(ordered, _SMALL_AT_ONCE):
             yield group, value
 
     # ---- the parts ----
@@ -192,7 +196,8 @@ class _Pull:
             return {}
 
     def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        groups = [single(name, name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
+        known = [(name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
+        groups = [single(name, name, described_by(blob, None)) for name, blob in known]
         metas = {}
         for group, value in self._single(groups):
             with self._noted(group):
@@ -203,18 +208,18 @@ class _Pull:
         known = {digest.hex() for digest in self.store.profile_digests()}
         missing = [digest for digest in catalogue.profiles if digest not in known]
         for group, value in self._single(
-            single(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
+            single(digest, f"profile {digest}", described_by(f"profile/{digest}", None)) for digest in missing
         ):
             with self._noted(group):
                 self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
     def _describe(self, catalogue: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
-        groups = (
-            single(key, f"chunk {key}", chunk_name(key, chunk))
+        groups = [
+            single(key, f"chunk {key}", described_by(chunk_name(key, chunk), chunk.place))
             for key, chunk in catalogue.chunks.items()
             if key not in known
-        )
+        ]
         infos: dict[bytes, ChunkInfo] = {}
         size = 0
         for group, value in self._single(groups):
@@ -259,8 +264,9 @@ class _Pull:
     def _files(self, catalogue: Catalogue, newer: bool) -> None:
         wanted = wanted_files(self.store, catalogue, newer)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
+        files = [(key, catalogue.files[key]) for key in wanted]
         for group, value in self._single(
-            single(key, f"file {key}", file_name(key, catalogue.files[key])) for key in wanted
+            single(key, f"file {key}", described_by(file_name(key, file), file.place)) for key, file in files
         ):
             with self._noted(group):
                 self.writer.commit_file(*values.open_file(bytes.fromhex(group.key), value))
@@ -276,10 +282,11 @@ class _Pull:
         except ValueError as error:
             self.report.note_damage(group.what, str(error))
 
-    def _forget(self, catalogue: Catalogue) -> None:
-        for path in only_here(self.store, catalogue):
+    def _forget(self, catalogue: Catalogue, within: Within) -> None:
+        for path in only_here(self.store, catalogue, within):
             self.report.removed += self.writer.remove_file(path)
-        self.writer.collect(keep=[bytes.fromhex(key) for key in catalogue.chunks])
+        outside = [chunk_id for chunk_id in self.store.chunk_ids() if not within(chunk_id.hex())]
+        self.writer.collect(keep=[*map(bytes.fromhex, catalogue.chunks), *outside])
 
 
 def _check_share(store: Store, catalogue: Catalogue, url: str) -> None:

@@ -14,11 +14,12 @@ from kvtool.core.remote import survey
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, Level, catalogue_name, digest_of
-from kvtool.core.remote.head import HEAD, Head, seal_head
+from kvtool.core.remote.head import HEAD, Head, seal_head, unseal_head
 from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.reading import check_same_identity, read_head
+from kvtool.core.remote.reading import check_same_identity, put_copies, read_head
 from kvtool.core.remote.rehearsal import Rehearsal
 from kvtool.core.remote.send import Sender
+from kvtool.core.remote.shards import pack_root, sharded
 from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
 from kvtool.core.remote.transfer_report import TransferReport
 
@@ -86,6 +87,8 @@ class _Push:
         if delete and not yes:
             check_share(listed, mine, theirs, self.blobs.url)
         with self.lease.running():
+            if head is not None and theirs is not None:
+                self.sender.mend(unseal_head(head).catalogue, theirs)
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
             if delete and not self.sweep.run(listed):
@@ -122,7 +125,7 @@ class _Push:
             if theirs is not None:
                 check_same_identity(mine.identity, theirs.identity, self.blobs.url)
             joined = mine if theirs is None or delete else self._joined(mine, theirs)
-            if theirs is not None and joined == theirs:
+            if theirs is not None and joined == theirs and theirs.shards:  # else an older kvtool has put it there
                 return
             if self._swap(head, theirs, joined):
                 if delete and theirs is not None:
@@ -141,13 +144,15 @@ class _Push:
         return not self.report.damaged and survey.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
-        packed = joined.pack()
-        digest = digest_of(packed)
-        self.blobs.put({catalogue_name(digest): packed})
+        joined, shards = sharded(joined, theirs)
+        root = pack_root(joined)
+        digest = digest_of(root)
+        self.blobs.put({**shards, catalogue_name(digest): root})
         self.blobs.settle()
+        put_copies(self.blobs, [root, *shards.values()])
         before: tuple[str, ...] = ()
         if head is not None and theirs is not None:
-            before = self.sweep.reclaim(head, joined, theirs)
+            before = self.sweep.reclaim(head, joined, theirs, digest)
         return self.blobs.swap(HEAD, head, seal_head(Head(digest, before)))
 
 

@@ -37,7 +37,7 @@ class Rehearsal:
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """Keep catalogues in mind, and nothing else; see Blobs."""
-        self._written |= {name: value for name, value in values.items() if name.startswith("catalogue/")}
+        self._written |= {name: value for name, value in values.items() if name.startswith(("catalogue/", "shard/"))}
 
     def settle(self) -> None:
         """Do nothing; see Blobs."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 
-from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, Level, Place, chunk_name, file_name, kv_names
+from kvtool.core.remote.descriptions import Descriptions, changed, scattered
+from kvtool.core.remote.entries import Chunk, Level, Pack, Place, catalogue_name, kv_names
 from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.packing import MOST_BYTES, Member, Packed, by_document, packs_of, thin_packs
+from kvtool.core.remote.packing import FILE, MOST_BYTES, Member, Packed, by_document, packs_of, thin_packs
+from kvtool.core.remote.shelf import Shelf
 from kvtool.core.remote.transfer_report import TransferReport
 
-_SMALL_AT_ONCE = 256
 _READ_AT_ONCE = 4  # values of some megabytes each
 
 
@@ -48,21 +47,37 @@ class Sender:
         RemoteError, NoSpaceError : the tier is gone or full.
         KvtoolError : the store was changed meanwhile.
         """
-        self._send_small(mine, theirs)
+        self._send_facts(mine)
+        broken, thin = self._unsound(mine, theirs)
+        mine = self._send_descriptions(mine, broken | thin)
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
-        gaps = self._gaps(mine, theirs)
+        gaps = self._gaps(mine, theirs, broken, thin)
         chunks = self._of_one_machine(mine.chunks, gaps, theirs)
         self._told(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
-        return mine.with_chunks(self._send_records(chunks, gaps) if gaps else chunks)
+        return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
 
-    # ---- KV ----
+    def mend(self, digest: str, theirs: Catalogue) -> None:
+        """Send again what is lost of the catalogue in force; this machine has just read it, perhaps off its shelf."""
+        shelf = Shelf(self.blobs.url)
+        root = shelf.get(digest)
+        stated = {shard.name: shard.size for shard in theirs.shards if shard is not None}
+        if root is not None:
+            stated[catalogue_name(digest)] = len(root)
+        sizes = self._sound_sizes(list(stated))
+        broken = [name for name, size in stated.items() if sizes[name] != size]
+        self._put({name: value for name in broken if (value := shelf.get(name.rpartition("/")[2])) is not None})
 
-    def _gaps(self, mine: Catalogue, theirs: Catalogue | None) -> set[Member]:
-        """What has to be sent: what is missing or cut off there, and what stands in packs that are mostly garbage."""
+    def _unsound(self, mine: Catalogue, theirs: Catalogue | None) -> tuple[set[Pack], set[Pack]]:
+        """Packs that are missing or cut off there, and those that are mostly garbage."""
         packs = sorted(mine.packs())
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
-        thin = thin_packs(mine, theirs) - broken if theirs is not None else set()
+        return broken, thin_packs(mine, theirs) - broken if theirs is not None else set()
+
+    # ---- KV ----
+
+    def _gaps(self, mine: Catalogue, theirs: Catalogue | None, broken: set[Pack], thin: set[Pack]) -> set[Member]:
+        """What has to be sent of it: what is missing, and what stands in packs that are to be replaced."""
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
@@ -93,9 +108,9 @@ class Sender:
             trusted = [level for level in lost if _same(theirs, key, level, chunk.levels[level])]
             if not all(self._holds(key, chunk, level) for level in trusted):
                 surveyed = survey.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
-                if surveyed is None:
-                    raise _changed()
-                found[key] = surveyed
+                if surveyed is None or surveyed.mark != chunk.mark:
+                    raise changed()
+                found[key] = replace(surveyed, place=chunk.place)
                 gaps -= {(key, level) for level in chunk.levels}
                 gaps |= {(key, level) for level in surveyed.levels}
         return found
@@ -117,7 +132,7 @@ class Sender:
                 lost.add(member)
                 return None
             if survey.mark_of_records(records) != chunks[key].levels[level].mark:
-                raise _changed()
+                raise changed()
             return records
 
         levels = {level for _, level in gaps}
@@ -125,7 +140,7 @@ class Sender:
             members = [(key, level) for key in ordered if (key, level) in gaps]
             large = {member for member in members if chunks[member[0]].levels[level].size > MOST_BYTES}
             for packed in packs_of((member for member in members if member not in large), records_of):
-                self._send_pack(packed)
+                self._told(len(packed.places), self._send_pack(packed))
                 places |= packed.places
             for key, _ in sorted(large):
                 if (records := records_of((key, level))) is not None:
@@ -134,13 +149,13 @@ class Sender:
                     places[key, level] = None
         return {key: _placed(key, chunk, places, lost) for key, chunk in chunks.items()}
 
-    def _send_pack(self, packed: Packed) -> None:
-        """Unless a push that was cut off has sent it."""
+    def _send_pack(self, packed: Packed) -> bool:
+        """False: a push that was cut off has sent it."""
         name = packed.pack.name
         moved = self._sound_sizes([name])[name] != packed.pack.size
         if moved:
             self._put({name: packed.value})
-        self._told(len(packed.places), moved)
+        return moved
 
     def _told(self, count: int, moved: bool) -> None:
         if moved:
@@ -162,38 +177,26 @@ class Sender:
 
     # ---- all the rest ----
 
-    def _send_small(self, mine: Catalogue, theirs: Catalogue | None) -> None:
-        left, sent = self._small_values(mine), set[str]()
-        while batch := dict(islice(left, _SMALL_AT_ONCE)):
-            sizes = self._sound_sizes(list(batch))
-            missing = {name: value for name, value in batch.items() if sizes[name] != len(value)}
-            if not all(values.is_sound(name, value) for name, value in missing.items()):
-                raise _changed()
-            self._put(missing)
-            sent |= missing.keys()
-        known = {file_name(key, file) for key, file in theirs.files.items()} if theirs is not None else set()
-        files = {file_name(key, file) for key, file in mine.files.items()}
-        self.report.files.unchanged = len(files & known - sent)
-        self.report.files.moved = len(files) - self.report.files.unchanged
+    def _send_facts(self, mine: Catalogue) -> None:
+        """What the store says of its model and of the codec levels."""
+        facts = {f"meta/{name}-{mark}": values.meta_value(self.store, name) for name, mark in mine.meta.items()}
+        facts |= {f"profile/{digest}": values.profile_value(self.store, digest) for digest in mine.profiles}
+        sizes = self._sound_sizes(list(facts))
+        missing = {name: value for name, value in facts.items() if sizes[name] != len(value)}
+        if not all(values.is_sound(name, value) for name, value in missing.items()):
+            raise changed()
+        self._put(missing)
 
-    def _small_values(self, mine: Catalogue) -> Iterator[tuple[str, bytes]]:
-        for name, mark in mine.meta.items():
-            yield f"meta/{name}-{mark}", values.meta_value(self.store, name)
-        for digest in mine.profiles:
-            yield f"profile/{digest}", values.profile_value(self.store, digest)
-        left = {*mine.files}
-        for entry in self.store.files():
-            key = keys.name_key(entry.path).hex()
-            if key in left:
-                left.remove(key)
-                yield file_name(key, mine.files[key]), values.file_value(self.store, entry)
-        if left:  # forgotten since; its chunks may be another file's, too
-            raise _changed()
-        for key, chunk in mine.chunks.items():
-            info = self.store.chunk_info(bytes.fromhex(key))
-            if info is None:
-                raise _changed()
-            yield chunk_name(key, chunk), values.chunk_value(bytes.fromhex(key), info)
+    def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
+        """Files and chunks themselves; the catalogue with their places."""
+        descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
+        self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
+        self.report.files.unchanged = len(mine.files) - self.report.files.moved
+        places = dict[Member, Place]()
+        for packed in packs_of(descriptions.in_order(), descriptions.records_of):
+            self._send_pack(packed)
+            places |= packed.places
+        return descriptions.placed(places) if places else mine
 
     def _put(self, values: dict[str, bytes]) -> None:
         self.lease.renew()
@@ -221,7 +224,3 @@ def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost:
         if level not in gone
     }
     return replace(chunk, levels=levels)
-
-
-def _changed() -> KvtoolError:
-    return KvtoolError("the store was changed meanwhile", "push again")

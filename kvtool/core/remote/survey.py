@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.chunks import read_record
@@ -17,6 +18,7 @@ from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, Level, digest_of
 
 Damaged = Callable[[str, str], None]  # what, why
+_Described = TypeVar("_Described", File, Chunk)
 
 
 def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
@@ -81,8 +83,11 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue
     files = {}
     for entry in store.files():
         try:
-            mark = digest_of(values.file_value(store, entry))
-            files[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
+            key, file = (
+                keys.name_key(entry.path).hex(),
+                File(digest_of(values.file_value(store, entry)), entry.mtime_ns),
+            )
+            files[key] = _as_known(file, known.files.get(key) if known is not None else None)
         except DamagedError as error:
             damaged(entry.path, error.message)
     chunks = {}
@@ -114,11 +119,20 @@ def survey_chunk(store: Store, chunk_id: bytes, known_chunk: Chunk | None, damag
     for level, size in sizes.items():
         try:
             stored = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
-            levels[level] = replace(stored, maker=store.made_with(chunk_id, level))
+            maker = store.made_with(chunk_id, level)
+            levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
-    mark = digest_of(values.chunk_value(chunk_id, info))
-    return Chunk(mark, info.layers, levels)
+    return _as_known(Chunk(digest_of(values.chunk_value(chunk_id, info)), info.layers, levels), known_chunk)
+
+
+def _as_known(mine: _Described, known: _Described | None) -> _Described:
+    """The very entry of the tier where it is the same, so that a million of them are there once; else with the place of
+    the tier's description, where that is the same."""
+    if known is None or known.mark != mine.mark:
+        return mine
+    placed = replace(mine, place=known.place)
+    return known if placed == known else placed
 
 
 def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: int) -> Level:

@@ -11,7 +11,7 @@ from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import catalogue_name, digest_of, is_own
 from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.reading import catalogue_of, read_head
+from kvtool.core.remote.reading import read_head, root_of, with_shards
 from kvtool.core.remote.transfer_report import TransferReport
 
 KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
@@ -76,7 +76,7 @@ def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url
     ------
     UsageError : with the counts.
     """
-    blobs = {name for name in listed if name != HEAD and not name.startswith("catalogue/")}
+    blobs = {name for name in listed if name != HEAD and not name.startswith(("catalogue/", "shard/"))}
     gone = blobs - mine.blobs()
     documents = theirs.files if theirs is not None else {}
     forgotten = documents.keys() - mine.files.keys()
@@ -116,8 +116,9 @@ class Sweep:
         _, wanted = self._in_force()
         return not gone & wanted
 
-    def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue) -> tuple[str, ...]:
-        """Delete what only catalogues long out of force count on; which ones still stand, for the next head.
+    def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
+        """Delete what only catalogues long out of force count on; which ones still stand, for the next head, whose
+        catalogue is `joined`, of this digest.
 
         Nothing where `head` is no longer in force: another push may count on just that by now.
         """
@@ -127,20 +128,26 @@ class Sweep:
         if not old:
             return before
         with self._lease.sweeping() as alone:
-            wanted = joined.blobs() | theirs.blobs() | self._counted_on(kept[1:])
-            doomed = self._counted_on(old) - wanted
-            names = {catalogue_name(digest) for digest in old} - {catalogue_name(digest_of(joined.pack()))}
+            wanted = joined.blobs() | theirs.blobs()
+            wanted |= self._counted_on(kept[1:], wanted)
+            doomed = self._counted_on(old, wanted) - wanted
+            names = {catalogue_name(each) for each in old if each != digest}
             for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
                 if not alone() or self.blobs.get([HEAD])[0] != head:
                     return before[:_MOST_BEFORE]
                 self._delete(some)
         return kept
 
-    def _counted_on(self, digests: Iterable[str]) -> set[str]:
+    def _counted_on(self, digests: Iterable[str], known: set[str]) -> set[str]:
+        """What these catalogues count on. Of shards that are known nothing is read: so is what they count on."""
         names: set[str] = set()
         for digest in digests:
             try:
-                names |= set(filter(is_own, catalogue_of(self.blobs, digest).blobs()))
+                root = root_of(self.blobs, digest)
+                fresh = [
+                    number for number, shard in enumerate(root.shards) if shard and shard.name not in known | names
+                ]
+                names |= set(filter(is_own, with_shards(self.blobs, root, fresh).blobs()))
             except DamagedError:  # another push has reclaimed it
                 continue
         return names

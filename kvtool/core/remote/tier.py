@@ -20,13 +20,13 @@ from kvtool.core.errors import (
 )
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
 from kvtool.core.remote.front import bytes_of, make_room
 from kvtool.core.remote.limits import MOST_BYTES
+from kvtool.core.remote.offers import Offers
 
 Place = tuple[bytes, str]  # chunk id, level
-CATALOGUE = "remote/catalogue"  # the one that was taken over last, beside the local store
+CATALOGUE = "remote/catalogue"  # the one that was taken over last, or its root, beside the local store
 
 
 class Tier:
@@ -41,12 +41,10 @@ class Tier:
     timeout : seconds to wait for a value.
     """
 
-    def __init__(
-        self, store: Store, blobs: Blobs, catalogue: Catalogue, digest: str, timeout: float, warn: Warn
-    ) -> None:
+    def __init__(self, store: Store, blobs: Blobs, offers: Offers, digest: str, timeout: float, warn: Warn) -> None:
         self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
-        self._there: Catalogue | None = catalogue  # None: the tier is gone
-        self._digest = digest  # of that catalogue
+        self._there: Offers | None = offers  # None: the tier is gone
+        self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._fetching = threading.Lock()
         self._arrivals: Arrivals | None = None
@@ -60,7 +58,11 @@ class Tier:
         return chunk.levels if chunk is not None else {}
 
     def _chunk(self, chunk_id: bytes) -> Chunk | None:
-        return self._there.chunks.get(chunk_id.hex()) if self._there is not None else None
+        try:
+            return self._there.get(chunk_id.hex()) if self._there is not None else None
+        except (RemoteError, DamagedError) as error:
+            self.give_up(error)
+            return None
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
         """Whether all of a chunk at a level needs no fetching."""

@@ -15,6 +15,8 @@ from kvtool.core.remote import survey, values
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, digest_of
 
+Within = Callable[[str], bool]  # whether a key is among those that are looked at
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -83,15 +85,17 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool) -> list[str]:
     """Keys of the files that a store lacks, or has in another version."""
     mine = {}
     for entry in store.files():
+        key = keys.name_key(entry.path).hex()
         with suppress(DamagedError):  # replaced by the tier's
-            mark = digest_of(values.file_value(store, entry))
-            mine[keys.name_key(entry.path).hex()] = File(mark, entry.mtime_ns)
+            if key in catalogue.files:
+                mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
     return [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
 
 
-def only_here(store: Store, catalogue: Catalogue) -> list[str]:
-    """Paths of the files that the tier does not have."""
-    return [entry.path for entry in store.files() if keys.name_key(entry.path).hex() not in catalogue.files]
+def only_here(store: Store, catalogue: Catalogue, within: Within = lambda key: True) -> list[str]:
+    """Paths of the files that the tier does not have, of those whose keys the catalogue says everything of."""
+    paths = ((entry.path, keys.name_key(entry.path).hex()) for entry in store.files())
+    return [path for path, key in paths if key not in catalogue.files and within(key)]
 
 
 def _is_wanted(theirs: File, mine: File | None, newer: bool) -> bool:

@@ -1,0 +1,180 @@
+"""A store in front of a tier is brought up to date with the tier's catalogue; with the next one, where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvtool.core.cache.layout import atomic_write
+from kvtool.core.cache.side import read_side, write_side
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import nested, profiled
+from kvtool.core.common.types import Warn
+from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, StoreFormatError, StoreLockedError
+from kvtool.core.remote import survey
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, digest_of
+from kvtool.core.remote.front import default_budget
+from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.reading import catalogue_in, check_same_identity, keep_copies, with_shards
+from kvtool.core.remote.shards import number_of, pack_root
+from kvtool.core.remote.tier import CATALOGUE
+from kvtool.core.remote.transfer_report import TransferReport
+
+_ADOPTED = "remote/adopted.json"
+_MOST_TOLD = 10  # damages, one by one
+_RULES = 3  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
+
+
+class Front:
+    """A local store, and the catalogue of the tier that is to stand behind it.
+
+    Parameters
+    ----------
+    digest : of the catalogue, by which the tier names it.
+    root : the catalogue; of one in shards nothing of what they describe.
+    timeout : seconds to wait for a value.
+
+    Attributes
+    ----------
+    mark : of the catalogue, as it is kept beside the store.
+    """
+
+    def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
+        self._store, self._blobs, self._digest, self._root = store, blobs, digest, root
+        self._timeout, self._warn = timeout, warn
+        self._packed = pack_root(root) if root.shards else root.pack()
+        self.mark = digest_of(self._packed)
+
+    def take_over(self, lock_wait: float) -> bool:
+        """Bring the store up to date; False: the tier cannot be used, what is here can.
+
+        Raises
+        ------
+        KvtoolError : nothing is here yet, and the tier does not answer, or there is no room.
+        """
+        store, url, warn = self._store, self._blobs.url, self._warn
+        mine = store.manifest()
+        try:
+            if mine:
+                check_same_identity(mine.get("identity", {}), self._root.identity, url)
+            self._adopt(lock_wait)
+        except StoreFormatError as error:
+            warn(f"{error.message}: only what is here already is used", f"start anew: remove {store.path}")
+            return False
+        except (StoreLockedError, NoSpaceError) as error:
+            if not store.manifest():
+                raise
+            warn(f"what is new at {url} was not taken over: {error.message}", "")
+        except RemoteError as error:
+            if not store.manifest():
+                raise
+            warn(f"{error.message}: only what is here already is used", error.hint)
+            return False
+        if read_side(store, _ADOPTED, catalogue=self.mark).get("unnamed"):
+            text = f"{url} does not say which profile its lossy records are of: --level auto leaves them alone"
+            warn(text, "push to it again")
+        return True
+
+    def _adopt(self, lock_wait: float) -> None:
+        """Take over what the catalogue describes, once for each catalogue."""
+        adopted = read_side(self._store, _ADOPTED, rules=_RULES)
+        if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
+            return
+        with self._store.writer(lock_wait) as writer:
+            last = self._store.side_file(CATALOGUE)
+            before = self._before()
+            sound = before is not None and adopted == _adopted(digest_of(last.read_bytes()))
+            changed = _changed(self._root, before) if sound else None
+            then = _entries(self._blobs, before, changed)
+            now = with_shards(self._blobs, self._root, range(len(self._root.shards)) if changed is None else changed)
+            within = _within(len(self._root.shards), changed)
+            report = adopt(
+                self._store, writer, self._blobs, now, levels=(), delete=True, timeout=self._timeout, mirror=within
+            )
+            if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
+                writer.set_budget(default_budget(self._store.path))
+            _drop_stale(self._store, writer, now, then, within)
+            atomic_write(last, self._packed)
+        keep_copies(self._blobs, self._digest, self._root)
+        self._tell(report)
+        unnamed = any(level not in chunk.makers for chunk in now.chunks.values() for level in profiled(chunk.levels))
+        write_side(self._store, _ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
+
+    def _before(self) -> Catalogue | None:
+        """The catalogue that was taken over last, or its root; None where that is not known."""
+        with suppress(OSError, KvtoolError):
+            return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
+        return None
+
+    def _tell(self, report: TransferReport) -> None:
+        for damage in report.damaged[:_MOST_TOLD]:
+            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
+        if len(report.damaged) > _MOST_TOLD:
+            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
+
+
+def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[str, object]:
+    """What is noted of a catalogue that was taken over; `unnamed`: it has lossy records of unknown profiles."""
+    return {"catalogue": mark, "rules": _RULES, "damaged": damaged, "unnamed": unnamed}
+
+
+# ---- what has changed since the last one -------------------------------------------------------------------------
+
+
+def _changed(now: Catalogue, before: Catalogue | None) -> list[int] | None:
+    """Numbers of the shards that differ; None: all may."""
+    if before is None or not now.shards or len(before.shards) != len(now.shards):
+        return None
+    pairs = zip(now.shards, before.shards, strict=True)
+    return [number for number, (one, other) in enumerate(pairs) if one != other]
+
+
+def _within(count: int, changed: list[int] | None) -> Callable[[str], bool]:
+    """Tells whether a key is in one of the shards that have changed."""
+    if changed is None:
+        return lambda key: True
+    numbers = {*changed}
+    return lambda key: number_of(key, count) in numbers
+
+
+def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) -> Catalogue | None:
+    """What the catalogue of before says of what has changed; None where that cannot be told any more."""
+    if before is None:
+        return None
+    with suppress(KvtoolError):
+        return with_shards(blobs, before, range(len(before.shards)) if changed is None else changed)
+    return None
+
+
+def _drop_stale(
+    store: Store, writer: Writer, now: Catalogue, then: Catalogue | None, within: Callable[[str], bool]
+) -> None:
+    """Drop lossy records that are others than the tier's by now: what is fetched may refine just those. What is the
+    same in the catalogue of the last time was looked at then."""
+    doomed: dict[str, list[bytes]] = {}
+    for chunk_id in store.chunk_ids():
+        key = chunk_id.hex()
+        new = now.chunks.get(key) if within(key) else None
+        old = then.chunks.get(key) if then is not None else None
+        if new is not None and (old is None or old.levels != new.levels):
+            for level in _stale(store, chunk_id, new):
+                doomed.setdefault(level, []).append(chunk_id)
+    for level in nested(doomed):  # the finer first: none is ever there without what it refines
+        writer.drop_level(doomed[level], level)
+
+
+def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
+    here = [*reversed(nested(store.sizes_here(chunk_id)))]
+    kept: list[str] = []
+    for level in here:  # the coarser first
+        if level in now.levels:
+            sound = survey.holds_level(store, chunk_id, now, level)
+        else:
+            base = survey.stored_base(store, chunk_id, level)
+            sound = base is None or base in kept
+        if sound:
+            kept.append(level)
+    return [level for level in here if level not in kept]

@@ -1,0 +1,130 @@
+"""A catalogue in shards: what of it is sent, and fetched, when little has changed."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.remote import descriptions, shards
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.folder import FolderBlobs
+from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import add_file, check_file, id_of
+from tests.remote.test_sharing import forget, is_whole, new_store
+
+MANY = 40  # files of two chunks
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four entries, where a hundred and twenty are in some thirty."""
+    monkeypatch.setattr(shards, "ENTRIES", 4)
+    monkeypatch.setattr(shards, "_FEWEST", 1)
+    monkeypatch.setattr(shards, "_MOST", 8)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(new_store(tmp_path / "store", files=MANY))
+
+
+class Counted:
+    """What is got of a folder, by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.put: list[str] = []
+        read, put = FolderBlobs._wanted, FolderBlobs.put
+        get = FolderBlobs.get
+
+        def counted_get(blobs: FolderBlobs, names: list[str]) -> list[bytes | None]:
+            self.names += names
+            return get(blobs, names)
+
+        monkeypatch.setattr(FolderBlobs, "get", counted_get)
+        monkeypatch.setattr(
+            FolderBlobs, "_wanted", lambda blobs, one: (self.names.append(one.pack or one.name), read(blobs, one))[1]
+        )
+        monkeypatch.setattr(FolderBlobs, "put", lambda blobs, values: (self.put.extend(values), put(blobs, values))[1])
+
+    def shards(self) -> int:
+        return len({name for name in self.names if name.startswith("shard/")})
+
+    def clear(self) -> None:
+        self.names.clear()
+        self.put.clear()
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of forty, its two chunks, and the two that it had before."""
+    counted = Counted(monkeypatch)
+    url = f"file://{tmp_path / 'shared'}"
+    with store, closing(open_blobs(url)) as blobs:
+        push(store, blobs)
+        assert sum(name.startswith("shard/") for name in counted.put) == 32
+        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
+        open_shared(url).close()
+        assert counted.shards() == 32
+        monkeypatch.delenv("KVTOOL_CACHE")
+        with store.writer() as writer:
+            add_file(writer, "f7", ["new 0", "new 1"])
+        forget(store)
+        counted.clear()
+        push(store, blobs)
+        sent = [name.partition("/")[0] for name in counted.put]
+        assert 1 <= sent.count("shard") <= 5
+        assert (sent.count("pack"), sent.count("catalogue"), len(sent)) == (2, 1, 3 + sent.count("shard"))
+        assert counted.shards() == 0  # what this machine has sent it knows
+        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
+        counted.clear()
+        with open_shared(url) as front:
+            assert counted.shards() == sent.count("shard")
+            check_file(front, "f3")
+            assert front.chunk_info(id_of("new 1")) is not None
+            assert front.chunk_info(id_of("f7.0")) is None
+            assert set(front.chunk_ids()) == set(store.chunk_ids())
+        counted.clear()
+        with open_shared(url) as front:
+            assert front.levels(id_of("new 1")) == ["raw"]
+        assert counted.names == ["head"]  # nothing has changed: all else is here
+        assert is_whole(blobs)
+        assert local_place(url).is_relative_to(tmp_path / "reader")
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    with store:
+        for kept, count in ((MANY, 32), (MANY // 2, 32), (5, 4), (1, 1)):
+            forget(store, *(f"f{number}" for number in range(kept, MANY)))
+            push(store, blobs, delete=True, yes=True)
+            catalogue = read_catalogue(blobs)
+            assert (len(catalogue.shards), len(catalogue.files)) == (count, kept)
+            assert is_whole(blobs)
+        assert sum(name.startswith("shard/") for name in blobs.names()) == 1
+    assert pull(tmp_path / "pulled", blobs).damaged == []
+
+
+def test_many_small_packs_of_descriptions_are_put_together(
+    store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(descriptions, "_MOST_SMALL", 3)
+    counts = []
+    with store:
+        for number in range(9):
+            with store.writer() as writer:
+                add_file(writer, f"n{number}", [f"n{number}.0"])
+            push(store, blobs)
+            files = read_catalogue(blobs).files.values()
+            counts.append(len({file.place.pack for file in files if file.place is not None}))
+    assert counts == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+    assert pull(tmp_path / "pulled", blobs).files.moved == MANY + 9
