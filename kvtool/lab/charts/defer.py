@@ -84,7 +84,7 @@ def _bin_rows(run: dict[str, Any]) -> list[tuple[object, ...]]:
             row["count"],
             f"{row['confidence']:.3f}",
             f"{row['contains']:.3f}",
-            "[{:.3f}, {:.3f}]".format(*row["interval"]),
+            "[{:.3f}, {:.3f}]".format(*row["interval"]) if row["interval"] else "-",
             f"{row['f1']:.3f}",
         )
         for row in run["bins"]

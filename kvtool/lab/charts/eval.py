@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtool.core.common.sizes import counted
 from kvtool.lab.charts.page import Table
+from kvtool.lab.charts.quality import with_interval
 
 _HEAD = ("mode", "F1", "contains", "KL answer", "recomputed", "TTFT ms", "sooner")
 
@@ -14,25 +15,18 @@ _FEW = 20  # questions, below which the bootstrap's intervals are known to be to
 
 
 def own_table(value: Mapping[str, Any]) -> Table:
-    """A mode a row; in brackets the 95 % interval over questions."""
+    """A mode a row; in brackets the 95 % interval over questions, or that there is but one."""
     return Table(_HEAD, tuple(_row(row) for row in value["runs"]))
 
 
 def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         row["run"],
-        *(_with_interval(row, name) for name in ("f1", "contains", "kl_answer")),
+        *(with_interval(row, name) for name in ("f1", "contains", "kl_answer")),
         f"{row['recomputed_share']:.0%}",
         f"{row['ttft_ms_median']:.0f}",
         f"{row['speedup']:.2f}x",
     )
-
-
-def _with_interval(row: Mapping[str, Any], name: str) -> str:
-    if row.get(name) is None:
-        return "-"
-    low, high = row["intervals"][name]
-    return f"{row[name]:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def own_text(value: Mapping[str, Any]) -> Iterator[str]:
@@ -40,12 +34,14 @@ def own_text(value: Mapping[str, Any]) -> Iterator[str]:
     found = value.get("retrieval")
     if found:
         yield (
-            f"retrieval: {_with_interval(found, 'recall')} of the expected sources were found, for "
+            f"retrieval: {with_interval(found, 'recall')} of the expected sources were found, for "
             f"{counted(found['count'], 'question')}; {found['complete']:.0%} of them have all of theirs, and the mean "
             f"reciprocal rank is {found['reciprocal_rank']:.2f}"
         )
     yield _advice(value["best"], value["max_kl"])
-    if value["questions"] < _FEW:
+    if value["questions"] == 1:
+        yield "1 question: how others would be answered cannot be told from one"
+    elif value["questions"] < _FEW:
         yield f"{counted(value['questions'], 'question')}: the intervals of fewer than {_FEW} are too narrow"
     if value["made"]:
         yield (

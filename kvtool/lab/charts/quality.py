@@ -95,7 +95,7 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         row["run"],
         row["count"],
-        *(_with_interval(row, name) for name in ("f1", "f1_ratio", "contains", "kl_first", "kl_answer")),
+        *(with_interval(row, name) for name in ("f1", "f1_ratio", "contains", "kl_first", "kl_answer")),
         *_agreement(row),
         "-" if row["run"] == NO_CONTEXT else f"{row['recomputed_share']:.1%}",
         f"{row['ttft_ms_median']:.0f}",
@@ -109,10 +109,12 @@ def _agreement(row: Mapping[str, Any]) -> tuple[str, str]:
     return "-" if first is None else f"{first:.1%}", "-" if answer is None else f"{answer:.1%}"
 
 
-def _with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
+def with_interval(row: Mapping[str, Any], name: str, sign: str = "") -> str:
     """A run's number with its interval, or a dash. `sign`: `+` writes that of a number above 0, too."""
     if row.get(name) is None:
         return "-"
+    if row["intervals"][name] is None:
+        return f"{row[name]:{sign}.3f} (n = 1)"
     low, high = row["intervals"][name]
     return f"{row[name]:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
 
@@ -125,12 +127,12 @@ def paired_table(value: Mapping[str, Any]) -> Table:
     terminal. What no run has is left out."""
     runs = [row for row in value["runs"] if row["run"] != value["reference"]]
     columns = [
-        ("F1 - full", [_with_interval(row, "f1_difference", "+") for row in runs]),
-        ("contains - full", [_with_interval(row, "contains_difference", "+") for row in runs]),
-        ("PGR of F1", [_with_interval(row, "pgr_f1") for row in runs]),
-        ("PGR of contains", [_with_interval(row, "pgr_contains") for row in runs]),
-        (f"KL answer - {value['kl_base']}", [_with_interval(row, "kl_answer_difference", "+") for row in runs]),
-        (f"KL first - {value['kl_base']}", [_with_interval(row, "kl_first_difference", "+") for row in runs]),
+        ("F1 - full", [with_interval(row, "f1_difference", "+") for row in runs]),
+        ("contains - full", [with_interval(row, "contains_difference", "+") for row in runs]),
+        ("PGR of F1", [with_interval(row, "pgr_f1") for row in runs]),
+        ("PGR of contains", [with_interval(row, "pgr_contains") for row in runs]),
+        (f"KL answer - {value['kl_base']}", [with_interval(row, "kl_answer_difference", "+") for row in runs]),
+        (f"KL first - {value['kl_base']}", [with_interval(row, "kl_first_difference", "+") for row in runs]),
         ("full right: n, F1, contains", [_apart(row, "full_right") for row in runs]),
         ("full wrong: n, F1, contains", [_apart(row, "full_wrong") for row in runs]),
     ]
@@ -175,8 +177,8 @@ def _half_rows(rule: Mapping[str, Any]) -> list[tuple[object, ...]]:
             half,
             row["count"],
             f"{row['recomputed_share']:.1%}",
-            *(_with_interval(row, name) for name in ("kl_answer", "kl_first")),
-            *(_with_interval(row, name, "+") for name in ("f1_difference", "contains_difference")),
+            *(with_interval(row, name) for name in ("kl_answer", "kl_first")),
+            *(with_interval(row, name, "+") for name in ("f1_difference", "contains_difference")),
             *_agreement(row),
         )
         for half, row in (("first, chosen on", rule["chosen_on"]), ("second", rule["held_out"]))

@@ -29,7 +29,7 @@ def nearest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
 
 def cheapest(runs: Sequence[Summary], max_kl: float) -> Summary | None:
     """Choose the least recompute among the runs whose KL of the answer is below `max_kl` with its whole interval."""
-    near = [run for run in runs if run["intervals"]["kl_answer"][1] <= max_kl]
+    near = [run for run in runs if _is_near(run, max_kl)]
     return min(near, key=lambda run: (run["recomputed_share"], run["kl_answer"]), default=None)
 
 
@@ -45,8 +45,13 @@ def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
     """
     weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
     chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)
-    near = chosen is not None and chosen["intervals"]["kl_answer"][1] <= max_kl
-    return {"run": chosen and chosen["run"], "near": near}
+    return {"run": chosen and chosen["run"], "near": chosen is not None and _is_near(chosen, max_kl)}
+
+
+def _is_near(run: Summary, max_kl: float) -> bool:
+    """Whether its KL of the answer is at most `max_kl` with its whole interval; a single question gives none."""
+    interval = run["intervals"]["kl_answer"]
+    return interval is not None and interval[1] <= max_kl
 
 
 def halves(rows: Mapping[int, Mapping[str, Row]], max_kl: float) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ RESAMPLES = 10_000
 CONFIDENCE = 0.95
 SEED = 0
 _UNSURE = 0.05  # of the resamples: a gap that is not there in more of them is no gap to recover
+_FEWEST = 2  # numbers that an interval is of: one says nothing of how others would be
 _AT_ONCE = 1 << 21  # numbers
 _KEPT = 1 << 10  # questions: draws of so many are kept for the next statistic
 
@@ -43,7 +44,10 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of the questions as they are, and its 95 % interval; None where there is nothing to tell."""
+    """A statistic of the questions as they are, and its 95 % interval; None where there is nothing to tell.
+
+    A single question has a value, and no interval: drawn again it is always the same.
+    """
 
     value: float | None
     interval: Interval | None
@@ -100,21 +104,28 @@ def estimates(statistics: Mapping[K, Statistic]) -> dict[K, Estimate]:
     means = dict(zip(columns, _resampled_means(list(columns.values())).T, strict=True))
     with np.errstate(invalid="ignore", divide="ignore"):
         return {
-            key: _estimate(statistic.of_means(*(means[id(column)] for column in statistic.columns)))
+            key: _estimate(statistic.of_means(*(means[id(column)] for column in statistic.columns)), _count(statistic))
             for key, statistic in statistics.items()
         }
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Estimate the 95 % interval of the mean over questions; None where there are none."""
+    """Estimate the 95 % interval of the mean over questions; None where there are fewer than two."""
     return estimates({"": mean(values)})[""].interval
 
 
-def _estimate(resampled: Floats) -> Estimate:
+def _count(statistic: Statistic) -> int:
+    """How many questions have a number in all of its columns."""
+    return sum(None not in row for row in zip(*statistic.columns, strict=True))
+
+
+def _estimate(resampled: Floats, count: int) -> Estimate:
     """Bound a statistic, of the questions as they are and then of every resample."""
     value, known = resampled[0], resampled[1:][np.isfinite(resampled[1:])]
     if not np.isfinite(value):
         return Estimate(None, None)
+    if count < _FEWEST:
+        return Estimate(float(value), None)
     low, high = np.percentile(known, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
     return Estimate(float(value), (float(low), float(high)))
 

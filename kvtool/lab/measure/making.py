@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.core.evaluate.scoring import normalise
-from kvtool.core.model.generate import Sampling, first_token, generate
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.reply import Request
@@ -76,23 +76,25 @@ def _question_about(session: Session, text: str) -> str | None:
     parts = prompt_parts(tokenizer, _SYSTEM)
     wish = encode(tokenizer, _SHOWN.format(passage=" ".join(text.split())))
     said = _said(session, (parts.prefix, wish, parts.answer_header, encode(tokenizer, _BEGUN)), _QUESTION_TOKENS)
-    question = _first_question(said)
+    question = _first_question(said.text)
     return question if question is not None and _is_about(question, text) else None
 
 
 def _answer(session: Session, question: str, text: str) -> str:
+    """The model's answer; "" where it had not ended: what was cut off is a part of one."""
     parts, tokenizer = session.parts, session.tokenizer
     pieces = (parts.prefix, *chunk_tokens(tokenizer, [text]), question_tokens(tokenizer, question, parts))
-    return _said(session, pieces, _ANSWER_TOKENS)
+    said = _said(session, pieces, _ANSWER_TOKENS)
+    return said.text.strip() if said.end is not None else ""
 
 
-def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> str:
-    """Answer a prompt greedily, in full."""
+def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> Generated:
+    """Answer a prompt greedily, with at most so many tokens."""
     ids = [token for piece in pieces for token in piece]
     session.decoder.check_length(len(ids) + most, "the store's chunks are too long for questions about them")
     logits, cache = session.decoder.prefill(ids, reserve=most)
     sampling = Sampling(most)
-    return generate(session.decoder, cache, first_token(logits, sampling), sampling).text.strip()
+    return generate(session.decoder, cache, first_token(logits, sampling), sampling)
 
 
 def _first_question(said: str) -> str | None:

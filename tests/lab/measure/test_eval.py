@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.model.generate import Generated
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.reply import read_batch
 from kvtool.core.session.session import Session
@@ -53,8 +54,8 @@ def test_every_mode_as_it_is_by_default_and_words_for_people(questions: Path, st
     told = kvtool("eval", questions, "--store", store, "--limit", "1", "--max-tokens", "2", "--html", page).fine().out
     for mode in ("full", "reuse", "epic:", "blend:", "infoflow:", "union:"):
         assert f"\n{mode}" in told
-    assert "\n1 question: the intervals" in told
-    assert "retrieval: 1.000" in told
+    assert "\n1 question: how others" in told
+    assert "retrieval: 1.000 (n = 1)" in told
     assert "union" in page.read_text(encoding="utf-8")
 
 
@@ -83,9 +84,9 @@ def test_the_cheapest_that_is_near_enough_else_the_nearest(bounds: dict[str, flo
 # ---- questions that the model writes ----
 
 
-def says(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+def says(monkeypatch: pytest.MonkeyPatch, *texts: str, ends: bool = True) -> None:
     """Let the model say these, in turn: a tiny random one says nothing that could be a question."""
-    left = list(texts)
+    left = [Generated(text, (), 0 if ends else None, 1.0) for text in texts]
     monkeypatch.setattr(making, "_said", lambda session, pieces, most: left.pop(0))
 
 
@@ -105,6 +106,15 @@ def test_only_questions_about_their_passage_are_taken(store: Path, monkeypatch: 
     assert request.answers == ()
     assert request.sources[0].endswith(".md")
     assert request.made_by
+
+
+def test_an_answer_that_was_cut_off_is_no_truth(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ends, answers in ((True, ("the baker",)), (False, ())):
+        says(monkeypatch, "Who built the mill by the river?", "the baker", ends=ends)
+        with Store.open(store) as opened:
+            (request,) = making.make_questions(Session(opened, ModelOptions()), 1)
+        assert request is not None
+        assert request.answers == answers
 
 
 def test_the_file_that_is_made_can_be_asked(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

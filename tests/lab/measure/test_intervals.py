@@ -29,14 +29,14 @@ def uniform(seed: int, count: int = 200) -> list[float]:
     return list(np.random.default_rng(seed).uniform(0, 1, count))
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 100, 1000, 1500])
+@pytest.mark.parametrize("count", [2, 7, 100, 1500])
 def test_it_contains_the_mean_and_is_reproducible(count: int) -> None:
     values = list(np.random.default_rng(count).exponential(size=count))
     found = interval(values)
     assert found is not None
     low, high = found
     assert low <= np.mean(values) <= high
-    assert (low < high) == (count > 1)
+    assert low < high
     assert interval(values) == found
 
 
@@ -105,6 +105,7 @@ def test_where_there_is_no_gap_nothing_is_recovered() -> None:
 
 def test_nothing_to_say() -> None:
     assert interval([]) is None
+    assert interval([1.0]) is None
     assert estimate(ratio([], [])) == Estimate(None, None)
     assert estimate(ratio([0.0, 0.0], [0.0, 0.0])) == Estimate(None, None)
     assert estimate(ratio([1.0, 0.0], [1.0, 0.0])) == Estimate(1.0, (1.0, 1.0))  # resamples of nothing but zeros go
@@ -120,7 +121,7 @@ def test_questions_without_a_number_count_nowhere() -> None:
     )
     assert (found["some"].value, found["some"].interval) == (3.0, (1.0, 5.0))
     assert found["all"].value == 4.25
-    assert found["both"] == Estimate(1.0, (1.0, 1.0))
+    assert found["both"] == Estimate(1.0, None)  # one question has both: what others would be it does not tell
     assert found["all"].interval == interval([1.0, 2.0, 5.0, 9.0])
 
 
