@@ -22,11 +22,17 @@ app = new_app("Look after the store: listing, verification, upkeep, sharing.")
 def stats(run: Run) -> None:
     """Counts and sizes."""
     from kvtool.core.cache.store import Store
+    from kvtool.core.session.sizes import sizes_of
 
     with Store.open(run.folder) as store:
-        sizes = {"path": str(store.path)} | store.stats()
+        sizes = {"path": str(store.path)} | sizes_of(store)
     value = sizes | {"levels": level_rows(sizes["levels"])}
-    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes)))
+    run.out.result(value, human=lambda: run.out.table(("what", "value"), _flat(sizes | _in_short(sizes["beginning"]))))
+
+
+def _in_short(beginning: dict[str, Any] | None) -> dict[str, Any]:
+    tokens = 0 if beginning is None else beginning["tokens"]
+    return {"beginning": {"tokens": tokens}}
 
 
 def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:

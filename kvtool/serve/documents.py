@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvtool.core.cache.layout import atomic_write, make_folder
 from kvtool.core.corpus.ignoring import is_open
+from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
@@ -55,15 +56,15 @@ class Documents:
         return JSONResponse(report)
 
     async def show(self, request: Request) -> Response:
-        """`GET /v1/documents`: all of them; with `?source=` one, with its chunks."""
+        """`GET /v1/documents`: all of them; with `?source=` the one that it means, with its chunks, or those."""
         wanted = request.query_params.get("source")
-        documents = await asyncio.to_thread(self._engine.documents)
-        if wanted is None:
-            return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
-        for row in documents:
-            if row["source"] == wanted:
-                return JSONResponse({"object": "document", **row})
-        raise Refusal(404, "no_document", f"{wanted!r} is no document of the store", "GET /v1/documents lists them")
+        try:
+            documents = await asyncio.to_thread(self._engine.documents, wanted)
+        except UsageError as error:
+            raise Refusal(404, "no_document", error.message, "GET /v1/documents lists them", "source") from error
+        if wanted is not None and len(documents) == 1:
+            return JSONResponse({"object": "document", **documents[0]})
+        return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
 
     async def forget(self, request: Request) -> Response:
         """`DELETE /v1/documents?source=`: forget a document; a file that a client sent goes, too.

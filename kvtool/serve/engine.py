@@ -169,12 +169,24 @@ class Engine:
         with self._writing:
             return forget(self.folder, [source], yes=much, lock_wait=10.0).sources
 
-    def documents(self) -> list[dict[str, Any]]:
-        """What the store holds: documents with their chunks, as `kvtool store ls --json` has them."""
-        from kvtool.core.upkeep.listing import as_documents, rows_of
+    def documents(self, source: str | None = None) -> list[dict[str, Any]]:
+        """What the store holds: documents with their chunks, as `kvtool store ls --json` has them.
 
-        with Store.open(self.folder) as store:
-            return as_documents(rows_of(store))
+        Parameters
+        ----------
+        source : only what this means, as in `forget`.
+
+        Raises
+        ------
+        UsageError : it means nothing in the store.
+        """
+        from kvtool.core.upkeep.listing import as_documents, rows_of
+        from kvtool.core.upkeep.naming import named_documents
+
+        with Store.open(self.folder) as store, store.view():
+            meant = None if source is None else set(named_documents(store, [source]))
+            documents = as_documents(rows_of(store))
+        return [row for row in documents if meant is None or row["source"] in meant]
 
     # ---- what it is ----
 
@@ -206,8 +218,10 @@ class Engine:
         """Counts and sizes of the store; nothing where there is none, or it stands elsewhere."""
         if isinstance(self.place, str) or not self._resident.exists():
             return {}
+        from kvtool.core.session.sizes import sizes_of
+
         with Store.open(self.place) as store:
-            return store.stats()
+            return sizes_of(store)
 
     # ---- meaning ----
 

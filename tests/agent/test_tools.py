@@ -17,7 +17,7 @@ from kvtool.core.agent.tools import Tools
 from kvtool.core.cache.store import Store
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from tests.cli.working import QUESTION, kvtool
+from tests.cli.working import QUESTION, kvtool, listing
 from tests.retrieval.making import ingest
 
 Talk = Callable[[Client], Awaitable[None]]
@@ -95,6 +95,7 @@ def test_status_and_documents_as_resources(store: Path, corpus: Path) -> None:
     async def say(client: Client) -> None:
         status = await call(client, "status")
         assert (status["documents"], status["gate"], status["roots"]) == (6, True, [])
+        assert status["chunks"] == sum(len(document["chunks"]) for document in listing(store))
         resources = (await client.list_resources()).resources
         assert [Path(resource.name).name for resource in resources] == [f"mill{n}.md" for n in range(6)]
         (content,) = (await client.read_resource(resources[2].uri)).contents

@@ -123,10 +123,11 @@ def test_counts_that_cannot_be_read_count_nothing(tmp_path: Path) -> None:
 def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:
     """The prompt's own beginning is a chunk of the store that no document has; it is counted apart."""
     listed = {chunk["id"]: chunk["tokens"] for document in listing(store) for chunk in document["chunks"]}
-    row = kvtool("inspect", "--store", store, "--json").fine().json
-    assert row["beginning"]["id"] == prefix_chunk(store)
-    assert row["chunks"] - row["beginning"]["chunks"] == len(listed)
-    assert row["tokens"] - row["beginning"]["tokens"] == sum(listed.values())
+    for command in (("inspect",), ("store", "stats")):
+        row = kvtool(*command, "--store", store, "--json").fine().json
+        assert row["beginning"]["id"] == prefix_chunk(store)
+        assert row["chunks"] == len(listed)
+        assert row["tokens"] == sum(listed.values())
     told = kvtool("inspect", "--store", store).fine().out
     assert f"{len(listed)} chunks; KV of {sum(listed.values()):,} tokens\n" in told
     assert f"beginning: {row['beginning']['tokens']} tokens, one chunk more\n" in told

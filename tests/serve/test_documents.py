@@ -42,6 +42,9 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
         place = str(uploads / "notes" / "zeppelin.md")
         shown = client.get(DOCUMENTS, params={"source": place}).json()
         assert shown["chunks"][0]["id"]
+        assert client.get(DOCUMENTS, params={"source": "zeppelin.md"}).json() == shown  # the names that DELETE takes
+        several = client.get(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()
+        assert several["data"] == before[:3]
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["unchanged"] == 1
         assert served.engine._resident.spare is None  # a second model, held for nothing, where another store comes
         assert client.delete(DOCUMENTS, params={"source": place}).json()["forgotten"] == [place]

@@ -18,6 +18,7 @@ from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.gate import known_verdict
 from kvtool.core.session.identity import store_identity
+from kvtool.core.session.sizes import sizes_of
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -71,7 +72,7 @@ class Shelf:
     def status(self, roots: Sequence[Path]) -> Status:
         """What the store holds."""
         with self._reading() as (store, _):
-            stats, identity = store.stats(), store_identity(store)
+            stats, identity = sizes_of(store), store_identity(store)
             verdict = known_verdict(store, identity.fingerprint)
             return Status(
                 store=str(self._place),

@@ -16,8 +16,8 @@ from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.gate import known_verdict
 from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.sizes import sizes_of
 from kvtool.lab.doctor.finding import Finding, failing
-from kvtool.lab.reports.glance import beginning_of
 
 _PROBE_BYTES = 32 * 2**20
 _LITTLE_DISK = 10**9
@@ -68,12 +68,11 @@ def check_store(folder: Path) -> Iterator[Finding]:
     """Open the store and count; that there is none yet is nothing bad."""
     try:
         with Store.open(folder) as store:
-            sizes, concerns, identity = store.stats(), store.concerns(), StoreIdentity.from_manifest(store.manifest())
-            beginning = identity is not None and beginning_of(store, identity)
+            sizes, concerns = sizes_of(store), store.concerns()
     except StoreNotFoundError as error:
         yield Finding("store", "ok", error.message, error.hint)
         return
-    chunks = counted(sizes["chunks"] - bool(beginning), "chunk") + " and the prompt's own beginning" * bool(beginning)
+    chunks = counted(sizes["chunks"], "chunk") + " and the prompt's own beginning" * bool(sizes["beginning"])
     text = f"{folder}: {counted(sizes['documents'], 'document')}, {chunks}"
     yield Finding("store", "ok", f"{text}, {shown_size(sizes['bytes'])}")
     for concern in concerns:

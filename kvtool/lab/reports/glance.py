@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.common.sizes import counted, shown_size
-from kvtool.core.errors import DamagedError
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.reports.report import Desk, Findings, Report
 
@@ -22,9 +21,10 @@ def glance(desk: Desk) -> Findings:
     """Show what the store holds, and for which model."""
     from kvtool.core.session.gate import known_verdict
     from kvtool.core.session.levels import MeasuredLosses
+    from kvtool.core.session.sizes import sizes_of
 
     store, identity = desk.store, desk.identity
-    verdict, served, sizes = known_verdict(store, identity.fingerprint), store.served(), store.stats()
+    verdict, served, sizes = known_verdict(store, identity.fingerprint), store.served(), sizes_of(store)
     lost = {level: {"kl_answer": loss} for level, loss in MeasuredLosses(store).at_most().items()}
     value: dict[str, Any] = {
         "path": str(store.path),
@@ -37,52 +37,33 @@ def glance(desk: Desk) -> Findings:
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
         "gate": None if verdict is None else verdict.to_json(),
-        "beginning": beginning_of(store, identity),
         "served": asdict(served) | {"hit_rate": served.hit_rate},
     }
     return Findings("Store", value, [*_told(value)], _sections(value))
 
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
-    """Tell what computed the chunks, or the stretches of a model that keeps states: `dtype`, `device`, both None where
-    it was not noted, and `chunks`; most first."""
-    stretches = Counter(info.arithmetic for info in store.stretches().values()) if identity.keeps_states else {}
-    counts = sorted((stretches or store.arithmetics()).items(), key=lambda item: (-item[1], str(item[0])))
+    """Tell what computed the documents' chunks, or the stretches of a model that keeps states: `dtype`, `device`, both
+    None where it was not noted, and `chunks`; most first."""
+    made = Counter(info.arithmetic for info in store.stretches().values()) if identity.keeps_states else {}
+    made = made or store.arithmetics(chunk for chunk in store.chunk_ids() if chunk != identity.prefix_id)
+    counts = sorted(made.items(), key=lambda item: (-item[1], str(item[0])))
     return [
         {"dtype": None if by is None else by.dtype, "device": None if by is None else by.device, "chunks": count}
         for by, count in counts
     ]
 
 
-def beginning_of(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
-    """Tell what is stored of the prompt's own beginning: a chunk that no document has.
-
-    Returns
-    -------
-    `id`, `chunks` (1), `tokens`, `levels[{level, bytes}]`; None where nothing of it is stored. `store stats` counts it
-    like any other chunk; `store ls`, which lists documents, does not.
-    """
-    try:
-        info = store.chunk_info(identity.prefix_id)
-    except DamagedError:
-        return None
-    if info is None:
-        return None
-    levels = store.level_sizes(identity.prefix_id)
-    tokens = len(info.token_ids) if levels else 0
-    return {"id": identity.prefix_id.hex(), "chunks": 1, "tokens": tokens, "levels": level_rows(levels)}
-
-
 def _told(value: Mapping[str, Any]) -> Iterator[str]:
-    beginning, verdict = value["beginning"] or {"chunks": 0, "tokens": 0, "levels": []}, value["gate"]
+    beginning, verdict = value["beginning"] or {"tokens": 0, "levels": []}, value["gate"]
     gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
     yield f"store    {value['path']}"
     made = [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in value["computed_by"] if row["dtype"]]
     computed = f"; computed {', '.join(made)}" if made else ""
     yield f"model    {value['model']}, kept in {value['dtype']}{computed}; gate {gate}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
-    chunks, tokens = (value[name] - beginning[name] for name in ("chunks", "tokens"))
-    yield f"content  {counted(value['documents'], 'document')}, {counted(chunks, 'chunk')}; KV of {tokens:,} tokens"
+    documents, chunks = (counted(value[f"{what}s"], what) for what in ("document", "chunk"))
+    yield f"content  {documents}, {chunks}; KV of {value['tokens']:,} tokens"
     if value["beginning"]:
         yield f"start    the prompt's own beginning: {beginning['tokens']} tokens, one chunk more"
     of_beginning = {row["level"] for row in beginning["levels"]}
