@@ -251,7 +251,8 @@ def _of_the_system(error: OSError) -> KvtoolError | None:
     import errno
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError(f"no space left{_on(error)}", "free some space, or choose another --store")
+        hint = "free some space where the output or the store is written, or write elsewhere"
+        return NoSpaceError(f"no space left{_on(error)}", hint)
     if error.filename is None:
         return None
     what = (error.strerror or type(error).__name__).lower()

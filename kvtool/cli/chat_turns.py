@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.answered import show_states
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.json_out import error_json
+from kvtool.cli.keyboard import typed_ahead
 from kvtool.cli.out import Out
 from kvtool.cli.sources import cited, show_sources
 from kvtool.core.errors import ContextFullError, GateError, KvtoolError, UsageError, did_you_mean
@@ -109,7 +111,7 @@ class Chat:
     # ---- questions ----
 
     def _ask(self, question: str) -> None:
-        with _Interrupts(self._aloud) as interrupts:
+        with typed_ahead() if self._aloud else nullcontext(), _Interrupts(self._aloud) as interrupts:
             try:
                 reply = self._answered(question, interrupts)
             except KeyboardInterrupt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -16,8 +16,8 @@ from kvtool.cli.text import one_line
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import UsageError
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
+from kvtool.core.ingest.ingest_report import Documents, IngestReport
 from kvtool.core.ingest.options import IngestOptions, WatchOptions
 from kvtool.core.options.option import options_of
 
@@ -54,22 +54,45 @@ def watch(
 def _watch(run: Run, options: WatchOptions) -> NoReturn:
     from kvtool.core.ingest.watcher import Watcher
 
-    with closing(Watcher(run.folder, options)) as watcher:
-        report = _round(run, watcher, catching_up=True)
-        _tell_start(run, options, report)
-        while True:
-            run.out.idle()
-            watcher.wait()
-            _round(run, watcher)
+    done = Documents()
+    try:
+        with closing(Watcher(run.folder, options)) as watcher:
+            _tell_start(run, options, _round(run, watcher, done, catching_up=True))
+            while True:
+                run.out.idle()
+                watcher.wait()
+                _round(run, watcher, done)
+    except KeyboardInterrupt as ended:
+        _tell_end(run, done)
+        raise typer.Exit(EXIT_INTERRUPTED) from ended
+    except SystemExit as ended:
+        if ended.code == EXIT_TERMINATED:
+            _tell_end(run, done)
+        raise
 
 
-def _round(run: Run, watcher: Watcher, catching_up: bool = False) -> IngestReport | None:
-    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts."""
+def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = False) -> IngestReport | None:
+    """Bring the store up to date, with a line for each file; a first round, which may have thousands, only counts.
+
+    Parameters
+    ----------
+    done : is added to.
+    """
     with JobView(run) as view:
         report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
     if report is not None:
         run.out.event("summary", **report.to_json())
+        for name, count in asdict(report.documents).items():
+            setattr(done, name, getattr(done, name) + count)
     return report
+
+
+def _tell_end(run: Run, done: Documents) -> None:
+    """The end is what was asked for, no error."""
+    run.out.status(
+        f"no longer watching: {done.added} added, {done.changed} changed, {done.removed} removed; "
+        "started again, it takes in what changed meanwhile"
+    )
 
 
 def _teller(run: Run, quiet: bool) -> Callable[[str, str, int], None]:

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvtool.core.errors import ContextFullError
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Reply
     from kvtool.core.session.session import Session
 
+# Nothing nearer: who has the key could ask by guesses which questions others have asked.
+_NOT_HELD = "none is held with these turns and options"
 _FREE = ("temperature", "seed", "explain", "token_ids")  # options that leave what stands as it is
 
 
@@ -44,11 +45,6 @@ class _Key:
         plain = QueryOptions()
         free = {name: getattr(plain, name) for name in _FREE}
         return cls(replace(options, **free), request.chunks, request.documents, turns)
-
-    @property
-    def texts(self) -> list[str]:
-        """Questions and answers in their order."""
-        return [text for turn in self.turns for text in turn]
 
 
 @dataclass(slots=True)
@@ -158,7 +154,7 @@ class Talks:
         """The conversation that stands behind these turns or the first of them, or a new one; why not behind all."""
         from kvtool.core.query.conversation import Conversation
 
-        reason = self._why_not(key) if key.turns else ""
+        reason = _NOT_HELD if key.turns else ""
         for count in range(len(key.turns), 0, -1):
             held = self._take(replace(key, turns=key.turns[:count]))
             if held is None:
@@ -175,18 +171,6 @@ class Talks:
             return None
         self.nbytes -= held[1]
         return held[0]
-
-    def _why_not(self, key: _Key) -> str:
-        """What keeps a conversation from being one of those that are held."""
-        alike = 0
-        for other in self._held:
-            if other.turns == key.turns:
-                return "it was asked with other options"
-            pairs = zip(other.texts, key.texts, strict=False)
-            alike = max(alike, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        if alike == len(key.texts):
-            return "the conversation that is held has gone on already"
-        return f"turn {alike // 2 + 1} differs from what was said" if alike else "none is held that begins so"
 
 
 def _behind(session: Session, talk: Conversation, turn: Callable[[], Begun]) -> Begun:

@@ -198,7 +198,7 @@ def test_completion_knows_values() -> None:
         (KeyboardInterrupt(), 130, "error: interrupted\nhint: what was committed stays"),
         (MemoryError(), 1, "error: out of memory\nhint: use fewer"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 1, "error: out of memory\nhint: use fewer"),
-        (OSError(28, "No space left on device", "/s"), 14, "error: no space left: /s\n"),
+        (OSError(28, "No space left on device", "/s"), 14, "error: no space left: /s\nhint: free some space where"),
         (PermissionError(13, "Permission denied", "/s"), 1, "error: permission denied: /s\n"),
         (ConnectionResetError("peer"), 1, "error: unexpected ConnectionResetError: peer\n"),
         (ZeroDivisionError("by zero"), 1, "error: unexpected ZeroDivisionError: by zero\nhint: this is a bug"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import pty
 import signal
+import termios
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from prompt_toolkit.output import DummyOutput
 from kvtool.cli import chat_lines
 from kvtool.cli.chat_lines import HISTORY, PipedLines, TerminalLines
 from kvtool.cli.chat_turns import COMMANDS, Chat, completions
+from kvtool.cli.keyboard import typed_ahead
 from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
 from kvtool.core.common.places import data_dir
@@ -174,7 +178,9 @@ def test_a_full_context_starts_over_with_a_word(screen: Screen) -> None:
         try:
             told = screen.says(f"{QUESTION} And when was that? And who says so, and why?")
             session.decoder.context = 10
-            assert "error: the prompt has" in screen.says("/reset") + screen.says(QUESTION)
+            refused = screen.says("/reset") + screen.says(QUESTION)
+            assert "error: the prompt has" in refused
+            assert "are the question's own: ask a shorter one" in refused  # no passage less would make room
         finally:
             session.decoder.context = before
     assert "it starts over" in told
@@ -214,6 +220,27 @@ def test_without_a_place_for_history_it_goes_on(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "file").write_text("", "utf-8")
     monkeypatch.setattr(chat_lines, "data_dir", lambda: tmp_path / "file" / "below")
     assert typed("one\r\x04") == ["one"]
+
+
+def test_what_is_typed_while_it_answers_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next prompt has it; whatever ends the answer, the terminal is as it was."""
+    master, slave = pty.openpty()
+    with open(master, "wb", 0) as keys, open(slave, encoding="utf-8") as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+
+        def echoes() -> bool:
+            return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+
+        assert echoes()
+        with suppress(KeyboardInterrupt), typed_ahead():
+            assert not echoes()
+            keys.write("미리 친 말\n".encode())
+            raise KeyboardInterrupt
+        assert echoes()
+        assert terminal.readline() == "미리 친 말\n"
+    monkeypatch.setattr("sys.stdin", None)
+    with typed_ahead():
+        pass
 
 
 def test_a_query_without_a_question_chats_in_a_terminal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,24 @@ def test_a_working_directory_that_is_gone_starts_children_too(tmp_path: Path, mo
     folder.rmdir()
     subprocess.run(python("import kvtool"), check=True)
     assert all(map(os.path.isabs, search_path()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the kernel sees to it")
+def test_what_was_started_ends_with_a_process_that_is_killed() -> None:
+    program = (
+        "import subprocess, sys, time\nfrom kvtool.core.common.children import started\n"
+        "nowhere = subprocess.DEVNULL\n"
+        "child = started(['sleep', '600'], stdin=nowhere, stdout=nowhere, stderr=nowhere)\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)"
+    )
+    with subprocess.Popen(python(program), stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    status = Path(f"/proc/{child}/stat")
+    for _ in range(3000):  # its parent is gone: somebody else has to take note of its end
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    os.kill(child, 9)
+    pytest.fail("it runs on")

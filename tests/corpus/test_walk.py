@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
+from unicodedata import normalize
 
 import pytest
 
-from kvtool.core.corpus.walk import Skip, Skipped, Walked, find_files
+from kvtool.core.corpus.walk import Skip, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
+
+Form = Literal["NFC", "NFD"]
 
 
 @pytest.fixture
@@ -150,3 +154,19 @@ def test_an_unreadable_folder_is_a_failure(corpus: Path) -> None:
     (corpus / "sub").chmod(0o700)
     assert len(found.files) == 3
     assert "permission" in found.failures[0].error
+
+
+@pytest.mark.parametrize(("typed", "stored"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_name_is_found_however_its_letters_are_composed(typed: Form, stored: Form, tmp_path: Path) -> None:
+    folder = tmp_path / normalize(stored, "문서")
+    folder.mkdir()
+    (folder / normalize(stored, "물레방아.md")).write_text("mill")
+    given = tmp_path / normalize(typed, "문서") / normalize(typed, "물레방아.md")
+    (found,) = find_files([given]).files
+    assert found.path.exists()
+    assert found.path in places(given)
+    assert len(find_files([given.parent]).files) == 1
+    given.parent.mkdir()
+    given.write_text("another")  # both are there: each is its own
+    (itself,) = find_files([given]).files
+    assert itself.path.name == given.name

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.ingest.watcher import Watcher
 from tests.cli.working import CHUNKS, PREFIX, command, damages, environment, kvtool, listing
 
 _LONG = 120  # seconds: other tests run beside this one
@@ -71,9 +72,23 @@ def test_what_changes_is_said_and_a_signal_ends_it(watch: Process, tmp_path: Pat
     watch.wait_for(f"removed {docs / 'a.md'}")
     kvtool("ingest", docs, "--store", store, "--sync", "--lock-wait", "2m").fine()  # as cron does it
     assert watch.end(signal.SIGTERM) == 143
+    watch.wait_for("no longer watching: 2 added, 0 changed, 1 removed")
     assert [Path(document["source"]).name for document in listing(store)] == ["한국어.md"]
     assert damages(store) == []
 
 
 def test_one_json_object_cannot_be_made_of_it(tmp_path: Path) -> None:
     kvtool("watch", tmp_path, "--store", tmp_path / "store", "--json").failed(2, "--jsonl")
+
+
+def test_ctrl_c_is_its_end_and_no_error(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.md").write_text("The first mill grinds flour.")
+
+    def interrupted(watcher: Watcher) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watcher, "wait", interrupted)
+    done = kvtool("watch", tmp_path / "a.md", "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX)
+    assert done.code == 130
+    assert "no longer watching: 1 added, 0 changed, 0 removed" in done.err
+    assert "error" not in done.err

@@ -160,6 +160,17 @@ def test_dry_run_writes_nothing(store: Path, corpus: Path, tiny: Path, tmp_path:
     assert real.json["tokens"] == report["tokens"]
 
 
+def test_a_dry_run_counts_the_chunks_that_go(fresh: Any, tmp_path: Path) -> None:
+    one = write_corpus(tmp_path / "one", 2)
+    (one / "other.md").write_text("Another river.")
+    fresh(one).fine()
+    (one / "other.md").write_text("Another river, and another mill.")
+    (one / "mill0.md").unlink()
+    planned, done = (fresh(one, "--sync", *more).fine().json for more in (("--dry-run",), ()))
+    assert planned["chunks"] == done["chunks"]
+    assert done["chunks"]["removed"] > 1
+
+
 def test_holes_are_filled_by_the_next_ingest(store: Path, corpus: Path) -> None:
     """Records that got lost are made again, although no file changed."""
     before = payloads(store)

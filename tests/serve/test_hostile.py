@@ -156,7 +156,7 @@ def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": []}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "kvtool": {"embedder": "/x"}}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e400}', 400),
-        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400),
+        ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "temperature": 2.5}', 400),
         ("application/json", b'{"messages": [{"role": "user", "content": "x"}], "\\ud800": 1}', 400),
         ("text/plain", b"{}", 415),
         ("", b"{}", 415),

@@ -17,6 +17,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Turns
+from kvtool.serve.talks import _NOT_HELD
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
 from tests.serve.conftest import Served, serving
@@ -91,7 +92,7 @@ def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) 
         assert kept_tokens > 0
         assert again_tokens < 40  # the answer as its text has it, and what stands between two turns
         assert "reason" not in answer.facts["turn"]
-    assert [answer.facts["turn"].get("reason") for answer in anew] == [None, *["none is held that begins so"] * 3]
+    assert [answer.facts["turn"].get("reason") for answer in anew] == [None, *[_NOT_HELD] * 3]
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "deepseek-v2", "lfm2", "qwen3.5"])
@@ -118,20 +119,20 @@ def test_another_earlier_turn_is_another_conversation(client: Client) -> None:
     turns, answers = client.talk()
     (first, _), *later = turns[:-1]
     changed = client.ask(QUESTIONS[-1], ((first, "nobody"), *later))
-    assert changed.facts["turn"]["reason"] == "turn 1 differs from what was said"
+    assert changed.facts["turn"]["reason"] == _NOT_HELD
     assert counts(changed)[0] == 0
     regenerated = client.ask(QUESTIONS[-1], turns[:-1])
     assert regenerated.text == answers[-1].text
-    assert regenerated.facts["turn"]["reason"] == "the conversation that is held has gone on already"
+    assert regenerated.facts["turn"]["reason"] == _NOT_HELD
     other = client.ask("What else?", turns, replace(SHORT, fusion="full"))
-    assert other.facts["turn"]["reason"] == "it was asked with other options"
+    assert other.facts["turn"]["reason"] == _NOT_HELD
     on = client.ask("What else?", turns)  # the first one still stands, untouched by the others
     assert counts(on)[0] > 0
     more = client.ask("What else?", (*turns, ("What else?", on.text), ("Really?", "Yes.")))
     assert more.facts["turn"]["reason"] == f"what is held ends with turn {len(turns) + 1}"
     assert counts(more)[0] > 0
     stranger = client.ask("What else?", (("Who?", "Me."),))
-    assert stranger.facts["turn"]["reason"] == "none is held that begins so"
+    assert stranger.facts["turn"]["reason"] == _NOT_HELD
 
 
 def test_how_an_answer_is_drawn_changes_nothing_of_what_stands(client: Client) -> None:
@@ -169,7 +170,7 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
         assert len(client.engine.talks) <= 2
         assert client.engine.talks.nbytes <= 2.5 * one
         gone = client.ask("What else?", first)
-        assert gone.facts["turn"]["reason"] == "none is held that begins so"
+        assert gone.facts["turn"]["reason"] == _NOT_HELD
         assert counts(client.ask("What else?", third))[0] > 0
 
 

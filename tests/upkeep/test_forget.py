@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 
@@ -64,6 +65,19 @@ def test_what_a_word_means(tree: Path, target: str, gone: list[str]) -> None:
         assert store.has_chunk(id_of("shared")) == bool({"/a/x.md", "/b/y.md"} & set(store.sources()))
         kept = {ref.chunk_id for document in store.documents() for ref in document.chunks}
         assert set(store.chunk_ids()) == kept
+
+
+def test_a_name_means_a_file_however_its_letters_are_composed(tmp_path: Path) -> None:
+    """Both spellings where both are there, unless one of them is what was typed."""
+    taken_apart, written = (normalize(form, "/c/물레방아.md") for form in ("NFD", "NFC"))
+    with Store.create_or_open(tmp_path / "store") as store, store.writer() as pen:
+        pen.set_manifest({"model": "tiny"})
+        add_file(pen, taken_apart, ["x"])
+    for target in (written, "물레방아.md", "*방아.md", normalize("NFC", "/c")):
+        assert forget(tmp_path / "store", [target], dry_run=True).sources == (taken_apart,)
+    with Store.open(tmp_path / "store") as store, store.writer() as pen:
+        add_file(pen, written, ["y"])
+    assert forget(tmp_path / "store", [written], dry_run=True).sources == (written,)
 
 
 def test_nothing_is_forgotten_by_a_word_that_means_nothing(tree: Path) -> None:

@@ -1,11 +1,17 @@
-"""Starting another Python that runs kvtool's own code, and nothing that lies in the working directory."""
+"""Starting other processes: a Python that runs kvtool's own code and nothing that lies in the working directory, and
+whatever must not go on where this process has ended."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import sysconfig
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 HOME = Path(__file__).absolute().parents[3]  # where this kvtool is imported from
 
@@ -18,6 +24,56 @@ def python(program: str, *args: str) -> list[str]:
     wherever that comes from (`PYTHONPATH`, an editable install, a notebook's own changes).
     """
     return [sys.executable, "-I", "-c", f"import sys\nsys.path[:] = {search_path()!r}\n{program}", *args]
+
+
+def started(
+    words: Sequence[str],
+    *,
+    stdin: int,
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    env: dict[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process in a group of its own, so that Ctrl-C is this process's to hear; the group ends with this
+    process, however that ends, and at the latest when what is returned is let go of.
+
+    On Linux the kernel sees to that: it holds the reading end of a pipe whose writing end is here, and is told to kill
+    the group once nobody can write any more. (`PR_SET_PDEATHSIG` would kill it with the thread that has started it.)
+    Elsewhere a process that outlives this one has to notice by itself that its stdin has ended.
+
+    Raises
+    ------
+    OSError : it cannot be started.
+    """
+    reading, writing = os.pipe()
+    try:
+        process = subprocess.Popen(
+            words,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            start_new_session=True,
+            pass_fds=(reading,) if os.name == "posix" else (),
+        )
+        _kill_with(reading, process.pid)
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    weakref.finalize(process, os.close, writing)
+    return process
+
+
+def _kill_with(reading: int, group: int) -> None:
+    """Have a process group killed when nobody has the writing end of this pipe any more."""
+    if sys.platform == "linux":
+        import fcntl
+
+        fcntl.fcntl(reading, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(reading, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(reading, fcntl.F_SETFL, fcntl.fcntl(reading, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def search_path() -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.common.children import python
+from kvtool.core.common.children import python, started
 
 MOST_TEXT = 1 << 27  # characters of a file's text
 _MOST_ANSWER = 1 << 31  # bytes of what the process may answer
@@ -59,13 +59,12 @@ class Child:
         self.files = 0
         self._bounds = bounds
         seconds = max(1, math.ceil(bounds.seconds))
-        self._process = subprocess.Popen(
+        self._process = started(
             python(_PROGRAM, str(seconds), str(bounds.memory)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is this process's to hear
         )
 
     @property

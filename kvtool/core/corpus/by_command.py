@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from kvtool.core.common.children import started
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.commands import PATH
 from kvtool.core.corpus.readers import Document, UnreadableFile, source_of
@@ -64,9 +65,7 @@ def _lines(text: str) -> Iterator[Mark]:
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
     """The exit code of a command. Raises UnreadableFile where it has to be killed."""
     try:
-        child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained, start_new_session=True
-        )
+        child = started(words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained)
     except OSError as error:
         raise UnreadableFile(f"{words[0]} cannot be started: {error.strerror}", "check the reader's command") from error
     end = time.monotonic() + seconds

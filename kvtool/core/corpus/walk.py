@@ -11,6 +11,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.corpus.ignoring import Rules, is_hidden, is_lock, is_own, is_secret
 from kvtool.core.corpus.readers import is_archive, is_image
 from kvtool.core.corpus.reading import Reading
@@ -135,6 +136,7 @@ def find_files(
 
 def places(path: Path) -> tuple[Path, ...]:
     """The places where files of a given path are, or were, by the names that `find_files` gives them."""
+    path = as_on_disk(path)
     return _absolute(path), Path(os.path.realpath(path))
 
 
@@ -154,7 +156,7 @@ class _Search:
     bare: list[Path] = field(default_factory=list)
 
     def take(self, given: Path) -> None:
-        path = _absolute(given)
+        path = _absolute(as_on_disk(given))
         try:
             status = path.stat()
         except (FileNotFoundError, NotADirectoryError) as error:

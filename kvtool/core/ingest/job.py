@@ -140,8 +140,10 @@ class _Job:
         """Count what a run would do; nothing is computed or written."""
         report, novelties = self.account.report, Novelties(self.stream.store)
         self.stream.begin()
+        paths = set[str]()
         for file in self.stream:
             self.account.count_file(file)
+            paths.add(file.entry.path)
             new = novelties.of(file)
             if self.choices.identity.keeps_states and not self.choices.identity.keeps_alone:
                 continue
@@ -149,6 +151,9 @@ class _Job:
             report.tokens += sum(len(chunk.ids) for chunk in new)
         report.chunks.reused = novelties.reused
         report.documents.removed = sum(len(entry.documents) for entry in self.stream.gone)
+        paths |= {entry.path for entry in self.stream.gone}
+        if paths:
+            report.chunks.removed = novelties.orphaned(paths, self.choices.identity.prefix_id)
         return report
 
     def run(self, store: Store, writer: Writer) -> IngestReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvtool.core.cache.store import Store
 from kvtool.core.ingest.prepare import PreparedFile
@@ -29,6 +29,25 @@ class Novelties:
         new = [chunk for key, chunk in first.items() if self._store is None or not self._store.has_chunk(key)]
         self.reused += len(first) - len(new)
         return new
+
+    def orphaned(self, paths: Collection[str], keep: bytes) -> int:
+        """Count the stored chunks that no document will have once what was asked about here stands in its place.
+
+        Parameters
+        ----------
+        paths : of files that are gone, or replaced.
+        keep : the prompt's own beginning, which no document has.
+
+        Raises
+        ------
+        DamagedError : a document is damaged, so what it refers to is unknown.
+        """
+        if self._store is None:
+            return 0
+        going = {source for entry in self._store.files() if entry.path in paths for source in entry.documents}
+        staying = (document for document in self._store.documents() if document.source not in going)
+        wanted = {ref.chunk_id for document in staying for ref in document.chunks} | self._seen | {keep}
+        return sum(chunk_id not in wanted for chunk_id in self._store.chunk_ids())
 
     def take_back(self, new: Iterable[WantedChunk]) -> None:
         """Forget new chunks that are not made after all: they are new in a later file, too."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.common.progress import Events
+from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.errors import NoSpaceError, StoreLockedError, UsageError
 from kvtool.core.ingest.changes import Changes
 from kvtool.core.ingest.ingest_report import IngestReport
@@ -42,7 +43,8 @@ class Watcher:
     """
 
     def __init__(self, place: Path, options: WatchOptions) -> None:
-        self._place, self._options = place, options
+        self._place = place
+        self._options = replace(options, paths=tuple(map(as_on_disk, options.paths)))
         self._kept = KeptModel()
         self._seen: Mapping[str, _Stamp] | None = None  # the files of the last round
         self._told: set[object] = set()

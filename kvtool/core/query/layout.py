@@ -106,17 +106,22 @@ def lay_out(
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     if session.is_loaded:
-        _check_length(session.decoder, plan.length + (options.max_tokens if answered else 0), behind)
+        _check_length(session.decoder, plan, options.max_tokens if answered else 0, behind)
     return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again)
 
 
-def _check_length(decoder: Decoder, tokens: int, behind: Standing | None) -> None:
+def _check_length(decoder: Decoder, plan: Plan, more: int, behind: Standing | None) -> None:
+    """Refuse a prompt that the model cannot hold with `more` tokens of an answer; the hint is what would help."""
+    tokens, asked = plan.length + more, len(plan.segments[-1].ids)
+    hint = "lower --top-k or --max-tokens, or name fewer --documents"
+    if asked > decoder.context // 2:
+        hint = f"{asked} of them are the question's own: ask a shorter one, and ingest what it is about"
     if behind is None:
-        decoder.check_length(tokens, "lower --top-k or --max-tokens, or name fewer --documents")
+        decoder.check_length(tokens, hint)
     elif tokens > decoder.context:
         raise ContextFullError(
             f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
-            "start a new one, or lower --top-k or --max-tokens",
+            f"start a new one, or {hint}",
         )
 
 

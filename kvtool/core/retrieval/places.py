@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import chunk_named, is_id
 from kvtool.core.common.marks import end_of, start_of
+from kvtool.core.common.spelling import composed
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import UsageError
 from kvtool.core.retrieval.passages import Passage, passages_in
@@ -122,20 +122,15 @@ def _matching(name: str, sources: Sequence[str]) -> list[str]:
     same = _of_file(os.path.abspath(name), sources) or _of_file(name, sources)
     if same:
         return same
-    tail = _composed("/" + Path(name).as_posix().lstrip("./"))
+    tail = composed("/" + Path(name).as_posix().lstrip("./"))
     ending = sorted(
-        {each for each in sources if _composed(each).endswith(tail) or _composed(file_of(each)).endswith(tail)}
+        {each for each in sources if composed(each).endswith(tail) or composed(file_of(each)).endswith(tail)}
     )
     if not ending:
         raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
     if len({file_of(source) for source in ending}) > 1:
         raise UsageError(f"document {name!r} could be {ending[0]} or {ending[1]}", "give more of the path")
     return ending
-
-
-def _composed(name: str) -> str:
-    """A name as a keyboard writes it: that of a file from a Mac may have its letters taken apart."""
-    return name if name.isascii() else unicodedata.normalize("NFC", name)
 
 
 def _of_file(path: str, sources: Iterable[str]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 
 from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
+from kvtool.core.common.spelling import composed
 from kvtool.core.errors import UsageError, did_you_mean
 
 _LISTED = "`kvtool store ls` lists documents and chunks"
@@ -25,7 +26,7 @@ def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
     named = documents_of(store)
     sources: set[str] = set()
     for target in targets:
-        sources |= set(_meant(target, named, lambda digits: _with_chunk(store, digits)))
+        sources |= set(_spelled_or_meant(target, named, lambda digits: _with_chunk(store, digits)))
     return sorted(sources)
 
 
@@ -36,6 +37,20 @@ def documents_of(store: Store) -> dict[str, str]:
         for source in entry.documents or (entry.path,):
             paths[source] = entry.path
     return paths
+
+
+def _spelled_or_meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
+    """What a word means as it is spelled where that is a name; else however its letters and those of names are
+    composed."""
+    known = {*named, *named.values()}
+    if target.isascii() or not known.isdisjoint((target, os.path.abspath(target))):
+        return _meant(target, named, with_chunk)
+    spelled: dict[str, list[str]] = {}
+    for source in named:
+        spelled.setdefault(composed(source), []).append(source)
+    alike = {composed(source): composed(file) for source, file in named.items()}
+    meant = _meant(composed(target), alike, with_chunk)
+    return [source for name in meant for source in spelled.get(name, [name])]
 
 
 def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
