@@ -30,7 +30,7 @@ def test_json_holds_rows_by_class_and_objective(trace: Path, tmp_path: Path) -> 
     found = kvtool(*SHAPE, "--trace", trace, "--trace", other, "--json").fine().json
     assert [(one["name"], one["class"]) for one in found["traces"]] == [("drop", "mine"), ("steady", "file")]
     assert (found["tokens"], found["chunks"]) == (3000, 2)
-    policies = ["adaptive", "cachegen", "4", "3", "2", "1", "int8", "lossless", "raw", "text"]
+    policies = ["adaptive", "link", "cachegen", "4", "3", "2", "1", "int8", "lossless", "raw", "text"]
     classes = ["all", "mine", "file"]
     rows = [(row["policy"], row["class"], row["slo_ms"]) for row in found["rows"]]
     assert rows == [(p, c, slo) for p in policies for c in classes for slo in (None, 100.0, 400.0)]
@@ -77,7 +77,7 @@ def test_given_speeds_replace_the_gpus(trace: Path) -> None:
 def test_a_store_has_its_own_sizes_and_losses(plain: Path, trace: Path) -> None:
     kvtool("compress", "--store", plain, "--fit", "--level", "2", "4", "--questions", "2").fine()
     found = kvtool("bench", "stream", "--store", plain, "--trace", trace, *PREFILL, "--json").fine().json
-    assert {row["policy"] for row in found["rows"]} == {"adaptive", "cachegen", "4", "2", "raw", "text"}
+    assert {row["policy"] for row in found["rows"]} == {"adaptive", "link", "cachegen", "4", "2", "raw", "text"}
     losses = {row["policy"]: row["kl_answer"] for row in found["rows"]}
     with Store.open(plain) as store:
         assert {level: losses[level] for level in ("2", "4")} == pytest.approx(MeasuredLosses(store).at_most())
