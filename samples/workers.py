@@ -1,22 +1,24 @@
-"""What distributing an ingest costs: one process beside Ray's workers on the same cores; how far one writer carries.
+"""What distributing costs: one process beside Ray's workers on the same cores; how far one writer carries.
 
-    python samples/workers.py FOLDER --model smollm2 --runs 3 [--plan 1 8 16 32 64]
+    python samples/workers.py FOLDER --model smollm2 --runs 3 [--compress 2] [--plan 1 8 16 32 64]
 
-Both compute the same files, in turns, each into a store of its own. What is timed is from the first file that is taken
-to the last that is committed: loading, and Ray's own start, are told apart from it. The plan takes what was measured
-here of a worker (tokens a second) and of the writer (seconds a token, everything that the one process does).
+Both ingest the same files, or compress a store of them to a level, in turns, each into a store of its own. What is
+timed is from the first file or chunk that is taken to the last that is written, and read back: loading, and Ray's own
+start, are told apart from it. The plan takes what was measured here of a worker and of the writer (everything that the
+one process does).
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from kvtool.core.common.machine import cores
+from kvtool.core.compress.hands import OwnHands
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
+from kvtool.core.compress.ray_hands import RaysHands
 from kvtool.core.crew.crew import Crew
 from kvtool.core.crew.options import LOCAL
 from kvtool.core.ingest.compute import ChunkStorer
@@ -34,12 +40,15 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.ray_storer import RayStorer
 from kvtool.core.ingest.storer import Storer
 
+Job = Callable[..., tuple[float, float]]  # path, who → how much was done, and the seconds of computing
+
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds of one ingest: before the first file, from there to the last, and waiting for workers in between."""
+    """What one run did, in tokens or in MB of exact KV, and its seconds: before the first of it, from there to the
+    last, waiting for workers in between, and computing, by all cores together."""
 
-    tokens: int
+    amount: float
     before: float
     seconds: float
     waited: float
@@ -51,33 +60,59 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--compress", metavar="LEVEL", help="compress a store of the files, instead of ingesting them")
     parser.add_argument("--plan", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
     given = parser.parse_args()
     torch.set_num_threads(cores())
-    ways = {"one process": IngestOptions(), "workers": IngestOptions(ray=LOCAL, ray_workers=cores())}
+    unit = "tokens" if given.compress is None else "MB of exact KV"
+    ways = {"one process": {}, "workers": {"ray": LOCAL, "ray_workers": cores()}}
     runs: dict[str, list[Run]] = {name: [] for name in ways}
-    for _ in range(given.runs):
-        for name, options in ways.items():
-            runs[name].append(_run(given, options))
-            print(f"{name}: {runs[name][-1]}", flush=True)
-    _tell(runs)
-    _plan(runs["workers"], given.plan)
+    with tempfile.TemporaryDirectory() as folder:
+        job = _ingesting(given) if given.compress is None else _compressing(given, Path(folder))
+        for _ in range(given.runs):
+            for name, who in ways.items():
+                runs[name].append(_run(job, who))
+                print(f"{name}: {runs[name][-1]}", flush=True)
+    _tell(runs, unit)
+    _plan(runs["workers"], given.plan, unit)
     return 0
 
 
-def _run(given: argparse.Namespace, options: IngestOptions) -> Run:
+def _ingesting(given: argparse.Namespace) -> Job:
+    def job(path: Path, **who: Any) -> tuple[float, float]:
+        report = ingest(path, IngestOptions(paths=(given.folder,), model=given.model, lead_in="warm", **who))
+        return report.tokens, report.prefill_seconds * cores()
+
+    return job
+
+
+def _compressing(given: argparse.Namespace, folder: Path) -> Job:
+    """Makes a store of exact records, and another one's profile, before anything is timed."""
+    ingest(folder / "exact", IngestOptions(paths=(given.folder,), model=given.model, lead_in="warm"))
+    shutil.copytree(folder / "exact", folder / "fitted")
+    compress(folder / "fitted", CompressOptions(levels=("4",), fit=True, fit_prompts=8, questions=0))
+
+    def job(path: Path, **who: Any) -> tuple[float, float]:
+        shutil.copytree(folder / "exact", path)
+        options = CompressOptions(levels=(given.compress,), profile=folder / "fitted", questions=0, **who)
+        report = compress(path, options)
+        return report.encoded_bytes / 1e6, report.encode_seconds
+
+    return job
+
+
+def _run(job: Job, who: dict[str, Any]) -> Run:
     started = time.perf_counter()
-    wanted = replace(options, paths=(given.folder,), model=given.model, lead_in="warm")
     with tempfile.TemporaryDirectory() as folder, _clocks() as clocks:
-        report = ingest(Path(folder) / "store", wanted)
-    first, last = clocks["take"][0], clocks["close"][-1]
-    return Run(report.tokens, first - started, last - first, sum(clocks["next"]), report.prefill_seconds)
+        amount, computing = job(Path(folder) / "store", **who)
+    first, last = clocks["first"][0], clocks["last"][-1]
+    return Run(amount, first - started, last - first, sum(clocks["wait"]), computing)
 
 
 @contextmanager
 def _clocks() -> Iterator[dict[str, list[float]]]:
-    """When files were taken and the storer was closed, and how long each wait for a batch was."""
-    clocks: dict[str, list[float]] = {"take": [], "close": [], "next": []}
+    """When something was taken, when all was done, and how long each wait for a worker was."""
+    clocks: dict[str, list[float]] = {"first": [], "last": [], "wait": []}
 
     def at(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
@@ -92,37 +127,40 @@ def _clocks() -> Iterator[dict[str, list[float]]]:
             try:
                 return plain(*args)
             finally:
-                clocks["next"].append(time.perf_counter() - started)
+                if clocks["first"]:
+                    clocks["wait"].append(time.perf_counter() - started)
 
         return wrapped
 
-    with (
-        patch.object(Storer, "take", at("take", Storer.take)),
-        patch.object(ChunkStorer, "close", at("close", ChunkStorer.close)),
-        patch.object(RayStorer, "close", at("close", RayStorer.close)),
-        patch.object(Crew, "next", during(Crew.next)),
-    ):
+    with ExitStack() as stack:
+        for owner, name, clock in (
+            *((Storer, "take", "first"), (OwnHands, "give", "first"), (RaysHands, "_hand_over", "first")),
+            *((ChunkStorer, "close", "last"), (RayStorer, "close", "last")),
+            *((OwnHands, "close", "last"), (RaysHands, "close", "last")),
+        ):
+            stack.enter_context(patch.object(owner, name, at(clock, getattr(owner, name))))
+        stack.enter_context(patch.object(Crew, "next", during(Crew.next)))
         yield clocks
 
 
-def _tell(runs: dict[str, list[Run]]) -> None:
+def _tell(runs: dict[str, list[Run]], unit: str) -> None:
     print(f"\n{cores()} cores, medians of {len(runs['workers'])} runs in turns")
     for name, some in runs.items():
-        rates = [run.tokens / run.seconds for run in some]
+        rates = [run.amount / run.seconds for run in some]
         before = statistics.median(run.before for run in some)
         spread = f"({min(rates):,.0f} to {max(rates):,.0f})"
-        print(f"{name}: {statistics.median(rates):,.0f} tokens/s {spread}, {before:.1f} s before the first file")
+        print(f"{name}: {statistics.median(rates):,.0f} {unit}/s {spread}, {before:.1f} s before the first")
     ratios = [far.seconds / own.seconds for own, far in zip(runs["one process"], runs["workers"], strict=True)]
     print(f"time of the workers : of one process, pair by pair: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
 
 
-def _plan(runs: list[Run], counts: list[int]) -> None:
+def _plan(runs: list[Run], counts: list[int], unit: str) -> None:
     """The writer's process does one thing after another; what it does not wait for is its own work."""
-    own = statistics.median((run.seconds - run.waited) / run.tokens for run in runs)
-    rate = statistics.median(run.tokens / run.computing / cores() for run in runs)
-    print(f"\na worker of one core: {rate:,.0f} tokens/s; the writer: {own * 1e6:,.1f} µs a token")
-    print(f"so one writer takes in at most {1 / own:,.0f} tokens/s\n")
-    print("| workers | tokens/s | of the workers' own |\n| --- | --- | --- |")
+    own = statistics.median((run.seconds - run.waited) / run.amount for run in runs)
+    rate = statistics.median(run.amount / run.computing for run in runs)
+    print(f"\na worker of one core: {rate:,.0f} {unit}/s; the writer: {own * 1e6:,.1f} µs for each of them")
+    print(f"so one writer carries at most {1 / own:,.0f} {unit}/s\n")
+    print(f"| workers | {unit}/s | of the workers' own |\n| --- | --- | --- |")
     for count in counts:
         reached = min(count * rate, 1 / own)
         print(f"| {count} | {reached:,.0f} | {reached / (count * rate):.0%} |")
