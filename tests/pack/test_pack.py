@@ -197,6 +197,14 @@ def test_a_damaged_index_is_refused_before_anything_is_written(name: str, pack: 
     assert not (tmp_path / "new").exists()
 
 
+def test_an_archive_that_is_no_pack(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        archive.writestr("holiday.txt", "sunny")
+    for command in ("import", "merge"):
+        kvtool("store", command, tmp_path / "photos.zip", "--store", tmp_path / "new").failed(2, "no pack")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("cut", [0, 100, 0.5, -1])
 def test_a_pack_that_is_cut_off(cut: float, pack: Path, tmp_path: Path) -> None:
     data = pack.read_bytes()

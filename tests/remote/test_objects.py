@@ -16,6 +16,7 @@ import pytest
 from kvtool.core.cache.link import Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError
+from kvtool.core.remote import objects
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.object_reader import GAP, MOST_TOGETHER, spans_of
 from kvtool.core.remote.objects import ObjectBlobs
@@ -242,7 +243,8 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
 
 def test_nothing_depends_on_lists(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lags by far: what is deleted is put off, nothing else is otherwise."""
-    monkeypatch.setattr(ObjectBlobs, "names", lambda self, below="": iter(()))
+    monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
+    monkeypatch.setattr(objects, "_MANY", 0)
     with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(s3_url)) as blobs:
         push(store, blobs)
         assert push(store, blobs).bytes == 0
@@ -252,6 +254,18 @@ def test_nothing_depends_on_lists(s3_url: str, tmp_path: Path, monkeypatch: pyte
         assert pull(tmp_path / "pulled", blobs).damaged == []
     with Store.open(tmp_path / "pulled") as pulled:
         assert pulled.sources() == ["f0", "f1"]
+
+
+def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_MANY", 4)
+    asked: list[str] = []
+    with closing(open_blobs(s3_url)) as blobs:
+        blobs.put({f"pack/{number}": bytes(number + 1) for number in range(6)} | {"head": b"1"})
+        real = ObjectBlobs._sizes
+        monkeypatch.setattr(ObjectBlobs, "_sizes", lambda self, names: (asked.extend(names), real(self, names))[1])
+        names = [f"pack/{number}" for number in range(7)]
+        assert blobs.sizes([*names, "head"]) == [1, 2, 3, 4, 5, 6, 0, 1]
+    assert asked == ["pack/6", "head"]
 
 
 def test_credentials_are_shown_and_written_nowhere(s3_url: str, store: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, StoreFormatError
+from kvtool.core.errors import DamagedError, StoreFormatError, UsageError
 from kvtool.core.pack import stretches
 from kvtool.core.pack.container import PackReader
 from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
@@ -36,12 +36,14 @@ def take(
 
     Raises
     ------
-    UsageError : there is no such file.
+    UsageError : there is no such file, or it is no pack.
     DamagedError : its index, or what it says of its model, is damaged: nothing was written.
     StoreFormatError : the store was made with another model or other settings, or a newer kvtool wrote the pack.
     NoSpaceError, StoreLockedError : what came stays.
     """
     with closing(PackReader(pack)) as reader:
+        if not {HEAD, CATALOGUE} & {*reader.names}:  # of a pack one of them may be damaged
+            raise UsageError(f"{pack} is an archive, but no pack", "name a file that `kvtool store export` wrote")
         catalogue = _catalogue(reader)
         blobs = PackBlobs(reader, catalogue)
         _check_manifest(blobs, catalogue, pack)
