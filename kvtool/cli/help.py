@@ -36,6 +36,7 @@ TOPICS = {
     "packs": "A store, or a part of it, as one file.",
     "tiers": "Stores that several machines share.",
     "many-machines": "One corpus ingested on several machines or GPUs, and put together.",
+    "scale": "A plan on paper for a billion chunks: bytes, requests, dollars, writers, and what breaks first.",
     "consistency": "What a question sees while others write.",
     "threat-model": "What is trusted, what is checked, and what is not.",
     "gpu": "What is ready for a GPU, and how the first hour on one is spent.",

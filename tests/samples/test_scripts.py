@@ -13,6 +13,7 @@ import pytest
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
 from kvtool.core.model.resolve import resolve
+from samples import plan_of_scale
 from tests.cli.working import built, tiny
 from tests.families import save_tiny
 
@@ -156,3 +157,16 @@ def test_a_window_is_laid_over_every_second_layer(tmp_path: Path) -> None:
     run("windowed.py", str(save_tiny("llama", tmp_path / "plain")), str(tmp_path / "out"), "--window", "20")
     model = load_model(resolve(str(tmp_path / "out")), device="cpu")
     assert [kind.window for kind in Decoder(model).kinds] == [20, None, 20, None]
+
+
+def test_the_plan_of_scale_is_the_one_that_the_page_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (SAMPLES.parent / "kvtool" / "docs" / "scale.md").read_text("utf-8")
+    monkeypatch.setattr(sys, "argv", ["plan_of_scale.py"])
+    plan_of_scale.main()
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert [table in page for table in tables] == [True, True, True]
+    monkeypatch.setattr(sys, "argv", ["x", "--chunks", "1e6", "--chunk-tokens", "100", "--usd-per-gb-month", "1"])
+    plan_of_scale.main()  # 11,520 numbers of two bytes a token
+    assert "| SmolLM2-135M | raw | 2.3 | 2 | 3.3e+05 | 2 | 2,304 |" in capsys.readouterr().out

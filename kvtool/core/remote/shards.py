@@ -35,7 +35,7 @@ def number_of(key: str, count: int) -> int:
 def sharded(catalogue: Catalogue, before: Catalogue | None) -> tuple[Catalogue, dict[str, bytes]]:
     """The catalogue with its shards, and the values of those that the catalogue of before does not have."""
     now = before.shards if before is not None else ()
-    count = _count_for(len(catalogue.files) + len(catalogue.chunks), len(now))
+    count = count_for(len(catalogue.files) + len(catalogue.chunks), len(now))
     parts = _split(catalogue, count)
     then = _split(before, count) if before is not None and len(now) == count else None
     shards, values = list[Shard | None](), dict[str, bytes]()
@@ -51,7 +51,7 @@ def sharded(catalogue: Catalogue, before: Catalogue | None) -> tuple[Catalogue, 
     return replace(catalogue, shards=tuple(shards)), values
 
 
-def _count_for(entries: int, now: int) -> int:
+def count_for(entries: int, now: int = 0) -> int:
     """How many shards for so many entries; as many as there are now, as long as these are neither large nor tiny."""
     if now and entries <= _MOST * now and (now == 1 or entries >= _FEWEST * now):
         return now
