@@ -30,7 +30,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import read_batch
 from kvtool.core.session.session import Session
 from kvtool.lab.charts.svg import Line, Panel, line_charts
-from kvtool.lab.measure.intervals import estimates, ratio
+from kvtool.lab.measure.intervals import Interval, estimates, ratio
 from kvtool.lab.measure.intervals import interval as interval_of
 
 
@@ -110,13 +110,16 @@ def show(rows: list[dict[str, Any]]) -> None:
     found = estimates({name: ratio(columns[name], later if "readers" in name else columns[base]) for name in names})
     print(f"{len(rows)} questions\n\n| what | KL answer | median | of {base}'s |\n| --- | --- | --- | --- |")
     for name, column in columns.items():
-        low, high = interval_of(column) or (0.0, 0.0)
         own = found[name]
-        bounds = f" [{own.interval[0]:.2f}, {own.interval[1]:.2f}]" if own.interval else ""
-        told = "-" if own.value is None else f"{own.value:.2f}{bounds}"
-        print(f"| {name} | {mean(column):.4f} [{low:.4f}, {high:.4f}] | {median(column):.4f} | {told} |")
+        told = "-" if own.value is None else f"{own.value:.2f}{_bounds(own.interval, 2)}"
+        print(f"| {name} | {mean(column):.4f}{_bounds(interval_of(column), 4)} | {median(column):.4f} | {told} |")
     if rows[0]["facts"]:
         show_shares(rows)
+
+
+def _bounds(interval: Interval | None, digits: int) -> str:
+    """An interval; nothing where there is none."""
+    return "" if interval is None else f" [{interval[0]:.{digits}f}, {interval[1]:.{digits}f}]"
 
 
 def show_shares(rows: list[dict[str, Any]]) -> None:

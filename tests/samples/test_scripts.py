@@ -107,9 +107,9 @@ def test_shifts_are_compared_question_by_question(built: Path, tmp_path: Path) -
 
 
 def test_what_limits_fusion_is_told_from_a_journal(tmp_path: Path) -> None:
-    row = {"question": 0, "kl": {"product": [0.2, 0.4], "spread 50%": [0.1, 0.2]}, "facts": {}}
+    rows = ({"question": n, "kl": {"product": [0.2, 0.4], "spread 50%": [0.1, 0.2]}, "facts": {}} for n in range(2))
     journal = tmp_path / "ideas.jsonl"
-    journal.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     code = f"import limits; limits.show(limits.read_journal(__import__('pathlib').Path({str(journal)!r})))"
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True, cwd=SAMPLES).stdout
