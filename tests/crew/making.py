@@ -40,7 +40,8 @@ class Backwards:
     def __init__(self, make: Callable[[Any], Any], recipe: Any, most: int) -> None:
         self._worker, self._most = Worker(kvtool.__version__, packed((make, recipe)), 0), most
         self._under_way: list[tuple[str, Any, tuple[Any, ...]]] = []
-        self.facts, self.is_closed = [self._worker.do("facts", packed(()))], False
+        self.facts = [self._worker.do("facts", packed(())) for _ in range(self.size)]
+        self.is_closed = False
 
     @property
     def is_full(self) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.errors import ModelError
 from kvtool.core.ingest.far_maker import FarMaker, Recipe
 from kvtool.core.model.options import ModelOptions
@@ -56,6 +57,23 @@ def test_what_ends_in_the_middle_is_resumed(
     assert done["documents"]["unchanged"] == there
     assert [crew.is_closed for crew in crews + later] == [True, True]
     assert state(tmp_path / "far") == state(tmp_path / "alone")
+
+
+def test_what_computed_a_chunk_is_noted_where_it_was_computed(
+    alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the store keeps; and where two workers compute in different formats it is said."""
+    command = (*alone[:-1], "--store-dtype", "float32", "--dtype", "bfloat16", "--store")
+    kvtool(*command, tmp_path / "own").fine()
+    backwards(monkeypatch, "kvtool.core.ingest.ray_storer", most=99)
+    facts, others = FarMaker.facts, iter(["bfloat16", "float32"])
+    monkeypatch.setattr(FarMaker, "facts", lambda self: replace(facts(self), dtype=next(others)))
+    done = kvtool(*command, tmp_path / "far", *WORKERS).fine().json
+    assert done["warnings"] == ["workers compute in bfloat16 on cpu and float32 on cpu: each chunk notes its own"]
+    assert state(tmp_path / "far") == state(tmp_path / "own")
+    with Store.open(tmp_path / "far") as store:
+        infos = [store.chunk_info(chunk) for chunk in store.chunk_ids()]
+    assert {info.arithmetic for info in infos if info is not None} == {Arithmetic("bfloat16", "cpu")}
 
 
 def test_a_worker_says_what_is_wrong_with_its_model(alone: tuple[object, ...], tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ def far_storer(
     )
     crew = Crew(options, FarMaker, recipe, device=options.device, warn=account.warn)
     facts: Facts = crew.facts[0]
-    account.events.status(f"{facts.model} on {facts.device} in {facts.dtype}, {counted(crew.size, 'worker')} of Ray")
+    ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in crew.facts))
+    account.events.status(f"{facts.model} in {ways}, {counted(crew.size, 'worker')} of Ray")
+    if " and " in ways:
+        account.warn(f"workers compute in {ways}: each chunk notes its own", "--dtype gives all of them one format")
     resolved = {
         "model": facts.model,
         "device": facts.device,
