@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.shard import Shard, complaint
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack import merge as merging
@@ -25,6 +27,7 @@ from tests.cli.working import (
     state,
     write_corpus,
 )
+from tests.compress.making import check_sound
 
 PARTS = 3
 
@@ -80,6 +83,22 @@ def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tin
         "query", "Who built the third mill?", "--store", tmp_path / "all", "--max-tokens", "2", "--json"
     ).json
     assert reply["tokens"]["reused"] > 0
+
+
+def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp_path: Path) -> None:
+    """And none of them loses a record for another's sake."""
+    made: dict[str, str | None] = {}
+    sources = [Path(shutil.copytree(part, tmp_path / part.name)) for part in _all(parts)[:2]]
+    for source in sources:
+        compress(source, CompressOptions(levels=("2",), fit=True, fit_prompts=2, questions=0, keep_raw=False))
+        with Store.open(source) as store:
+            made |= {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()}
+    merge(tmp_path / "all", sources)
+    with Store.open(tmp_path / "all") as store:
+        assert {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()} == made
+        assert store.codec_state()["profile"] in made.values()
+    assert len({*made.values()} - {None}) == 2
+    check_sound(tmp_path / "all")
 
 
 def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
