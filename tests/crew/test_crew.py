@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.crew.cluster import check_there, share_of
 from kvtool.core.crew.crew import Crew
 from kvtool.core.crew.options import CrewOptions
 from kvtool.core.crew.worker import Worker
 from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.ingest.options import IngestOptions
 
 
 def test_what_a_cluster_has_not_is_refused() -> None:
@@ -22,6 +24,12 @@ def test_what_a_cluster_has_not_is_refused() -> None:
         share_of({"CPU": 64, "GPU": 2}, 3, "cuda")
     with pytest.raises(UsageError, match="3 workers, and Ray has 2 CPUs"):
         share_of({"CPU": 2, "GPU": 2}, 3, "cpu")
+
+
+def test_workers_that_nobody_asks_for_are_refused() -> None:
+    for options in (IngestOptions, CompressOptions):
+        with pytest.raises(UsageError, match="none are asked for"):
+            options(ray_workers=2)
 
 
 def test_an_address_without_a_cluster_is_told_soon() -> None:
@@ -49,7 +57,7 @@ def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     said: list[str] = []
     with pytest.raises(KvtoolError, match=r"cannot run kvtool .*No module named 'kvtool'") as told:
-        Crew(CrewOptions(ray_workers=1), dict, {}, device="cpu", warn=lambda text, hint: said.append(text))
+        Crew(CrewOptions(ray="local", ray_workers=1), dict, {}, device="cpu", warn=lambda text, hint: said.append(text))
     assert "install this version" in told.value.hint
     assert said == []
 

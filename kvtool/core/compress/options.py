@@ -64,6 +64,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
 
     def check(self) -> None:
         """Refuse two profiles at once, and a share that there is no level for."""
+        super().check()
         if self.share not in (100, *SHARES) or self.share != 100 * (1.0 if self.keep is None else self.keep):
             raise UsageError(f"there is no level that keeps {self.keep:g} of the rows", "give .75, .5 or .25")
         if self.fit and self.profile is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
 WORKERS = "Workers"  # the heading that these options stand under
@@ -30,3 +31,8 @@ class CrewOptions(Options):
         lowest=0,
         instead="one a GPU if a model computes, else one for 8 cores",
     )
+
+    def check(self) -> None:
+        """Refuse a number of workers where there are none."""
+        if self.ray_workers and self.ray is None:
+            raise UsageError("--ray-workers says how many workers of Ray, and none are asked for", "add --ray local")

@@ -162,6 +162,7 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
 
     def check(self) -> None:
         """Refuse lengths of chunks that contradict each other, and two commands for one format."""
+        super().check()
         commands_of(self.readers)
         lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, self._longest) if n is not None]
         if lengths != sorted(lengths):
