@@ -99,7 +99,7 @@ def _show_budget(run: Run, held: Budget) -> None:
 def prune(run: Run) -> int | None:
     """Make the store smaller.
 
-    Least recently used first, exact before coarse, KV before text.
+    The coldest first, exact before coarse, KV before text.
     """
     from kvtool.core.upkeep.job import prune as run_prune
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,7 @@ from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile, Tree
 from kvtool.core.cache.verify import verify
+from kvtool.core.cache.warmth import HALF_LIFE
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError, NoSpaceError
 from tests.cache.making import (
@@ -342,6 +344,35 @@ def test_access_notes(tmp_path: Path) -> None:
         with store.writer() as pen:
             pen.drop_chunks([used])
         assert list(store.last_used()) == [id_of("f1.0")]
+
+
+def test_every_use_warms_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noted by whom and folded when makes no difference, but for a second of rounding at each fold."""
+    path, often, late = make_store(tmp_path / "store"), id_of("f0.0"), id_of("f1.0")
+    clock = SimpleNamespace(now=1e9)
+    monkeypatch.setattr(notes, "time", SimpleNamespace(time=lambda: clock.now))
+    with Store.open(path) as store, Store.open(path) as other:
+        for at in range(4):
+            (store if at % 2 else other).note_access([often])
+            if at == 1:
+                with store.writer() as pen:
+                    pen.fold_access()
+        other.flush()
+        warm = store.warmth()
+        assert warm[often] == pytest.approx(1e9 + 2 * HALF_LIFE, abs=2)
+        clock.now += 1.5 * HALF_LIFE
+        store.note_access([late])
+        assert store.warmth()[often] > store.warmth()[late]
+        clock.now += HALF_LIFE
+        store.note_access([late])
+        assert store.warmth()[often] < store.warmth()[late]
+        with store.writer() as pen:
+            pen.warm({often: 2e9, late: 1.0})
+        assert store.warmth()[often] == 2e9
+        assert store.last_used() == {often: 10**9, late: int(clock.now)}
+        with store.writer() as pen:
+            pen.drop_chunks([often])
+        assert [*store.warmth()] == [late]
 
 
 def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

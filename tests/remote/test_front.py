@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.core.cache import space
+from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import front
 from kvtool.core.remote.opening import local_place, open_shared
@@ -17,9 +18,16 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.pins import pin
-from tests.cache.making import LAYERS, id_of, make_store
+from tests.cache.making import LAYERS, id_of, make_store, noise, put
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every use at a second of its own, after all has come."""
+    clock = itertools.count(2_000_000_000)
+    monkeypatch.setattr("kvtool.core.cache.notes.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture
@@ -46,13 +54,13 @@ IDENTITY = {
 }
 
 
-def ask(url: str, number: int, told: list[str]) -> None:
-    """Read a chunk as a question does."""
-    chunk = id_of(f"f{number}.0")
+def ask(url: str, number: int, told: list[str], *more: int) -> None:
+    """Read chunks as a question does."""
+    chunks = [id_of(f"f{number}.0") for number in (number, *more)]
     with open_shared(url, warn=lambda text, hint: told.append(text)) as tier:
         for layer in range(LAYERS):
-            assert isinstance(tier.read_layer([chunk], "raw", layer)[0], tuple)
-        tier.note_access([chunk])
+            assert all(isinstance(found, tuple) for found in tier.read_layer(chunks, "raw", layer))
+        tier.note_access(chunks)
 
 
 def here(url: str) -> list[int]:
@@ -71,9 +79,7 @@ def test_a_new_one_has_a_budget(url: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert store.budget() is None  # its owner's word counts
 
 
-def test_what_was_not_asked_for_longest_gives_way(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count(1_700_000_000)
-    monkeypatch.setattr("kvtool.core.cache.notes.time", SimpleNamespace(time=lambda: next(clock)))
+def test_what_is_coldest_gives_way(url: str) -> None:
     told: list[str] = []
     open_shared(url).close()
     budget = space.folder_bytes(local_place(url)) + 6 * 10**6
@@ -106,11 +112,64 @@ def test_a_budget_that_was_lowered_is_met(url: str) -> None:
     assert told == []
 
 
+def test_what_was_asked_often_outlasts_what_came_later(url: str) -> None:
+    told: list[str] = []
+    open_shared(url).close()
+    budget = space.folder_bytes(local_place(url)) + 6 * 10**6
+    keep_budget(local_place(url), budget)
+    for _ in range(3):
+        ask(url, 0, told)
+    for number in range(1, FILES):
+        ask(url, number, told)
+        assert space.folder_bytes(local_place(url)) <= budget
+        assert {0, number} <= {*here(url)}
+    assert told == []
+
+
+def test_a_question_that_is_larger_than_the_budget_is_answered_and_drives_nothing_out(url: str) -> None:
+    told: list[str] = []
+    open_shared(url).close()
+    budget = space.folder_bytes(local_place(url)) + 5 * 10**6
+    keep_budget(local_place(url), budget)
+    for _ in range(4):
+        ask(url, 11, told)
+    ask(url, 0, told, 1, 2, 3, 4, 5)
+    kept = here(url)
+    assert 11 in kept
+    assert 2 <= len(kept) < 7
+    ask(url, 0, told, 1, 2, 3, 4, 5)
+    assert here(url) == kept  # what is there is read again, and not driven out by the rest
+    keep_budget(local_place(url), 0)
+    ask(url, 0, told, 1)
+    assert here(url) == []
+    assert told == []
+
+
+def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
+    """A front that is full goes on taking over what the tier describes."""
+    for number in range(6):
+        ask(url, number, [])
+    keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 300_000)
+    with Store.open(tmp_path / "store") as store:
+        with store.writer() as writer:
+            text = noise("long", 200_000).hex()
+            entry = FileEntry("long", 1, 2, "digest", "settings", ("long",))
+            writer.commit_file(entry, [DocumentEntry("long", "text", text, (put(writer, "long"),))])
+        with closing(open_blobs(url)) as blobs:
+            push(store, blobs)
+    told: list[str] = []
+    with open_shared(url, warn=lambda text, hint: told.append(text)) as tier:
+        assert "long" in tier.sources()
+        assert space.folder_bytes(tier.path) <= (tier.budget() or 0)
+    assert told == []
+    assert 0 < len(here(url)) < 6
+
+
 def test_a_pinned_document_stays_here(url: str) -> None:
     for number in range(4):
         ask(url, number, [])
     pin(local_place(url), ["f0"])
-    keep_budget(local_place(url), space.folder_bytes(local_place(url)) - 10**6)
+    keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 500_000)
     for number in range(4, 8):
         ask(url, number, [])
     assert {0, 7} <= set(here(url))

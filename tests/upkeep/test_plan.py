@@ -30,7 +30,7 @@ def held(
 
 
 def inventory(*chunks: Holding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
-    """A document for each chunk, named as it, unless they are given; the least recently used first."""
+    """A document for each chunk, named as it, unless they are given; the coldest first."""
     by_id = {chunk.chunk_id: chunk for chunk in chunks}
     refs = {chunk.chunk_id.rstrip(b".").decode(): [chunk.chunk_id] for chunk in chunks}
     if documents is not None:
@@ -95,6 +95,19 @@ def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
     assert plan.expected == stock.used - 32 * MB
     assert plan_prune(stock, Wanted(goal=stock.used)).steps == ()
     assert plan_prune(replace(stock, used=stock.used + 5, free=5), Wanted(goal=stock.used)).steps == ()
+
+
+def test_what_is_asked_often_outlasts_what_was_asked_lately() -> None:
+    often, late = held("often", ("raw", "2"), used=5), held("late", ("raw", "2"), used=9)
+    stock = inventory(replace(often, warmth=20.0), replace(late, warmth=9.0), documents={"one": ["often", "late"]})
+    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    assert steps(plan) == [("exact", ["late"])]
+
+
+def test_in_front_of_a_tier_a_chunk_goes_whole() -> None:
+    stock = inventory(*(held(name, ("raw", "2", "4"), used=used) for name, used in (("new", 9), ("old", 1))))
+    plan = plan_prune(stock, Wanted(goal=stock.used - 1, fetched=True))
+    assert steps(plan) == [("kv", ["old"])]
 
 
 def test_what_was_not_measured_stands_for_nothing() -> None:

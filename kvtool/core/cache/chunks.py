@@ -38,6 +38,11 @@ class Chunks(Opened):
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.CHUNKS))
 
+    def ids_here(self) -> list[bytes]:
+        """Ids of the chunks that have some KV in this folder, sorted."""
+        with self.snapshot() as snapshot:
+            return list(dict.fromkeys(key[:ID_BYTES] for key in snapshot.keys(tables.LEVELS)))
+
     def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
         """Token ids, lead-in and side data. Raises DamagedError."""
         with self.snapshot() as snapshot:

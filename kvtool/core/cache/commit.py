@@ -22,8 +22,8 @@ _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
 _OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
-_LIGHT = (tables.META, tables.USED, tables.ADDED)  # counters and times, which need no room worth weighing
-_UNSEEN_TABLES = (tables.USED, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
+_LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED)  # counters and times, which need no room worth weighing
+_UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
 _UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY)
 Apply = Callable[[Transaction], None]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NO_LAYER = -1
 BESIDE = "beside"  # `table` of a damaged file beside the records: index, vectors, journals, what was measured
 CHUNK_TABLES = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
-TIMES = (tables.USED, tables.ADDED)
+TIMES = (tables.USED, tables.WARM, tables.ADDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
     tables.CHUNKS: lambda key, data: ChunkInfo.from_bytes(unseal(key, Kind.CHUNK, data)),
     tables.LEVELS: keys.LevelRow.unseal,
     tables.USED: keys.unseal_number,
+    tables.WARM: keys.unseal_number,
     tables.ADDED: keys.unseal_number,
     tables.RECORDS: _read_record,
     tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),

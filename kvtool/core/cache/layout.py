@@ -9,6 +9,7 @@
     access.log          which chunks were used when
     served.log          how many chunks questions found and missed
     gate/ index/        what other rooms keep beside the records
+    remote/             what was taken over of the shared store that this one stands in front of
 
 Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
 """
@@ -32,6 +33,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFor
 FORMAT = 1
 STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
 ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
+REMOTE_FOLDER = "remote"  # of a store in front of a shared one
 TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 _SMALL_FILE = 64 * 1024

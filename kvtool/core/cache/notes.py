@@ -67,7 +67,7 @@ class AccessLog:
     def __init__(self, root: Path, enabled: bool) -> None:
         self._path = root / layout.ACCESS_FILE
         self._enabled = enabled
-        self._seen: dict[bytes, int] = {}
+        self._seen: list[tuple[bytes, int]] = []
         self._mutex = threading.Lock()
 
     @property
@@ -84,7 +84,7 @@ class AccessLog:
             return
         now = int(time.time())
         with self._mutex:
-            self._seen.update((bytes(chunk_id), now) for chunk_id in chunk_ids)
+            self._seen += ((bytes(chunk_id), now) for chunk_id in chunk_ids)
             full = len(self._seen) >= _MAX_BUFFER
         if full:
             self.flush()
@@ -92,21 +92,21 @@ class AccessLog:
     def flush(self) -> None:
         """Append what is buffered; losing a note costs nothing but order of eviction."""
         with self._mutex:
-            seen, self._seen = self._seen, {}
+            seen, self._seen = self._seen, []
         if seen:
-            append(self._path, (f"{chunk_id.hex()} {when}" for chunk_id, when in seen.items()))
+            append(self._path, (f"{chunk_id.hex()} {when}" for chunk_id, when in seen))
 
 
-def read_log(root: Path) -> dict[bytes, int]:
-    """What no writer has folded yet: chunk id → last use (seconds).
+def read_log(root: Path) -> list[tuple[bytes, int]]:
+    """What no writer has folded yet: chunk id and seconds of each use.
 
     Notes move from the log to the log set aside, and from there into the store: who reads in this order misses none.
     """
-    return _latest([*_uses(root / layout.ACCESS_FILE), *_uses(_aside(root))])
+    return [*_uses(root / layout.ACCESS_FILE), *_uses(_aside(root))]
 
 
-def take_log(root: Path) -> tuple[dict[bytes, int], Path]:
-    """Set the log aside and read it: chunk id → last use (seconds). Unlink the path once that is committed.
+def take_log(root: Path) -> tuple[list[tuple[bytes, int]], Path]:
+    """Set the log aside and read it: chunk id and seconds of each use. Unlink the path once that is committed.
 
     A log set aside by a writer that died is read again, together with the newer one only after it is gone.
     """
@@ -114,7 +114,7 @@ def take_log(root: Path) -> tuple[dict[bytes, int], Path]:
     if not aside.exists():
         with contextlib.suppress(FileNotFoundError):
             (root / layout.ACCESS_FILE).rename(aside)
-    return _latest(_uses(aside)), aside
+    return [*_uses(aside)], aside
 
 
 def _aside(root: Path) -> Path:
@@ -125,7 +125,8 @@ def _uses(path: Path) -> Iterator[tuple[bytes, int]]:
     return ((bytes.fromhex(chunk.decode()), int(when)) for chunk, when in _sound_lines(path, _USE))
 
 
-def _latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
+def latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
+    """Chunk id → its last use."""
     last: dict[bytes, int] = {}
     for chunk_id, when in uses:
         last[chunk_id] = max(last.get(chunk_id, 0), when)

@@ -15,7 +15,7 @@ from kvtool.core.errors import DamagedError
 
 Row = tuple[bytes, bytes, bytes]  # table, key, value
 Doomed = tuple[bytes, bytes]  # table, key
-BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.ADDED)
+BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.WARM, tables.ADDED)
 
 
 def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:

@@ -17,8 +17,9 @@ from kvtool.core.cache.documents import Documents
 from kvtool.core.cache.facts import Facts
 from kvtool.core.cache.generations import remove_leftovers
 from kvtool.core.cache.lock import writer_lock
-from kvtool.core.cache.notes import AccessLog, Served, ServedLog, read_log
+from kvtool.core.cache.notes import AccessLog, Served, ServedLog, latest, read_log
 from kvtool.core.cache.stretches import Stretches
+from kvtool.core.cache.warmth import joined, warmths
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -87,6 +88,11 @@ class Store(Facts, Documents, Chunks, Stretches):
     ) -> None:
         self.close()
 
+    @property
+    def is_front(self) -> bool:
+        """Whether it stands in front of a shared store: all of its KV can be fetched again."""
+        return (self.path / layout.REMOTE_FOLDER).is_dir()
+
     # ---- the folder ----------------------------------------------------------------------------------------------
 
     def concerns(self) -> list[str]:
@@ -114,6 +120,11 @@ class Store(Facts, Documents, Chunks, Stretches):
         """Remember that these chunks were used, though they were not found: computed for a question, and stored now."""
         self._access.note(chunk_ids)
 
+    @property
+    def notes_are_long(self) -> bool:
+        """Whether a writer should take the notes into the store."""
+        return self._access.is_long
+
     def flush(self) -> None:
         """Write the access notes now instead of within seconds, or at close."""
         self._flushed_at = time.monotonic()
@@ -128,7 +139,7 @@ class Store(Facts, Documents, Chunks, Stretches):
         """Chunk id → when it was last used (seconds since 1970): what is stored, and what is only noted so far, by
         this process or by others. Chunks that were never used are not in it."""
         self._access.flush()
-        times = read_log(self.path)  # before the store: a writer may be folding it
+        times = latest(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, when in self.folded_uses().items():
             times[chunk_id] = max(times.get(chunk_id, 0), when)
         return times
@@ -136,6 +147,22 @@ class Store(Facts, Documents, Chunks, Stretches):
     def folded_uses(self) -> dict[bytes, int]:
         """Chunk id → when it was last used, as far as a writer has folded the notes into the store."""
         return self._times(tables.USED)
+
+    def warmth(self) -> dict[bytes, float]:
+        """Chunk id → how warm it is (`cache/warmth.py`), of what is stored and what is only noted so far. Chunks that
+        were never used are not in it; what older versions folded counts as used once."""
+        self._access.flush()
+        warm = warmths(read_log(self.path))  # before the store: a writer may be folding it
+        for chunk_id, before in self.folded_warmth().items():
+            warm[chunk_id] = joined(warm.get(chunk_id, 0.0), before)
+        return warm
+
+    def folded_warmth(self) -> dict[bytes, int]:
+        """Chunk id → how warm it is, as far as a writer has folded the notes into the store."""
+        warm = dict[bytes, int](self.folded_uses())
+        for chunk_id, of in self._times(tables.WARM).items():
+            warm[chunk_id] = max(warm.get(chunk_id, 0), of)
+        return warm
 
     def added(self) -> dict[bytes, int]:
         """Chunk id → seconds at which it came into this store; chunks of older stores are missing."""
@@ -175,7 +202,7 @@ class Store(Facts, Documents, Chunks, Stretches):
             try:
                 yield writer
                 writer.flush()
-                if self._access.is_long:
+                if self.notes_are_long:
                     writer.fold_access()
             finally:
                 writer.end()

@@ -222,7 +222,7 @@ def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]
 
 def stretch_keys(snapshot: Snapshot, stretch: bytes) -> list[Doomed]:
     """All rows of a stretch, and when it was used."""
-    used = [(tables.USED, stretch)] if snapshot.has(tables.USED, stretch) else []
+    used = [(table, stretch) for table in (tables.USED, tables.WARM) if snapshot.has(table, stretch)]
     return [*used, *((tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES, stretch))]
 
 

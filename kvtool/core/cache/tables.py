@@ -3,8 +3,8 @@ wait, just to be opened."""
 
 from __future__ import annotations
 
-META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES = TABLES = tuple(
-    bytes([letter]) for letter in b"mfdclrupas"
+META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES, WARM = TABLES = tuple(
+    bytes([letter]) for letter in b"mfdclrupasw"
 )
-_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added", "stretches")
+_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added", "stretches", "warm")
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))

@@ -15,7 +15,7 @@ from kvtool.core.cache.damage import BESIDE, Damage
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.generations import compact
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.notes import take_log
+from kvtool.core.cache.notes import latest, take_log
 from kvtool.core.cache.repair import drop_files, plan_repair
 from kvtool.core.cache.rows import (
     BY_CHUNK,
@@ -33,6 +33,7 @@ from kvtool.core.cache.rows import (
 )
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
+from kvtool.core.cache.warmth import joined, warmths
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
@@ -366,13 +367,27 @@ class Writer:
     def fold_access(self) -> None:
         """Take the readers' notes of what they used into the store."""
         self._store.flush()
-        seen, aside = take_log(self._store.path)
-        before = self._store.folded_uses()
-        newer = {chunk_id: when for chunk_id, when in seen.items() if when > before.get(chunk_id, -1)}
-        if newer:
-            self._commit([(tables.USED, key, keys.seal_number(key, when)) for key, when in newer.items()])
+        uses, aside = take_log(self._store.path)
+        before, warm = self._store.folded_uses(), self._store.folded_warmth()
+        newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
+        warmer = {chunk_id: round(joined(warm.get(chunk_id, 0), of)) for chunk_id, of in warmths(uses).items()}
+        self._put_times({tables.USED: newer, tables.WARM: warmer})
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+
+    def warm(self, warmths: Mapping[bytes, float]) -> None:
+        """Let chunks be at least as warm as this, whoever asked for them wherever (`cache/warmth.py`)."""
+        self.fold_access()
+        before = self._store.folded_warmth()
+        self._put_times(
+            {tables.WARM: {chunk: round(warm) for chunk, warm in warmths.items() if warm > before.get(chunk, 0)}}
+        )
+
+    def _put_times(self, times: Mapping[bytes, Mapping[bytes, int]]) -> None:
+        """Seconds by table and chunk, in one transaction."""
+        rows = [(table, key, keys.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
+        if rows:
+            self._commit(rows)
 
     # ---- committing ----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvtool.core.remote import survey
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, digest_of
-from kvtool.core.remote.front import default_budget
+from kvtool.core.remote.front import default_budget, give_way, room_beside
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.reading import catalogue_in, check_same_identity, keep_copies, with_shards
 from kvtool.core.remote.shards import number_of, pack_root
@@ -91,17 +91,27 @@ class Front:
             then = _entries(self._blobs, before, changed)
             now = with_shards(self._blobs, self._root, range(len(self._root.shards)) if changed is None else changed)
             within = _within(len(self._root.shards), changed)
-            report = adopt(
-                self._store, writer, self._blobs, now, levels=(), delete=True, timeout=self._timeout, mirror=within
-            )
+            report = self._described(writer, now, within)
             if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
                 writer.set_budget(default_budget(self._store.path))
             _drop_stale(self._store, writer, now, then, within)
+            room_beside(self._store, writer, len(self._packed))
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
         self._tell(report)
         unnamed = any(level not in chunk.makers for chunk in now.chunks.values() for level in profiled(chunk.levels))
         write_side(self._store, _ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
+
+    def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
+        """Take the descriptions over; KV gives way to them. Raises NoSpaceError: there is none that could."""
+        while True:
+            try:
+                return adopt(
+                    self._store, writer, self._blobs, now, levels=(), delete=True, timeout=self._timeout, mirror=within
+                )
+            except NoSpaceError:
+                if not give_way(self._store, writer):
+                    raise
 
     def _before(self) -> Catalogue | None:
         """The catalogue that was taken over last, or its root; None where that is not known."""

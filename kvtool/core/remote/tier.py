@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.chunks import read_record
+from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.link import KVRead, Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
@@ -26,6 +27,7 @@ from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.offers import Offers
 
 Place = tuple[bytes, str]  # chunk id, level
+_Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
 CATALOGUE = "remote/catalogue"  # the one that was taken over last, or its root, beside the local store
 
 
@@ -177,20 +179,21 @@ class Tier:
 
     def keep_fetched(self) -> None:
         """Write chunks whose layers have all come; a store that is full or locked goes on fetching."""
-        if not self._fetched:
+        if not self._fetched and not self._store.notes_are_long:
             return
-        whole = []
+        whole = list[_Fetched]()
         for (chunk_id, level), layers in self._fetched.items():
             with suppress(DamagedError):  # its description: the next catalogue brings it again
                 info = self._store.chunk_info(chunk_id)
                 if info is not None and len(layers) == info.layers:
                     whole.append((chunk_id, info, level, [layers[layer] for layer in range(info.layers)]))
-        if whole:
+        if whole or self._store.notes_are_long:  # which a writer folds when it ends
             try:
                 with self._store.writer() as writer:
-                    make_room(self._store, writer, sum(bytes_of(record) for chunk in whole for record in chunk[3]))
-                    mine = self._is_in_force()
+                    kept, mine = make_room(self._store, writer, _bytes_by_chunk(whole)), self._is_in_force()
                     for chunk in whole:
+                        if chunk[0] not in kept:
+                            continue
                         if mine or not level_of(chunk[2]).nested:  # else it may refine what another process has dropped
                             with suppress(ValueError):  # of another length than its description: a hole in the answer
                                 writer.put_chunk(*chunk)
@@ -209,3 +212,10 @@ class Tier:
         if self._arrivals is not None:
             self._arrivals.close()
         self._blobs.close()
+
+
+def _bytes_by_chunk(fetched: Iterable[_Fetched]) -> Counter[bytes]:
+    sizes = Counter[bytes]()
+    for chunk_id, _, _, records in fetched:
+        sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
+    return sizes

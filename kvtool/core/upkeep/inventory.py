@@ -1,4 +1,4 @@
-"""What a store holds, as plans see it: documents from the least to the most recently used, chunks, bytes in pages."""
+"""What a store holds, as plans see it: documents from the coldest to the warmest, chunks, bytes in pages."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Holding:
     used : seconds of its last use; when it came, where it was never used.
     pinned : nothing of it may go.
     measured : its lossy levels of which the loss is known.
+    warmth : how lately and how often it was used (`cache/warmth.py`).
     """
 
     chunk_id: bytes
@@ -39,11 +40,17 @@ class Holding:
     used: int = 0
     pinned: bool = False
     measured: frozenset[str] = frozenset()
+    warmth: float = 0.0
+
+    @property
+    def turn(self) -> float:
+        """What it goes by: the lower, the sooner. Having come counts as a use."""
+        return max(self.used, self.warmth)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A document with the chunks that are its own; a shared one belongs to the document that was used last.
+    """A document with the chunks that are its own; a shared one belongs to the warmest document.
 
     Attributes
     ----------
@@ -68,7 +75,7 @@ class Inventory:
 
     Attributes
     ----------
-    documents : the least recently used first.
+    documents : the coldest first, by the warmest of its chunks.
     loose : chunks that no document refers to, but for the prompt's own beginning.
     stretches : of answered prompts and of chunks alone, each with its seconds of last use and its bytes; the first goes
         first.
@@ -93,7 +100,7 @@ def take_inventory(store: Store) -> Inventory:
     """
     sizes, free = _sizes(store)
     refs = {document.source: [ref.chunk_id for ref in document.chunks] for document in store.documents()}
-    used, added = store.last_used(), _added(store, refs)
+    used, warm, added = store.last_used(), store.warmth(), _added(store, refs)
     pins = store.pins()
     pinned_documents = set(pins["sources"])
     pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]}
@@ -106,6 +113,7 @@ def take_inventory(store: Store) -> Inventory:
             max(used.get(chunk, 0), added.get(chunk, 0)),
             chunk in pinned,
             frozenset(losses.of(chunk, lossy(levels))),
+            warm.get(chunk, 0.0),
         )
         for chunk, levels in sizes.items()
     }
@@ -131,6 +139,14 @@ def _stretches(
             del whole[stretch]
         times |= {stretch: max(held.used for held in own)} if own else {}
     return tuple((one, times.get(one, 0), sizes.get(one, 0)) for one in in_turn(whole, times))
+
+
+def turns(store: Store) -> dict[bytes, float]:
+    """Chunk id → what it goes by, as `Holding.turn`."""
+    found = store.warmth()
+    for chunk, when in store.added().items():
+        found[chunk] = max(found.get(chunk, 0.0), when)
+    return found
 
 
 def kept_always(store: Store) -> set[bytes]:
@@ -163,7 +179,8 @@ def _documents(
     texts: Mapping[bytes, int],
 ) -> tuple[Held, ...]:
     last = {s: max((chunks[c].used for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
-    order = sorted(refs, key=lambda source: (last[source], source))
+    turns = {s: max((chunks[c].turn for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
+    order = sorted(refs, key=lambda source: (turns[source], source))
     owner = {chunk: source for source in order for chunk in refs[source]}
     return tuple(
         Held(

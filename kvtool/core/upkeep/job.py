@@ -72,7 +72,7 @@ class PruneReport:
 
 
 def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneReport:
-    """Make a store smaller, by what is least recently used and in the order of :func:`plan_prune`.
+    """Make a store smaller, by what is coldest and in the order of :func:`plan_prune`.
 
     Parameters
     ----------
@@ -115,6 +115,7 @@ def _wanted(store: Store, options: PruneOptions, now: float) -> tuple[int | None
         unused_before=before(options.unused),
         added_before=before(options.max_age),
         as_needed=ages and options.max_size is not None,
+        fetched=store.is_front,
     )
     return limit, wanted
 

@@ -23,6 +23,7 @@ class Wanted:
     cold_before : chunks not used since are kept at their coarsest measured level alone.
     unused_before, added_before : documents not used, or not changed, since are forgotten whole.
     as_needed : those are forgotten last, and only until the goal is met; else all of them, first.
+    fetched : all KV can be fetched again, so that none is kept at a coarser level.
     """
 
     goal: int | None = None
@@ -30,6 +31,7 @@ class Wanted:
     unused_before: float | None = None
     added_before: float | None = None
     as_needed: bool = False
+    fetched: bool = False
 
     def forgets(self, document: Held) -> bool:
         """Whether a document may be forgotten."""
@@ -39,12 +41,14 @@ class Wanted:
 
 
 def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
-    """Steps in their order, the least recently used document first within each, and no step beyond the goal.
+    """Steps in their order, the coldest first within each, and no step beyond the goal.
 
     What nobody refers to goes first, then documents that are to be forgotten whatever the size, then stretches of
     answered prompts, and those of chunks alone, that are cold or in the way, then the fine levels of what is cold. Only
     then, and only as far as the goal asks: exact records where a level with a measured loss stands, finer levels before
-    coarser, all KV of chunks whose text stays, and last the documents that may be forgotten.
+    coarser, all KV of chunks whose text stays, and last the documents that may be forgotten. Of a store in front of a
+    tier all of a chunk's KV goes at once: a coarse level that is left there saves less fetching than the KV of a chunk
+    that is asked for more often (samples/results/front.md).
     """
     return Planner(inventory, wanted).plan()
 
@@ -71,9 +75,10 @@ class Planner:
         if self.wanted.cold_before is not None:
             yield self._cold(self.wanted.cold_before)
         if self.wanted.goal is not None:
-            yield self._levels("exact", _exact)
-            for level in lossy()[:-1]:
-                yield self._levels(f"level {level}", _finer(level))
+            if not self.wanted.fetched:
+                yield self._levels("exact", _exact)
+                for level in lossy()[:-1]:
+                    yield self._levels(f"level {level}", _finer(level))
             yield self._levels("kv", lambda levels, measured: list(levels))
             if self.wanted.as_needed:
                 yield self.documents(self.wanted.forgets)
@@ -109,12 +114,14 @@ class Planner:
 
     def _levels(self, name: str, ladder: Ladder) -> Step:
         step = Growing(name)
-        for chunk, held in self._of_documents(until_enough=True):
+        for chunk, held in sorted(self._of_documents(), key=lambda row: row[1].turn):
+            if self._enough:
+                break
             self._take(step, chunk, ladder(self.left[chunk], held.measured))
         return step.done()
 
     def documents(self, forgets: Callable[[Held], bool]) -> Step:
-        """Forget documents, the least recently used first, with the chunks that nobody refers to then."""
+        """Forget documents, the coldest first, with the chunks that nobody refers to then."""
         step = Growing("documents")
         for document in self.inventory.documents:
             if self.wanted.as_needed and self._enough:
@@ -132,11 +139,9 @@ class Planner:
 
     # ---- helpers ----
 
-    def _of_documents(self, until_enough: bool = False) -> Iterator[tuple[bytes, Holding]]:
-        """Chunks that may be touched, in the order of their documents; a document is taken whole."""
+    def _of_documents(self) -> Iterator[tuple[bytes, Holding]]:
+        """Chunks that may be touched, in the order of their documents."""
         for document in self.inventory.documents:
-            if until_enough and self._enough:
-                return
             for chunk in document.chunks if document.source not in self.gone else ():
                 held = self.inventory.chunks.get(chunk)
                 if held is not None and not held.pinned:
