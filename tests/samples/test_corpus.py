@@ -9,12 +9,11 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import Any, TypeVar
 
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 CORPUS = SAMPLES / "corpus"
@@ -27,6 +26,7 @@ CLEAR = {"en": 100, "ko": 60}
 NAMELESS = {"en": 150, "ko": 80}
 
 Question = dict[str, Any]
+Row = TypeVar("Row", Question, str)
 
 
 class _Text(HTMLParser):
@@ -105,8 +105,23 @@ def positions(needle: str, path: str) -> list[int]:
     return [len(squashed(path)[: m.start()].split()) for m in re.finditer(pattern, squashed(path))]
 
 
-def params(rows: list[Question]) -> list[Any]:
-    return [pytest.param(q, id=q["id"]) for q in rows]
+def every(rows: Sequence[Row]) -> Callable[[Callable[[Row], None]], Callable[[], None]]:
+    """One test of all of these, which names each that fails: a test for each would be a tenth of the suite."""
+
+    def of(check: Callable[[Row], None]) -> Callable[[], None]:
+        def test() -> None:
+            wrong = {}
+            for row in rows:
+                try:
+                    check(row)
+                except AssertionError as error:
+                    wrong[row["id"] if isinstance(row, dict) else row] = str(error)
+            assert rows
+            assert wrong == {}
+
+        return test
+
+    return of
 
 
 # --- documents
@@ -123,7 +138,7 @@ def test_document_counts() -> None:
     assert kinds[".jsonl"] >= 1
 
 
-@pytest.mark.parametrize("path", documents())
+@every(documents())
 def test_document_reads_well(path: str) -> None:
     low, high = WORDS[language(path)]
     text = text_of(path)
@@ -131,13 +146,13 @@ def test_document_reads_well(path: str) -> None:
     assert not set(text) & set("\r\t\ufffd")
 
 
-@pytest.mark.parametrize("path", [p for p in documents() if language(p) == "ko"])
+@every([p for p in documents() if language(p) == "ko"])
 def test_korean_document_is_korean(path: str) -> None:
     letters = [c for c in text_of(path) if c.isalpha()]
     assert sum("가" <= c <= "힣" for c in letters) / len(letters) > 0.97
 
 
-@pytest.mark.parametrize("path", documents())
+@every(documents())
 def test_document_starts_with_a_title(path: str) -> None:
     first = text_of(path).strip().splitlines()[0]
     if path.endswith(".md"):
@@ -178,7 +193,7 @@ def test_every_document_is_asked_about() -> None:
     assert set(documents()) == {q["source"] for q in questions()}
 
 
-@pytest.mark.parametrize("q", params(list(questions())))
+@every(questions())
 def test_question_has_the_right_fields(q: Question) -> None:
     expected = {"id", "question", "answers", "kind", "lang", "source"}
     extra = {"hop": {"sources"}, "coreference": {"entity"}}.get(q["kind"], set())
@@ -192,26 +207,26 @@ def test_question_has_the_right_fields(q: Question) -> None:
     assert all(a == a.strip() and 0 < len(a.split()) <= 8 for a in q["answers"])
 
 
-@pytest.mark.parametrize("q", params(list(questions())))
+@every(questions())
 def test_answer_stands_in_its_source_alone(q: Question) -> None:
     assert q["answers"][0] in " ".join(text_of(q["source"]).split())
     for answer in q["answers"]:
         assert [p for p in documents() if p != q["source"] and positions(answer, p)] == []
 
 
-@pytest.mark.parametrize("q", params(list(questions())))
+@every(questions())
 def test_question_does_not_give_its_answer_away(q: Question) -> None:
     assert not any(squash(a) in squash(q["question"]) for a in q["answers"])
 
 
-@pytest.mark.parametrize("q", params(of_kind("hop")))
+@every(of_kind("hop"))
 def test_hop_joins_two_documents(q: Question) -> None:
     assert len(q["sources"]) == len(set(q["sources"])) == 2
     assert q["sources"][-1] == q["source"]
     assert set(q["sources"]) <= set(documents())
 
 
-@pytest.mark.parametrize("q", params(of_kind("coreference")))
+@every(of_kind("coreference"))
 def test_coreference_answer_stands_far_from_the_name(q: Question) -> None:
     path, lang = q["source"], q["lang"]
     words = len(squashed(path).split())
@@ -225,7 +240,7 @@ def test_coreference_answer_stands_far_from_the_name(q: Question) -> None:
         assert [i for i in names if abs(i - at) < CLEAR[lang]] == []
 
 
-@pytest.mark.parametrize("q", params(of_kind("coreference")))
+@every(of_kind("coreference"))
 def test_coreference_paragraph_does_not_name_the_entity(q: Question) -> None:
     answer = squash(q["answers"][0])
     holders = [p for p in map(squash, text_of(q["source"]).split("\n\n")) if answer in p]
@@ -263,6 +278,6 @@ def rank(question: str) -> list[str]:
     return sorted(counts, key=score, reverse=True)
 
 
-@pytest.mark.parametrize("q", params(of_kind("direct")))
+@every(of_kind("direct"))
 def test_keyword_search_finds_the_document_of_a_direct_question(q: Question) -> None:
     assert q["source"] in rank(q["question"])[:2]

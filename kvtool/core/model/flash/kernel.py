@@ -108,28 +108,16 @@ class Kernel:
         size = -(-size // ALIGNMENT) * ALIGNMENT
         scratch = torch.empty(size * threads + ALIGNMENT, dtype=torch.uint8)
         counters = torch.zeros(2, dtype=torch.int64)
-        cap, begins, rests = scoring.softcap, rows.begins, _rests(scoring, query.shape[0])
+        begins, rests = rows.begins, _rests(scoring, query.shape[0])
         assert begins is not None
         job = {
-            **_where("query", query),
-            **_where("key", key),
-            **_where("value", value),
-            **_where("out", out),
-            **_where("lead_key", leads[0] if leads else key),
-            **_where("lead_value", leads[1] if leads else value),
-            "leads": leads[0].shape[1] if leads else 0,
+            **_laid_out(query, key, value, out, leads),
+            **_scored(scoring),
             "limits": rows.limits.data_ptr(),
             "begins": begins.data_ptr(),
             "rests": rests.data_ptr(),
-            "bend": 0 if cap is None else _bits(-2 * math.log2(math.e) * scoring.scale / cap),
-            "top": _bits(cap or 0.0),
             "blocks": blocks.data_ptr(),
             "count": len(blocks),
-            "kv_heads": key.shape[0],
-            "group": query.shape[0] // key.shape[0],
-            "head_dim": query.shape[2],
-            "value_dim": value.shape[2],
-            "scale": _bits((scoring.scale if cap is None else 1.0) * math.log2(math.e)),
             "counters": counters.data_ptr(),
             "scratch": -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT,
             "scratch_bytes": size,
@@ -167,6 +155,36 @@ class Kernel:
             ],
             dtype=torch.int64,
         )
+
+
+def _laid_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, leads: KV | None
+) -> dict[str, int]:
+    """Where the tensors are, and their shapes."""
+    lead_key, lead_value = leads or (key, value)
+    return {
+        **_where("query", query),
+        **_where("key", key),
+        **_where("value", value),
+        **_where("out", out),
+        **_where("lead_key", lead_key),
+        **_where("lead_value", lead_value),
+        "leads": leads[0].shape[1] if leads else 0,
+        "kv_heads": key.shape[0],
+        "group": query.shape[0] // key.shape[0],
+        "head_dim": query.shape[2],
+        "value_dim": value.shape[2],
+    }
+
+
+def _scored(scoring: Scoring) -> dict[str, int]:
+    """What makes a weight of a product: factors for powers of two, and the cap."""
+    cap = scoring.softcap
+    return {
+        "bend": 0 if cap is None else _bits(-2 * math.log2(math.e) * scoring.scale / cap),
+        "top": _bits(cap or 0.0),
+        "scale": _bits((scoring.scale if cap is None else 1.0) * math.log2(math.e)),
+    }
 
 
 def _bits(number: float) -> int:
