@@ -14,6 +14,7 @@ from kvtool.core.errors import KvtoolError, UsageError
 
 _PORT, _PATIENCE = 6379, 10.0  # of a cluster's head; seconds for a connection
 _WHERE = "--ray local, or the address of a running cluster, such as 10.0.0.5:6379"
+_TOKEN = "where the cluster asks for a token, set RAY_AUTH_MODE=token, or name another cluster"
 _CORES = 8  # of a worker without a GPU, where nobody says how many there are to be
 
 
@@ -72,7 +73,8 @@ def connected(address: str) -> Any:
             logging_level=logging.CRITICAL,
         )
     except Exception as error:
-        raise KvtoolError(f"Ray does not answer at {address!r}: {reason_of(error)}", _WHERE) from error
+        hint = _WHERE if address in (LOCAL, AUTO) else _TOKEN  # something listens there: `check_there` has seen it
+        raise KvtoolError(f"Ray does not answer at {address!r}: {reason_of(error)}", hint) from error
     _quieten()
     return ray
 
