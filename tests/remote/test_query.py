@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ SLO = ("--slo-ms", "600000")
 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes ten seconds for every chunk that it computes: fetching one is sooner."""
+    """One that takes ten seconds for every chunk that it computes after streaming, and computes none beside it."""
     monkeypatch.setattr(streaming.Computing, "_pass", lambda self, text: 1.0 + 10.0 * len(text))
-    monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: 10.0)
+    monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: math.inf)
 
 
 def ask(place: object, *more: object, mode: str = "union") -> Done:
@@ -233,8 +234,11 @@ def computed_meanwhile(done: Done) -> set[str]:
 
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize(("mode", "behind"), [("union", "redis"), ("reuse", "s3")], indirect=["behind"])
-def test_what_does_not_come_is_computed_while_the_others_do(mode: str, store: Path, far: Link) -> None:
+def test_what_does_not_come_is_computed_while_the_others_do(
+    mode: str, store: Path, far: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One chunk is known not to be there, another turns out to be damaged; of the others the link may bring some."""
+    monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: 0.05)
     used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level([bytes.fromhex(used[1])], "raw")
