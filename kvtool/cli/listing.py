@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.upkeep.options import ListOptions
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.listing import Row
 
 _COLUMNS = ("chunk", "tokens", "levels", "bytes", "used", "where")
@@ -24,22 +26,27 @@ _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 def ls(run: Run) -> None:
     """Documents and their chunks."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import about, as_documents, parse_filter, parse_sort, rows_of
+    from kvtool.core.upkeep.listing import parse_filter, parse_sort, rows_of
 
     options = run.get(ListOptions)
     meets = parse_filter(options.filter)
     in_order = parse_sort(options.sort) if options.sort else list
     with Store.open(run.folder) as store, store.view():
-        every = rows_of(store)
-        rows = in_order([row for row in every if meets(row)])
-        documents = as_documents(rows)
-        if not options.filter.strip():  # one that gave no chunk is there, too
-            documents += [about(document) for document in store.documents() if not document.chunks]
-    chunks = {row.ref.chunk_id: row.bytes for row in rows}
-    value = {"documents": documents, "chunks": len(chunks), "bytes": sum(chunks.values())}
+        rows = in_order(row for row in rows_of(store) if meets(row))
+        value = {} if run.out.human else _value(store, rows, filtered=bool(options.filter.strip()))
     run.out.result(value, human=lambda: run.out.table(_COLUMNS, [_told(row) for row in rows]))
     if not rows:
         run.out.status("no chunk meets the filter" if options.filter else "the store holds no chunk")
+
+
+def _value(store: Store, rows: Sequence[Row], filtered: bool) -> dict[str, Any]:
+    from kvtool.core.upkeep.listing import Listed, about, as_documents
+
+    documents = as_documents(rows)
+    if not filtered:  # one that gave no chunk is there, too
+        documents += [about(Listed.of(document)) for document in store.documents() if not document.chunks]
+    chunks = {row.ref.chunk_id: row.bytes for row in rows}
+    return {"documents": documents, "chunks": len(chunks), "bytes": sum(chunks.values())}
 
 
 def _told(row: Row) -> tuple[object, ...]:

@@ -22,20 +22,20 @@ def render_table(columns: Sequence[str], rows: list[list[Any]], title: str, stre
     What is too wide for the terminal is folded between words; where that does not do, the table comes in bands that
     each begin with the first column.
     """
+    drawn = [_Column(name, [row[index] for row in rows]) for index, name in enumerate(columns)]
+    if not stream.isatty():
+        return "".join(_lines(drawn))
     from rich.console import Console
 
-    terminal = stream.isatty()
     canvas = io.StringIO()
-    width = None if terminal else 100_000
-    console = Console(file=canvas, force_terminal=terminal, markup=False, highlight=False, emoji=False, width=width)
-    drawn = [_Column(name, [row[index] for row in rows]) for index, name in enumerate(columns)]
-    if not terminal or _wide(drawn) + len(drawn) + 2 <= console.width:  # the roomy form has a blank more, and edges
-        console.print(_table(drawn, title if terminal else "", terminal))
+    console = Console(file=canvas, force_terminal=True, markup=False, highlight=False, emoji=False)
+    if _wide(drawn) + len(drawn) + 2 <= console.width:  # the roomy form has a blank more, and edges
+        console.print(_table(drawn, title))
     else:
         for number, band in enumerate(_bands(drawn, console.width)):
             if number or not title:
                 console.print()
-            console.print(_table(band, "" if number else title, terminal, console.width))
+            console.print(_table(band, "" if number else title, console.width))
         console.print()
     return "".join(line.rstrip() + "\n" for line in canvas.getvalue().splitlines())
 
@@ -53,6 +53,17 @@ class _Column:
         self.natural = max(map(cell_len, texts))
         word = max((cell_len(word) for text in texts for word in text.split()), default=0)
         self.least = word if self.natural <= _FOLDED else min(self.natural, max(_FOLDED, cell_len(name)))
+
+
+def _lines(columns: Sequence[_Column]) -> Iterator[str]:
+    """The lines of a table for a pipe: it may have a million rows, of which each is drawn by itself."""
+    from rich.cells import cell_len
+
+    for row in zip(*([column.name, *column.cells] for column in columns), strict=True):
+        blanks = (" " * (column.natural - cell_len(cell)) for column, cell in zip(columns, row, strict=True))
+        cells = zip(columns, row, blanks, strict=True)
+        padded = (blank + cell if column.numbers else cell + blank for column, cell, blank in cells)
+        yield (" " * _GAP).join(padded).rstrip() + "\n"
 
 
 def _wide(columns: Sequence[_Column]) -> int:
@@ -83,15 +94,15 @@ def _fitted(columns: Sequence[_Column], width: int) -> list[int]:
     return widths
 
 
-def _table(columns: Sequence[_Column], title: str, terminal: bool, width: int | None = None) -> Table:
-    """A table for a pipe, for a terminal, or squeezed into `width` cells of one."""
+def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> Table:
+    """A table for a terminal, or squeezed into `width` cells of one."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(
-        box=box.SIMPLE_HEAD if terminal else None,
-        pad_edge=terminal and width is None,
+        box=box.SIMPLE_HEAD,
+        pad_edge=width is None,
         show_edge=width is None,
         padding=(0, 1) if width is None else (0, _GAP - 1, 0, 0),
         title=Text(title) if title else None,

@@ -67,7 +67,7 @@ def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path
 def test_what_a_killed_run_did_not_come_to_drop_goes_with_the_next(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(self: Writer, keep: object = ()) -> int:
+    def killed(self: Writer, **given: object) -> int:
         raise KeyboardInterrupt
 
     with Store.open(tmp_path / "fresh") as store:

@@ -10,7 +10,7 @@ from itertools import islice
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, chunks_named, is_id
 from kvtool.core.cache.link import KVRead, Link
 from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part
@@ -42,6 +42,15 @@ class Chunks(Opened):
         """Ids of the chunks that have some KV in this folder, sorted."""
         with self.snapshot() as snapshot:
             return list(dict.fromkeys(key[:ID_BYTES] for key in snapshot.keys(tables.LEVELS)))
+
+    def chunks_named(self, text: str) -> list[bytes]:
+        """Ids of the chunks that begin with these hexadecimal digits; none where the text is too short, or no such
+        digits. Others are not read."""
+        digits = text.strip().lower()
+        if not is_id(digits) or not FEWEST_DIGITS <= len(digits) <= 2 * ID_BYTES:
+            return []
+        with self.snapshot() as snapshot:
+            return chunks_named(digits, [*snapshot.keys(tables.CHUNKS, bytes.fromhex(digits[: len(digits) // 2 * 2]))])
 
     def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
         """Token ids, lead-in and side data. Raises DamagedError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
@@ -30,6 +30,26 @@ class Documents(Opened):
         with self.snapshot() as snapshot:
             payload = snapshot.payload(tables.FILES, key, Kind.FILE, "a file entry")
         return None if payload is None else FileEntry.from_bytes(payload)
+
+    def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
+        """The files of these documents, by path; a file without documents is its own. A document is looked for where
+        readers put it, in the file of its own name or of what stands before its last `#`; only for others all files
+        are read. Raises DamagedError."""
+        found: dict[str, FileEntry] = {}
+        lost: set[str] = set()
+        for source in sources:
+            entries = (self.file(path) for path in (source, source.rpartition("#")[0]) if path)
+            for entry in entries:
+                if entry is not None and source in (entry.documents or (entry.path,)):
+                    found[entry.path] = entry
+                    break
+            else:
+                lost.add(source)
+        if lost:
+            found |= {
+                entry.path: entry for entry in self.files() if not lost.isdisjoint((entry.path, *entry.documents))
+            }
+        return [found[path] for path in sorted(found)]
 
     def file_marks(self) -> dict[bytes, bytes]:
         """A mark of every file's entry, by key: another mark, and something of the entry is another."""

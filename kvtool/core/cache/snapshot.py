@@ -103,9 +103,9 @@ class Snapshot:
         for key, value in self._tree.values(table + prefix):
             yield key[len(table) :], value
 
-    def sizes(self, table: bytes) -> Iterator[tuple[bytes, int]]:
+    def sizes(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, int]]:
         """Keys and lengths of values, in order; reads no value."""
-        for key, size in self._tree.items(table):
+        for key, size in self._tree.items(table + prefix):
             yield key[len(table) :], size
 
     def touch(self, rows: list[tuple[bytes, bytes]]) -> None:

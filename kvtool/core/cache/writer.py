@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
 BATCH_SECONDS = 5.0
 _CHUNKS_AT_ONCE = 2000  # deleted in one transaction
+Referred = Callable[[Collection[bytes]], Iterable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class Writer:
         self._fresh: set[bytes] = set()  # put since the last commit_file: collect must not take them for garbage
         self._ended = False
         self._tidied = False  # whether what killed writers left of stretches is dropped
+        self._begun = False  # whether documents, or chunks apart from them, were changed
+        self._loosened: set[bytes] | None = None  # chunks that documents let go of; None: there may be others
 
     # ---- putting -------------------------------------------------------------------------------------------------
 
@@ -192,7 +195,11 @@ class Writer:
         """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
         try:
             if self._pending:
-                self._commit(self._pending_rows())
+                rows = self._pending_rows()
+                if any(table == tables.ADDED for table, *_ in rows):  # who is killed now leaves what nobody refers to
+                    self._begin()
+                    rows.append(meta_row(keys.COLLECTED_KEY, {}))
+                self._commit(rows)
         finally:
             self._forget_pending()
 
@@ -211,6 +218,7 @@ class Writer:
         if sorted(entry.documents) != sorted(document.source for document in documents):
             raise ValueError("a file entry must name exactly its documents")
         self._check_references(documents)
+        self._loosen(entry.path)
         needed = {ref.chunk_id for document in documents for ref in document.chunks}
         others = {place: pending for place, pending in self._pending.items() if place[0] not in needed}
         try:
@@ -232,6 +240,7 @@ class Writer:
         with self._store.environment.read() as snapshot:
             if not snapshot.has(tables.FILES, key):
                 return False
+        self._loosen(path)
         self._commit([], [(tables.FILES, key), *self._stale_documents(path, set())])
         return True
 
@@ -242,7 +251,8 @@ class Writer:
         gone = set(sources)
         rows: list[Row] = []
         doomed: list[Doomed] = []
-        for entry in self._store.files():
+        for entry in self._store.files_with(gone):
+            self._loosen(entry.path)
             kept = tuple(source for source in entry.documents if source not in gone)
             if kept != entry.documents or (entry.path in gone and not entry.documents):
                 doomed += [(tables.DOCUMENTS, keys.name_key(source)) for source in entry.documents if source in gone]
@@ -283,12 +293,14 @@ class Writer:
             self._commit([], doomed)
         return len(doomed)
 
-    def collect(self, keep: Iterable[bytes] = ()) -> int:
+    def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
         """Drop the chunks that no document refers to, and fold the access log. Returns how many chunks went.
 
         Parameters
         ----------
         keep : chunks that are needed although no document has them (the prompt's own beginning).
+        referred : tells of some chunks to which of them documents refer. Where it is known which chunks this writer's
+            documents let go of, and nothing was left before, these alone are looked at. None: all documents are read.
 
         Raises
         ------
@@ -297,22 +309,52 @@ class Writer:
         self._check_open()
         self.flush()
         self.fold_access()
-        wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | self._fresh
-        wanted |= set(keep)
-        wanted |= self._collect_stretches(wanted)
-        with self._store.environment.read() as snapshot:
-            known = {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)}
-        dropped = self._drop(sorted(known - wanted), chunk_keys, loose=True)
+        self._begin()
+        kept = {*keep} | self._fresh
+        if referred is None or self._loosened is None:
+            loose = self._unreferred(kept)
+        else:
+            loose = self._loosened - kept
+            loose -= {*referred(loose)} if loose else set()
+            loose |= self._drop_stretches_of(lambda chunks: not loose.isdisjoint(chunks))
+        dropped = self._drop(sorted(loose), chunk_keys, loose=True)
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
             self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
+        self._loosened = set()
         return dropped
 
-    def _collect_stretches(self, chunks: set[bytes]) -> set[bytes]:
-        """Drop the stretches that were made of any chunk but these; returns those that stay."""
-        stretches = self._store.stretches()
-        stale = [stretch for stretch, info in stretches.items() if not chunks.issuperset(info.chunks)]
+    def _unreferred(self, kept: set[bytes]) -> set[bytes]:
+        """All chunks that neither a document nor a stretch refers to, but these; stretches that were made of any such
+        chunk are dropped."""
+        wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
+        self._drop_stretches_of(lambda chunks: not wanted.issuperset(chunks))
+        wanted |= {*self._store.stretches()}
+        with self._store.environment.read() as snapshot:
+            return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
+
+    def _drop_stretches_of(self, is_stale: Callable[[Sequence[bytes]], bool]) -> set[bytes]:
+        """Drop the stretches whose chunks are such; returns which they were."""
+        stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info.chunks)}
         self.drop_stretches(stale)
-        return {*stretches} - {*stale}
+        return stale
+
+    def _begin(self) -> None:
+        """Find out, before the first change, whether chunks may be left that nobody refers to."""
+        if not self._begun:
+            self._begun, self._loosened = True, set() if self._store.is_collected() else None
+
+    def _loosen(self, path: str) -> None:
+        """Note the chunks of a file's documents before these change: nobody else may refer to them."""
+        self._begin()
+        if self._loosened is None:
+            return
+        try:
+            entry = self._store.file(path)
+            for source in entry.documents if entry is not None else ():
+                document = self._store.document(source)
+                self._loosened.update(ref.chunk_id for ref in (document.chunks if document is not None else ()))
+        except DamagedError:  # what it refers to is unknown
+            self._loosened = None
 
     def repair(self, damages: Iterable[Damage]) -> int:
         """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were touched.

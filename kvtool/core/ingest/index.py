@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.ingest.account import Account
+
+
+def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) -> Collection[bytes]:
+    """Those of these chunks to which documents refer, by the index, which is brought up to date for it.
+
+    Raises
+    ------
+    DamagedError : a document cannot be read.
+    """
+    from kvtool.core.retrieval.index import index_of
+
+    with account.phase("index"):
+        return index_of(store, account.warn).holders(chunk_ids)
 
 
 def update_index(store: Store, account: Account, embedder: str | None, offline: bool) -> None:

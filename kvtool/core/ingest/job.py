@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from kvtool.core.corpus.walk import Failure
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
-from kvtool.core.ingest.index import update_index
+from kvtool.core.ingest.index import referred_in, update_index
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.lead_in_change import lead_in_change
 from kvtool.core.ingest.novelties import Novelties
@@ -185,7 +186,8 @@ class _Job:
             self.account.removed(entry)
         stale = self._changed or self.stream.gone or self._is_other or not store.is_collected()
         if stale:
-            report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id])
+            referred = partial(referred_in, store, self.account)
+            report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id], referred=referred)
         if stale or options.embedder is not None:
             with self.account.phase("index"):
                 update_index(store, self.account, options.embedder, options.offline)

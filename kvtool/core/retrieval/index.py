@@ -7,7 +7,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +108,23 @@ class Index:
             row -= len(segment)
         raise IndexError("no such row")
 
+    @property
+    def documents(self) -> int:
+        """How many documents are alive."""
+        return sum(int(segment.alive.sum()) for segment in self.segments)
+
+    def holders(self, chunk_ids: Collection[bytes]) -> dict[bytes, set[str]]:
+        """Sources of the living documents that refer to each of these chunks; without those to which none does. The
+        ids of all chunks are looked through, but no document is read."""
+        found: dict[bytes, set[str]] = {}
+        wanted = beginnings(digests([*chunk_ids], _KEY))
+        for segment in self.segments:
+            for row in np.flatnonzero(np.isin(beginnings(segment.tables["chunk_ids"]), wanted)).tolist():
+                document, chunk_id = segment.document_of(row), segment.tables["chunk_ids"][row].tobytes()
+                if segment.alive[document] and chunk_id in chunk_ids:
+                    found.setdefault(chunk_id, set()).add(segment.source(document))
+        return found
+
     # ---- bringing it up to date ----
 
     def update(self, store: Store) -> None:
@@ -207,6 +224,11 @@ class Index:
             raise
         except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
             raise DamagedError(f"{folder} cannot be read: {error}") from error
+
+
+def beginnings(ids: Array) -> Array:
+    """The first eight bytes of each id, uint64."""
+    return np.ascontiguousarray(ids[:, :8]).view(np.uint64)[:, 0]
 
 
 def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocument]]:

@@ -13,7 +13,7 @@ from kvtool.core.cache.side import TABLES
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.embed import Embeds
-from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.index import Index, beginnings
 from kvtool.core.retrieval.tables import Array, open_tables, open_unsealed, write_tables
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def keys_of(index: Index) -> Array:
     """A key for every row of the index, uint64, made of its chunk's id and its document's title."""
     parts = [np.empty(0, np.uint64)]
     for segment in index.segments:
-        ids = np.ascontiguousarray(segment.tables["chunk_ids"][:, :8]).view(np.uint64)[:, 0]
+        ids = beginnings(segment.tables["chunk_ids"])
         titles = np.repeat(segment.tables["title_ids"], segment.chunk_counts)
         parts.append(ids ^ (titles * np.uint64(0x9E3779B97F4A7C15)))
     return np.concatenate(parts)

@@ -9,6 +9,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.errors import DamagedError
+from kvtool.core.retrieval.index import index_of
 from kvtool.core.upkeep.inventory import kept_always
 from kvtool.core.upkeep.plan import Drop, Plan
 
@@ -30,7 +31,7 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
             continue
         spared |= _drop(store, writer, step.drops)
     if any(step.sources or step.loose for step in plan.steps):
-        writer.collect(keep=kept_always(store))
+        writer.collect(keep=kept_always(store), referred=lambda chunks: index_of(store).holders(chunks))
     return spared
 
 
@@ -65,7 +66,5 @@ def _stands_in(store: Store, chunk: bytes, going: set[str]) -> bool:
 
 def bring_index_up_to_date(store: Store) -> None:
     """Update the retrieval index, so that no question has to; `store verify` tells of damaged documents."""
-    from kvtool.core.retrieval.index import index_of
-
     with suppress(DamagedError):
         index_of(store)

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
-from kvtool.core.upkeep.inventory import Inventory, take_inventory
+from kvtool.core.upkeep.inventory import Inventory, inventory_of
 from kvtool.core.upkeep.naming import named_documents
 from kvtool.core.upkeep.plan import Plan
 from kvtool.core.upkeep.prune import Planner, Wanted
@@ -46,10 +46,10 @@ def forget(
     """
     with Store.open(path) as store:
         if dry_run:
-            plan = plan_forget(inventory := take_inventory(store), named_documents(store, targets))
+            inventory, plan = _planned(store, targets)
             return replace(plan, refusal=_refusal(inventory, plan, yes))
         with store.writer(lock_wait) as writer:
-            plan = plan_forget(inventory := take_inventory(store), named_documents(store, targets))
+            inventory, plan = _planned(store, targets)
             if refusal := _refusal(inventory, plan, yes):
                 raise refusal
             apply(store, writer, plan)
@@ -57,12 +57,18 @@ def forget(
         return plan
 
 
+def _planned(store: Store, targets: Sequence[str]) -> tuple[Inventory, Plan]:
+    sources = named_documents(store, targets)
+    inventory = inventory_of(store, sources)
+    return inventory, plan_forget(inventory, sources)
+
+
 def _refusal(inventory: Inventory, plan: Plan, yes: bool) -> UsageError | None:
     going = set(plan.sources) & {document.source for document in inventory.documents}
     pinned = [document.source for document in inventory.documents if document.pinned and document.source in going]
     if pinned:
         return UsageError(f"{pinned[0]} is pinned, so nothing was forgotten", "`kvtool store unpin` it first")
-    all_of_it = len(inventory.documents)
+    all_of_it = len(inventory.documents) + inventory.others
     if not yes and len(going) > max(1, all_of_it // 2):
         return MuchError(
             f"{len(going)} of {all_of_it} documents would be forgotten",

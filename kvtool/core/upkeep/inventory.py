@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -81,6 +81,8 @@ class Inventory:
         first.
     used : bytes of the folder's files.
     free : bytes of them that a compaction gives back as things are.
+    shared : chunks of these documents to which documents that are not in this inventory refer as well.
+    others : how many documents are not in it.
     """
 
     documents: tuple[Held, ...]
@@ -89,6 +91,8 @@ class Inventory:
     used: int
     free: int
     stretches: tuple[tuple[bytes, int, int], ...] = ()
+    shared: frozenset[bytes] = frozenset()
+    others: int = 0
 
 
 def take_inventory(store: Store) -> Inventory:
@@ -122,6 +126,33 @@ def take_inventory(store: Store) -> Inventory:
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
     stretches = _stretches(store, used, chunks)
     return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free, stretches)
+
+
+def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
+    """Read what a plan needs to know of these documents alone; what else is stored is not looked at, but for the ids of
+    all chunks. When things were used is left out.
+
+    Raises
+    ------
+    DamagedError : a document cannot be read, so what it refers to is unknown.
+    """
+    from kvtool.core.retrieval.index import index_of
+
+    entries = [entry for source in sorted({*sources}) if (entry := store.document(source)) is not None]
+    refs = {entry.source: [ref.chunk_id for ref in entry.chunks] for entry in entries}
+    pins = store.pins()
+    pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
+    index = index_of(store)
+    holders = index.holders({chunk for chunk_ids in refs.values() for chunk in chunk_ids})
+    with store.snapshot() as snapshot:
+        chunks = {chunk: Holding(chunk, _levels(snapshot, chunk), pinned=chunk in pinned) for chunk in holders}
+        names = {source: keys.name_key(source) for source in refs}
+        texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
+        free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
+    documents = _documents(refs, chunks, {}, {*pins["sources"]} | _holding_pins(refs, pinned), texts)
+    shared = frozenset(chunk for chunk, held_by in holders.items() if held_by - refs.keys())
+    others = index.documents - len(documents)
+    return Inventory(documents, chunks, (), space.folder_bytes(store.path), free, (), shared, others)
 
 
 def _stretches(
@@ -223,8 +254,16 @@ def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
     return sizes, max(0, store.environment.allocated_bytes() - live)
 
 
-def _records(snapshot: Snapshot) -> Iterator[tuple[bytes, str, int]]:
-    for key, size in snapshot.sizes(tables.RECORDS):
+def _levels(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
+    """Bytes of a chunk by level."""
+    levels: dict[str, int] = {}
+    for _, level, size in _records(snapshot, chunk_id):
+        levels[level] = levels.get(level, 0) + size
+    return levels
+
+
+def _records(snapshot: Snapshot, chunk_id: bytes = b"") -> Iterator[tuple[bytes, str, int]]:
+    for key, size in snapshot.sizes(tables.RECORDS, chunk_id):
         try:
             chunk, level, _ = keys.split_record_key(key)
         except DamagedError:  # found by verify

@@ -7,7 +7,7 @@ import operator
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,20 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """A document without its text: a list of a million chunks would hold all texts else."""
+
+    source: str
+    kind: str
+    characters: int
+
+    @classmethod
+    def of(cls, document: DocumentEntry) -> Listed:
+        """What is told of a document."""
+        return cls(document.source, document.kind, len(document.text))
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A document's chunk.
 
@@ -43,7 +57,7 @@ class Row:
     age : seconds since then; NEVER.
     """
 
-    document: DocumentEntry
+    document: Listed
     ref: ChunkRef
     chunks: int
     levels: dict[str, int]
@@ -60,19 +74,18 @@ class Row:
 Test = Callable[[Row], bool]
 
 
-def rows_of(store: Store) -> list[Row]:
+def rows_of(store: Store) -> Iterator[Row]:
     """All chunks of all documents, in the documents' order. Raises DamagedError."""
     used, pins, now = store.last_used(), store.pins(), time.time()
     sources, chunks = set(pins["sources"]), set(pins["chunks"])
-    rows = []
     for document in store.documents():
+        listed = Listed.of(document)
         for ref in document.chunks:
             last = used.get(ref.chunk_id)
             age = NEVER if last is None else max(0.0, now - last)
             pinned = document.source in sources or ref.chunk_id.hex() in chunks
             sizes = store.level_sizes(ref.chunk_id)
-            rows.append(Row(document, ref, len(document.chunks), sizes, last, age, pinned))
-    return rows
+            yield Row(listed, ref, len(document.chunks), sizes, last, age, pinned)
 
 
 # ---- conditions --------------------------------------------------------------------------------------------------
@@ -201,7 +214,7 @@ def parse_sort(text: str) -> Callable[[Iterable[Row]], list[Row]]:
 # ---- what is told ------------------------------------------------------------------------------------------------
 
 
-def as_documents(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_documents(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """JSON values: documents in the order of their first row, each with its rows."""
     by_source: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -221,6 +234,6 @@ def as_documents(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return list(by_source.values())
 
 
-def about(document: DocumentEntry) -> dict[str, Any]:
+def about(document: Listed) -> dict[str, Any]:
     """A document's own facts, without any chunk."""
-    return {"source": document.source, "kind": document.kind, "characters": len(document.text), "chunks": []}
+    return {"source": document.source, "kind": document.kind, "characters": document.characters, "chunks": []}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
-from kvtool.core.cache.identity import chunks_named
 from kvtool.core.cache.store import Store
 from kvtool.core.common.spelling import composed
 from kvtool.core.errors import UsageError, did_you_mean
@@ -23,11 +22,25 @@ def named_documents(store: Store, targets: Sequence[str]) -> list[str]:
     ------
     UsageError : a word means nothing in the store, or several files' ends.
     """
-    named = documents_of(store)
     sources: set[str] = set()
+    named: Named | None = None
     for target in targets:
+        if exactly := _exactly(store, target):
+            sources |= exactly
+            continue
+        named = documents_of(store) if named is None else named
         sources |= set(_spelled_or_meant(target, named, lambda digits: _with_chunk(store, digits)))
     return sorted(sources)
+
+
+def _exactly(store: Store, target: str) -> set[str]:
+    """The documents of the file, or the one document, of just this path: found without a look at any other."""
+    for path in (os.path.abspath(target), target) if target else ():
+        entry, document = store.file(path), store.document(path)
+        sources = {*(entry.documents or (path,))} if entry is not None else set()
+        if sources := sources | ({path} if document is not None else set()):
+            return sources
+    return set()
 
 
 def documents_of(store: Store) -> dict[str, str]:
@@ -105,7 +118,7 @@ def _ending(target: str, named: Named) -> list[str]:
 
 
 def _with_chunk(store: Store, target: str) -> list[str]:
-    chunks = chunks_named(target, store.chunk_ids())
+    chunks = store.chunks_named(target)
     if len(chunks) > 1:
         raise UsageError(f"{len(chunks)} chunks have an id that begins with {target}", "give more digits")
     return [

@@ -22,7 +22,7 @@ def pin(path: Path, targets: Sequence[str], *, lock_wait: float = 0.0) -> dict[s
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         pins = store.pins()
         for target in targets:
-            chunks = chunks_named(target, store.chunk_ids())
+            chunks = store.chunks_named(target)
             if len(chunks) == 1:
                 pins["chunks"] = sorted({*pins["chunks"], chunks[0].hex()})
             else:

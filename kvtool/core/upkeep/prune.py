@@ -62,6 +62,7 @@ class Planner:
         self.expected = inventory.used - inventory.free
         self.gone: set[str] = set()
         self.referring = Counter(chunk for document in inventory.documents for chunk in document.refs)
+        self.referring.update(inventory.shared)
 
     def plan(self) -> Plan:
         steps = [step for step in self._steps() if step.drops or step.sources or step.loose or step.stretches]
