@@ -1,6 +1,7 @@
 """What pushes, pulls and questions ask of a shared store of very many chunks: requests, bytes, seconds, memory.
 
     python samples/shared_scale.py STORE [STORE ...]     stores that `samples/scale.py make` wrote: FOLDER/10000/store
+    python samples/shared_scale.py --catalogue 1000000   the catalogue of so many chunks alone, and a change of twenty
 
 Each step is a process of its own, on a copy of the store, over a folder. Requests are those that an object store would
 get for it: counted where kvtool asks for values, as its own reader joins neighbouring parts, and a list for each
@@ -19,32 +20,44 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
 
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import chunk_id
 from kvtool.core.cache.record import encode_record
 from kvtool.core.cache.store import Store
+from kvtool.core.remote.catalogue import Catalogue
+from kvtool.core.remote.entries import Chunk, File, Level, Pack, Place, digest_of
 from kvtool.core.remote.folder import FolderBlobs
 from kvtool.core.remote.object_reader import spans_of
 from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.push import push
+from kvtool.core.remote.shards import pack_root, sharded
 
 CHUNKS = 10  # of the file that is changed
 STEPS = ("push", "push again", "open", "open again", "change", "push the change", "open after it")
 _LIST = 1000  # names in an answer
+T = TypeVar("T")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stores", type=Path, nargs="+")
+    parser.add_argument("stores", type=Path, nargs="*")
+    parser.add_argument("--catalogue", type=int, nargs="*", default=[], help="chunks of catalogues without a store")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="for copies and the shared store; it is left there")
     given = parser.parse_args()
     if given.step:
         print(json.dumps(taken(given.step, given.stores[0], f"file://{given.folder / 'shared'}")))
+        return
+    if given.catalogue:
+        print("| chunks | shards | MB | MB of the root | changed shards | MB of these | CPU s | of a change | MiB |")
+        print("| --- " * 9 + "|")
+        for chunks in given.catalogue:
+            print(catalogue_row(chunks), flush=True)
         return
     print("| chunks | step | requests | of them reads | MB sent | MB read | CPU s | peak MiB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -87,6 +100,47 @@ def taken(step: str, path: Path, url: str) -> dict[str, object]:
         "cpu": f"{time.process_time() - started:,.1f}",
         "peak": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f}",
     }
+
+
+def catalogue_row(chunks: int) -> str:
+    """What a catalogue of made-up chunks takes, eight in a pack, and what a document of ten other chunks changes."""
+    ids = [digest_of(number.to_bytes(8, "little")) + "00000000" for number in range(chunks + CHUNKS)]
+    made = {key: described(number, key) for number, key in enumerate(ids[:chunks])}
+    files = {
+        key: File(digest_of(key.encode()), number, made[key].place) for number, key in enumerate(ids[:chunks:CHUNKS])
+    }
+    before, taken_s = timed(lambda: sharded(Catalogue({}, files=files, chunks=made), None))
+    seconds = time.process_time()
+    kept = {key: chunk for number, (key, chunk) in enumerate(made.items()) if not 0 < number <= CHUNKS}
+    new = {key: described(number, key) for number, key in enumerate(ids[chunks:], chunks)}
+    _, changed = sharded(Catalogue({}, files=files, chunks=kept | new), before[0])
+    row = (
+        f"{chunks:,}",
+        f"{len(before[0].shards):,}",
+        f"{sum(map(len, before[1].values())) / 1e6:.2f}",
+        f"{len(pack_root(before[0])) / 1e6:.3f}",
+        str(len(changed)),
+        f"{sum(map(len, changed.values())) / 1e6:.2f}",
+        f"{taken_s:.1f}",
+        f"{time.process_time() - seconds:.1f}",
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f}",
+    )
+    return f"| {' | '.join(row)} |"
+
+
+def timed(job: Callable[[], T]) -> tuple[T, float]:
+    """What a job gives, and seconds of the processor."""
+    started = time.process_time()
+    return job(), time.process_time() - started
+
+
+def described(number: int, key: str) -> Chunk:
+    """A chunk of 30 layers at one level, of about a megabyte, with its description."""
+    pack = Pack(digest_of(f"pack {number // 8}".encode()), 2**23)
+    text = Pack(digest_of(f"text {number // 4000}".encode()), 2**23)
+    marks = [digest_of(f"{key} {of}".encode()) for of in ("raw", "text")]
+    level = Level(2**20 // 30 * 30, marks[0], place=Place(pack, number % 8 * 2**20, (2**20 // 30,) * 30))
+    return Chunk(marks[1], 30, {"raw": level}, Place(text, number % 4000 * 2000, (2000,)))
 
 
 class Requests:
