@@ -70,7 +70,10 @@ def merge(run: Run, sources: Sources) -> int | None:
 
     Such are the parts of `ingest --shard`. The store is made where there is none; the others stay as they are.
     """
+    from kvtool.core.cache.store import Store
     from kvtool.core.pack.merge import merge as run_merge
+    from kvtool.core.session.identity import store_identity
+    from kvtool.lab.reports.glance import computed_by, makers
 
     options = run.get(ImportOptions)
     tell_budget(run, options.max_size)
@@ -78,4 +81,8 @@ def merge(run: Run, sources: Sources) -> int | None:
         reports = run_merge(
             run.folder, sources, lock_wait=options.lock_wait, max_size=options.max_size, events=view.events
         )
-    return told(run, reports, {"merged": [report.to_json() for report in reports]})
+    with Store.open(run.folder) as store:
+        made = computed_by(store, store_identity(store))
+    if len(several := makers(made)) > 1:
+        run.out.status(f"computed {', '.join(several)}: the first question measures what that loses")
+    return told(run, reports, {"merged": [report.to_json() for report in reports], "computed_by": made})

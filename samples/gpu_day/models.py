@@ -69,6 +69,26 @@ def _end_to_end(day: Day, made: Any) -> dict[str, Any]:
         _json(day, "query", QUESTION, "--max-tokens", "16", "--force", *given, "--json")
     )
     found["verify"] = _json(day, "store", "verify", *given, "--json")
+    found["two arithmetics"] = _two_arithmetics(day, corpus, model, store)
+    return found
+
+
+def _two_arithmetics(day: Day, corpus: Path, model: Path, store: Path) -> dict[str, Any]:
+    """The device's store asked on the CPU in float32, and one that the CPU made in float32 asked on the device: how
+    many chunks are found, and what that loses by the gate's measure."""
+    other = store.with_name("store-of-cpu")
+    shutil.rmtree(other, ignore_errors=True)
+    cpu, found = ("--device", "cpu", "--dtype", "float32"), {}
+    _json(day, "ingest", str(corpus), "--model", str(model), "--store", str(other), "--json", at=cpu)
+    for name, made, at in (("asked on the CPU", store, cpu), ("asked on the device", other, ("--device", day.device))):
+        place = ("--store", str(made))
+        asked = ("query", QUESTION, "--fusion", "reuse", "--max-tokens", "16", *place, "--json")
+        reply, gate = _json(day, *asked, at=at), _json(day, "inspect", "gate", *place, "--json", at=())
+        statuses = [chunk["status"] for chunk in reply["chunks"]]
+        found[name] = _answer(reply) | {
+            "found": f"{len(statuses) - statuses.count('miss')} of {len(statuses)}",
+            "nats_lost": gate.get("loss_by_arithmetic", {}),
+        }
     return found
 
 
@@ -78,9 +98,9 @@ def _answer(reply: Any) -> Any:
     return {name: reply[name] for name in keep if name in reply} if isinstance(reply, dict) else reply
 
 
-def _json(day: Day, *command: str) -> Any:
-    """What a command prints; raises with what it said where it fails."""
-    device = [] if command[0] == "store" else ["--device", day.device]
+def _json(day: Day, *command: str, at: Sequence[str] | None = None) -> Any:
+    """What a command prints; raises with what it said where it fails. `at`: where it computes, if not on the device."""
+    device = at if at is not None else [] if command[0] == "store" else ["--device", day.device]
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", *command, *device],
         cwd=ROOT,

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.model import fingerprint
+from kvtool.core.model import attention, fingerprint
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
 from kvtool.core.model.options import ModelOptions
@@ -178,6 +179,61 @@ def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: 
     assert "loss_by_arithmetic" not in verdict
 
 
+def test_parts_of_several_machines_are_merged_and_it_is_told(
+    elsewhere: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part by a machine of its own; then a changed file is ingested by one of them, which computes that alone."""
+    corpus, everything = tmp_path / "corpus", ("--store", tmp_path / "all")
+    for part, features in (("1/2", FAST), ("2/2", PLAIN)):
+        monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
+        kvtool("ingest", corpus, "--store", tmp_path / part[0], "--shard", part, "--model", model, *CHUNKS).fine()
+    merged = kvtool("store", "merge", tmp_path / "1", tmp_path / "2", *everything, "--json").fine()
+    assert {row["dtype"] for row in merged.json["computed_by"]} == {"bfloat16", "float32"}
+    assert "in float32 on cpu" in merged.err
+    assert listing(tmp_path / "all") == listing(elsewhere)
+    path = corpus / "mill1.md"
+    path.write_text(path.read_text() + "\nIts wheel was replaced twice.\n")
+    changed = kvtool("ingest", corpus, *everything, "--json").fine().json
+    assert changed["documents"]["changed"] == 1
+    assert 1 <= changed["chunks"]["computed"] <= 2
+    kvtool("ingest", path, "--store", tmp_path / "32", "--model", model, *CHUNKS, "--store-dtype", "float32").fine()
+    refused = kvtool("store", "merge", tmp_path / "32", "--store", elsewhere)
+    refused.failed(12, "made with another dtype", "merge into another --store")
+
+
+def test_what_leaves_the_range_of_the_stores_format_is_refused(model: Path, tmp_path: Path) -> None:
+    """float16 ends at 65504; bfloat16 has float32's range."""
+    large = Path(shutil.copytree(model, tmp_path / "large"))
+    weights = load_file(large / "model.safetensors")
+    weights |= {name: one * 1e7 for name, one in weights.items() if "layers.1" in name and "v_proj" in name}
+    save_file(weights, large / "model.safetensors", metadata={"format": "pt"})
+    write_corpus(tmp_path / "in", 1)
+    ingest = ("ingest", tmp_path / "in", "--model", large, *CHUNKS, *PREFIX, "--dtype", "float32", "--store-dtype")
+    kvtool(*ingest, "float16", "--store", tmp_path / "narrow").failed(12, "the range of float16", "bfloat16")
+    kvtool(*ingest, "bfloat16", "--store", tmp_path / "store").fine()
+
+
+def test_a_shared_store_is_asked_at_this_machines_speed(
+    elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What bfloat16 made is converted once, into the cache that is attended to: nothing of the store's format is
+    multiplied."""
+    tier = f"file://{tmp_path}/tier"
+    kvtool("store", "push", tier, "--store", elsewhere).fine()
+    seen: list[tuple[torch.dtype, ...]] = []
+    attend = attention.attend_rows
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any) -> torch.Tensor:
+        seen.append((query.dtype, key.dtype, value.dtype))
+        return attend(query, key, value, *more)
+
+    monkeypatch.setattr(attention, "attend_rows", watched)
+    found = kvtool("query", QUESTION, "--store", tier, "--fusion", "reuse", "--json", *SHORT).fine().json
+    assert found["resolved"] | {"dtype": "float32", "store_dtype": "bfloat16"} == found["resolved"]
+    assert {chunk["status"] for chunk in found["chunks"]} <= {"hit", "exact"}
+    assert {*seen} == {(torch.float32,) * 3}
+
+
 # ---- models that keep states -----------------------------------------------------------------------------------------
 
 
@@ -278,10 +334,12 @@ def test_it_grows_by_records_of_its_own_format(elsewhere: Path, model: Path, tmp
     assert found["tokens"]["reused"] > 0
 
 
-def test_it_is_compressed_there(elsewhere: Path) -> None:
+def test_what_was_compressed_there_is_read_here(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
     done = kvtool("compress", "--store", elsewhere, "--fit", "--fit-prompts", 2, "--questions", 2, "--json").fine()
     assert done.json["levels"][0]["chunks"] > 0
-    asked(elsewhere, "--level", "2")
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", PLAIN)
+    assert {chunk["status"] for chunk in asked(elsewhere, "--level", "2")["chunks"]} <= {"hit", "exact"}
 
 
 def test_the_gate_passes_there(elsewhere: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvtool.core.cache.stretches import Place
-from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.fusion.apart import Stored, fuse_apart
 from kvtool.core.fusion.chain import fuse_chain
 from kvtool.core.fusion.selectors import SELECTORS
@@ -123,7 +122,7 @@ def test_a_beginning_that_another_has_answered_is_gone_on_from(name: str) -> Non
             if number in decoder.state_formats
         }
         assert formats == decoder.state_formats
-        by = Arithmetic(there, "cpu")
+        by = decoders[there].loaded.arithmetic
         assert {info.arithmetic for info in shelf.found.infos if info} == {by}
         measured = check_beginning(decoder, BEGINNING, shelf.found, by, shelf.read, NOISE)
         assert measured is not None

@@ -18,6 +18,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import CARRIED, RECURRENT, StateCache, StateLayer, States
 from kvtool.core.records.parts import decode_part, encode_part
+from kvtool.core.records.within import check_within
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
 Parts = dict[Place, dict[str, torch.Tensor]]
@@ -85,10 +86,15 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
 
     Rows are rounded to that format, as those of chunks are. States stay in what the model makes of them: what a state
     lost, all that follows would lose (samples/results/states.md).
+
+    Raises
+    ------
+    ModelError : a number does not fit its format.
     """
     for place, tensors in parts.items():
-        rows = place[0] == "rows"
-        yield place, encode_part({name: one.to(kept) if rows else one for name, one in tensors.items()})
+        stored = {name: one.to(kept) for name, one in tensors.items()} if place[0] == "rows" else tensors
+        check_within(stored.values())
+        yield place, encode_part(stored)
 
 
 class Loading:

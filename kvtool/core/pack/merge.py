@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import StoreNotFoundError, UsageError
+from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack import stretches
 from kvtool.core.pack.beside import StoreBlobs
 from kvtool.core.pack.take import take
@@ -80,7 +80,10 @@ def _take_store(
     ):
         lost: list[tuple[str, str]] = []
         catalogue, blobs = survey(other, None, lambda what, why: lost.append((what, why))), StoreBlobs(other)
-        report = adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
+        try:
+            report = adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
+        except StoreFormatError as error:
+            raise StoreFormatError(f"{error.message} than {source}", "merge into another --store") from error
         for what, why in lost:
             report.note_damage(what, why)
         stretches.take(store, writer, blobs, report)

@@ -17,6 +17,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.sensitivity import sensitivities
 from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.records.within import check_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,14 @@ class ChunkRecords:
 
 
 def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[WantedChunk]) -> list[PrefilledChunk]:
-    """Compute a batch of chunks; what a chunk gives does not depend on its batch (bit for bit on the CPU)."""
+    """Compute a batch of chunks; what a chunk gives does not depend on its batch (bit for bit on the CPU).
+
+    Raises
+    ------
+    ModelError : a number does not fit the store's format.
+    """
     kvs = prefill_chunks(decoder, lead_ins.own, [PrefillItem(chunk.ids, chunk.before) for chunk in chunks])
+    check_within(side for kv in kvs for sides in kv.layers for side in sides)
     values = [b""] * len(chunks)
     if lead_ins.other is not None:
         values = sensitivities(decoder, lead_ins.other, [chunk.ids for chunk in chunks], kvs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +54,16 @@ def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
     ]
 
 
+def makers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say how much each arithmetic has computed, as `computed_by` tells it; what was not noted is left out."""
+    return [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in rows if row["dtype"]]
+
+
 def _told(value: Mapping[str, Any]) -> Iterator[str]:
     beginning, verdict = value["beginning"] or {"tokens": 0, "levels": []}, value["gate"]
     gate = "not run yet" if verdict is None else "passed" if verdict["passed"] else "FAILED"
     yield f"store    {value['path']}"
-    made = [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in value["computed_by"] if row["dtype"]]
+    made = makers(value["computed_by"])
     computed = f"; computed {', '.join(made)}" if made else ""
     yield f"model    {value['model']}, kept in {value['dtype']}{computed}; gate {gate}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
