@@ -12,6 +12,7 @@ from kvtool.cli.parsing import ManyValues
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.cli.verify import repair, verify
+from kvtool.cli.warm import warm
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.json_text import level_rows
 
@@ -43,7 +44,7 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-for _command in (stats, ls, verify, repair, forget, pin, unpin, budget, prune, compact, push, pull, sync, merge):
+for _command in (stats, ls, verify, repair, forget, pin, unpin, budget, prune, compact, push, pull, sync, warm, merge):
     app.command()(_command)
 app.command(cls=ManyValues)(export)
 app.command("import")(import_)

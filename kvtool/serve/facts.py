@@ -71,6 +71,7 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
         "generate_ms": timing["generate"],
         "hits": sum(status != "miss" for status in statuses),
         "misses": statuses.count("miss"),
+        "chunks": [chunk.id for chunk in answer.chunks],
         "finish": answer.finish,
     }
 

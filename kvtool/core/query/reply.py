@@ -227,7 +227,7 @@ def read_batch(path: Path) -> list[Request]:
         if not line.strip():
             continue
         try:
-            requests.append(_request(json.loads(line)))
+            requests.append(request_of(json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{path}, line {number}: {_wrong(error)}",
@@ -243,7 +243,8 @@ def _wrong(error: Exception) -> str:
     return f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _request(row: Any) -> Request:
+def request_of(row: Any) -> Request:
+    """The request of a line. Raises ValueError."""
     if not isinstance(row, dict) or not isinstance(row.get("question"), str):
         raise ValueError("no question")
     lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents", "sources")}

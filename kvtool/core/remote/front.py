@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -42,10 +43,32 @@ def make_room(store: Store, writer: Writer, coming: Mapping[bytes, int], spare: 
     -------
     Those of the chunks that there is room for.
     """
+    planned = plan_room(store, coming, None, spare)
+    for level in known(planned.going):  # the finer first: none is ever there without what it refines
+        writer.drop_level(planned.going[level], level)
+    budget = store.budget()
+    if budget is not None and space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
+        with suppress(NoSpaceError):
+            writer.compact()
+    return planned.kept
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is kept of what comes, and what goes for it: chunks by level."""
+
+    kept: set[bytes]
+    going: Mapping[str, list[bytes]]
+
+
+def plan_room(
+    store: Store, coming: Mapping[bytes, int], order: Mapping[bytes, float] | None = None, spare: float = 1 - LOW_WATER
+) -> Room:
+    """What :func:`make_room` does; nothing is done. `order`: by what chunks go, instead of the store's own warmth."""
     budget = store.budget()
     if budget is None or sum(coming.values()) <= _room(store, budget):
-        return {*coming}
-    leaving = _Leaving(store, {*coming}, _room(store, budget))
+        return Room({*coming}, {})
+    leaving = _Leaving(store, turns(store) if order is None else order, {*coming}, _room(store, budget))
     leaving.until(0)  # a budget that was lowered is met, whatever comes
     kept = set[bytes]()
     for chunk_id in sorted(coming, key=lambda chunk_id: (-leaving.turn(chunk_id), chunk_id)):
@@ -54,18 +77,16 @@ def make_room(store: Store, writer: Writer, coming: Mapping[bytes, int], spare: 
             kept.add(chunk_id)
             leaving.room -= coming[chunk_id]
     leaving.until(int(budget * spare), colder_than=min(map(leaving.turn, coming)))
-    leaving.drop(writer)
-    if space.folder_bytes(store.path) > budget:  # it was lowered; free pages of a file can be reused, not left out
-        with suppress(NoSpaceError):
-            writer.compact()
-    return kept
+    return Room(kept, leaving.going)
 
 
 def give_way(store: Store, writer: Writer) -> bool:
     """Drop the KV of the coldest chunks, a tenth of what may be here. False: there is none."""
-    leaving = _Leaving(store, set(), room=0)
+    leaving = _Leaving(store, turns(store), set(), room=0)
     leaving.until(max(1, int((store.budget() or space.folder_bytes(store.path)) * (1 - LOW_WATER))))
-    return leaving.drop(writer)
+    for level in known(leaving.going):
+        writer.drop_level(leaving.going[level], level)
+    return bool(leaving.going)
 
 
 def room_beside(store: Store, writer: Writer, size: int) -> None:
@@ -84,9 +105,9 @@ def bytes_of(record: int) -> int:
 class _Leaving:
     """Chunks that may go, the coldest first, and what is free once those before have gone."""
 
-    def __init__(self, store: Store, stay: set[bytes], room: int) -> None:
-        self._store, self._turns, self.room = store, turns(store), room
-        self._doomed: dict[str, list[bytes]] = {}
+    def __init__(self, store: Store, order: Mapping[bytes, float], stay: set[bytes], room: int) -> None:
+        self._store, self._turns, self.room = store, order, room
+        self.going: dict[str, list[bytes]] = {}
         stay |= kept_always(store) | pinned_with_documents(store)
         may_go = (chunk_id for chunk_id in store.ids_here() if chunk_id not in stay)
         self._order = iter(sorted(may_go, key=lambda chunk_id: (self.turn(chunk_id), chunk_id)))
@@ -101,14 +122,8 @@ class _Leaving:
                 self._order = chain([chunk_id], self._order)
                 return
             for level, size in self._store.sizes_here(chunk_id).items():
-                self._doomed.setdefault(level, []).append(chunk_id)
+                self.going.setdefault(level, []).append(chunk_id)
                 self.room += size
-
-    def drop(self, writer: Writer) -> bool:
-        """Drop what has to go; False: nothing had to."""
-        for level in known(self._doomed):  # the finer first: none is ever there without what it refines
-            writer.drop_level(self._doomed[level], level)
-        return bool(self._doomed)
 
 
 def _room(store: Store, budget: int) -> int:

@@ -25,6 +25,7 @@ from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
 from kvtool.core.remote.front import bytes_of, make_room
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.offers import Offers
+from kvtool.core.upkeep.budget import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
 _Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
@@ -51,6 +52,11 @@ class Tier:
         self._fetching = threading.Lock()
         self._arrivals: Arrivals | None = None
         self._coming = deque[tuple[Place, int]]()  # what was asked for and has not come: chunk and level, layer
+
+    @property
+    def url(self) -> str:
+        """Of the tier, without what is secret in it."""
+        return self._blobs.url
 
     # ---- what there is ----
 
@@ -179,27 +185,37 @@ class Tier:
 
     def keep_fetched(self) -> None:
         """Write chunks whose layers have all come; a store that is full or locked goes on fetching."""
-        if not self._fetched and not self._store.notes_are_long:
-            return
+        if self._fetched or self._store.notes_are_long:  # which a writer takes in when it ends
+            try:
+                self.write_fetched()
+            except KvtoolError as error:  # locked, full, read-only
+                self._warn(f"what was fetched is not kept: {error.message}", error.hint)
+
+    def write_fetched(self, lock_wait: float = 0.0, spare: float = 1 - LOW_WATER) -> set[Place]:
+        """Write chunks whose layers have all come, as far as there is room for them (:func:`make_room`), and forget all
+        that was fetched. Returns what was written. Raises as `Store.writer` does, and NoSpaceError."""
+        whole, written = self._whole(), set[Place]()
+        self._fetched = {}
+        with self._store.writer(lock_wait) as writer:
+            kept, mine = make_room(self._store, writer, _bytes_by_chunk(whole), spare), self._is_in_force()
+            for chunk_id, info, level, records in whole:
+                if chunk_id not in kept or (level_of(level).nested and not mine):
+                    continue  # another process has taken a newer catalogue over: it may refine what that has dropped
+                with suppress(ValueError):  # of another length than its description: a hole in the answer
+                    writer.put_chunk(chunk_id, info, level, records)
+                    written.add((chunk_id, level))
+        return written
+
+    def _whole(self) -> list[_Fetched]:
+        """Levels of chunks of which all layers, and what they refine, have come or are here."""
         whole = list[_Fetched]()
         for (chunk_id, level), layers in self._fetched.items():
             with suppress(DamagedError):  # its description: the next catalogue brings it again
-                info = self._store.chunk_info(chunk_id)
-                if info is not None and len(layers) == info.layers:
+                info, offer = self._store.chunk_info(chunk_id), self.offers(chunk_id).get(level)
+                alone = offer is None or offer.base is None or self.is_here(chunk_id, offer.base)
+                if info is not None and alone and len(layers) == info.layers:
                     whole.append((chunk_id, info, level, [layers[layer] for layer in range(info.layers)]))
-        if whole or self._store.notes_are_long:  # which a writer folds when it ends
-            try:
-                with self._store.writer() as writer:
-                    kept, mine = make_room(self._store, writer, _bytes_by_chunk(whole)), self._is_in_force()
-                    for chunk in whole:
-                        if chunk[0] not in kept:
-                            continue
-                        if mine or not level_of(chunk[2]).nested:  # else it may refine what another process has dropped
-                            with suppress(ValueError):  # of another length than its description: a hole in the answer
-                                writer.put_chunk(*chunk)
-            except KvtoolError as error:  # locked, full, read-only
-                self._warn(f"what was fetched is not kept: {error.message}", error.hint)
-        self._fetched = {}
+        return whole
 
     def _is_in_force(self) -> bool:
         """Whether the catalogue that was taken over last is the one that was fetched by. Writer lock held."""
