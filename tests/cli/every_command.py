@@ -91,6 +91,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "query (shared)": ("query", QUESTION, "--store", tier, *SHORT, "--slo-ms", "5000", "--json"),
             "store push (pull)": ("store", "pull", tier, "--store", folder / "pulled", "--json"),
             "store sync": ("store", "sync", tier, *here, "--json"),
+            "store warm": ("store", "warm", "--store", tier, "--from", batch, "--json"),
             "store export": ("store", "export", pack, *here, "--json"),
             "store import": ("store", "import", pack, "--store", folder / "taken", "--json"),
             "store merge": ("store", "merge", pack, "--store", folder / "merged", "--json"),

@@ -154,7 +154,8 @@ class _Warming:
         """Of what is asked, each chunk by how warm it is."""
         latest = max(self._wanted.values(), default=0.0)
         weights = {chunk: 2 ** ((warm - latest) / HALF_LIFE) for chunk, warm in self._wanted.items()}
-        return sum(weights[chunk] for chunk in weights.keys() & here) / max(sum(weights.values()), 1e-300)
+        of = sum(weight for chunk, weight in weights.items() if chunk in here)
+        return of / (sum(weights.values()) or 1.0)  # in one order, so that all of it is 1
 
     # ---- fetching ----
 
