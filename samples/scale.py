@@ -1,7 +1,7 @@
 """What a store of very many chunks costs, operation by operation: seconds, memory, reads, and how each grows.
 
     python samples/scale.py make FOLDER [--chunks 10000 100000 1000000]
-    python samples/scale.py measure FOLDER [--chunks 10000 100000 1000000] [--only NAME ...] [--times 1]
+    python samples/scale.py measure FOLDER [--chunks 10000 100000 1000000] [--only NAME ...]
 
 `make` writes a tiny random model, and for each size a folder of text files (ten chunks each) and the store that an
 ingest would make of them; at a million chunks this takes some minutes and 5 GB. What is there is left as it is. The
@@ -58,7 +58,7 @@ def kvtool(folder: Path, store: Path, words: list[str], until: str | None = None
     return watched(command, environment, folder / "said", until)
 
 
-def measure(folder: Path, sizes: list[int], only: list[str], times: int) -> None:
+def measure(folder: Path, sizes: list[int], only: list[str]) -> None:
     shown = [each for each in OPERATIONS if not only or any(name in each.name for name in only)]
     print("| operation | chunks | seconds | CPU s | own MiB | peak MiB | reads | MB read | exponent |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -66,7 +66,7 @@ def measure(folder: Path, sizes: list[int], only: list[str], times: int) -> None
     for chunks in sizes:
         place = copied(folder, chunks)
         for each in shown:
-            taken = min((once(folder, place, each) for _ in range(times)), key=lambda one: one.cpu)
+            taken = once(folder, place, each)
             print(line(each.name, chunks, taken, before.get(each.name)), flush=True)
             before[each.name] = chunks, taken
 
@@ -102,11 +102,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--chunks", type=int, nargs="+", default=list(SIZES), help="how many, of each store")
     parser.add_argument("--only", nargs="+", default=[], help="operations whose names hold one of these words")
-    parser.add_argument("--times", type=int, default=1, help="how often each is run; the one of the least CPU counts")
     given = parser.parse_args()
     folder = given.folder.absolute()
     if given.what == "measure":
-        measure(folder, given.chunks, given.only, given.times)
+        measure(folder, given.chunks, given.only)
         return
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
