@@ -58,9 +58,9 @@ def run(given: argparse.Namespace, server: RedisServer, folder: Path) -> None:
             if number:
                 shutil.copytree(speeds, local / "speeds")
                 if given.fault == "cut":
-                    link.cut_after = link.sent + FAULT_AFTER
+                    link.after(FAULT_AFTER, link.close)
                 elif given.fault == "crawl":
-                    link.crawl_after = link.sent + FAULT_AFTER
+                    link.after(FAULT_AFTER, link.crawl)
             done = ask(given, home, link, "--slo-ms", objective, "--max-loss", "0.2", "--remote-timeout", "1")
             if not number:
                 shutil.copytree(local / "speeds", speeds)

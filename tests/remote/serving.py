@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.urls import open_blobs
 
 PASSWORD = "open sesame"
+AMAZON = {"AWS_ACCESS_KEY_ID": "AKIAZQXWVA", "AWS_SECRET_ACCESS_KEY": "zqxwvb", "AWS_REGION": "us-east-1"}
 
 
 def wreck(url: str, chunk: str, level: str, *layers: int) -> None:
@@ -83,20 +85,18 @@ class S3Server:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self._child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _wait_for(self.port)
+        self._folders = itertools.count()
+        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/bucket", method="PUT")
+        with urllib.request.urlopen(asked, timeout=30):
+            pass
+
+    def folder(self) -> str:
+        """The URL of one that is empty."""
+        return f"s3://bucket/team/kv{next(self._folders)}"
 
     def kill(self) -> None:
         self._child.kill()
         self._child.wait()
-
-    def empty(self) -> None:
-        """Forget all that it holds; there is one bucket then."""
-        self._call("POST", "moto-api/reset")
-        self._call("PUT", "bucket")
-
-    def _call(self, method: str, path: str) -> None:
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}/{path}", method=method)
-        with urllib.request.urlopen(asked, timeout=30):
-            pass
 
 
 def _wait_for(port: int) -> None:
@@ -112,35 +112,64 @@ class Link:
 
     Attributes
     ----------
-    url : of the tier behind it.
+    url : of the tier behind it, of a Redis; `home`: by which that is written.
     rate : bytes a second towards the client; 0: nothing any more, with the connection kept open.
-    cut_after : bytes towards the client after which both ends are closed, and new connections refused.
-    crawl_after : bytes towards the client after which it lets through a hundred bytes a second.
+    sent : bytes that it has let through.
     """
 
-    def __init__(self, port: int, rate: float = 1e12, cut_after: float = 1e15) -> None:
-        self.rate, self.cut_after = rate, cut_after
-        self.crawl_after = 1e15
-        self.sent = 0
+    def __init__(self, port: int, rate: float = 1e12) -> None:
+        self.rate, self.sent, self.port = rate, 0, 0
         self._to = port
+        self._then: tuple[float, Callable[[], object]] | None = None
         self._open: list[socket.socket] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._turn = threading.RLock()
+        self.open()
+        self.url = self.home = f"redis://127.0.0.1:{self.port}/0"
+
+    def after(self, count: float, then: Callable[[], object]) -> None:
+        """Do something when so many bytes more have come, such as one of the following."""
+        self._then = self.sent + count, then
+
+    def heal(self) -> None:
+        """Let all through again, and connections in, at the same port."""
+        with self._turn:
+            self._then, self.rate = None, 1e12
+            self.close()
+            self.open()
+
+    def stop(self) -> None:
+        """Let nothing through any more."""
+        self.rate = 0
+
+    def crawl(self) -> None:
+        """Let through a hundred bytes a second."""
+        self.rate = 100
 
     def close(self) -> None:
-        for one in (self._server, *self._open):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+        """Break off what is open, and let nobody in."""
+        with self._turn:
+            _end(self._server)
+            self._accepting.join(30)  # nobody holds the port then, and nobody comes
+            self._server.close()
+            for one in self._open:
+                _end(one)
+                one.close()
+            self._open = []
 
-    def _accept(self) -> None:
+    def open(self) -> None:
+        """Let connections in; after it was closed, at the same port again."""
+        self._server = socket.create_server(("127.0.0.1", self.port))
+        self.port = int(self._server.getsockname()[1])
+        self._accepting = threading.Thread(target=self._accept, args=(self._server,), daemon=True)
+        self._accepting.start()
+
+    def _accept(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                client, _ = self._server.accept()
+                client, _ = server.accept()
+                self._open.append(client)
                 there = socket.create_connection(("127.0.0.1", self._to))
-                self._open += [client, there]
+                self._open.append(there)
                 threading.Thread(target=self._forward, args=(client, there), daemon=True).start()
                 threading.Thread(target=self._forward_slowly, args=(there, client), daemon=True).start()
 
@@ -148,18 +177,27 @@ class Link:
         with contextlib.suppress(OSError):
             while data := one.recv(65536):
                 other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
 
     def _forward_slowly(self, there: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := there.recv(4096):
-                while self.rate <= 0:
-                    time.sleep(0.01)
-                time.sleep(len(data) / (self.rate if self.sent < self.crawl_after else 100))
+                left = len(data)
+                while left > 0:  # at the rate that holds by then
+                    pause = 0.01 if self.rate <= 0 else min(left / self.rate, 0.1)
+                    time.sleep(pause)
+                    left -= int(pause * self.rate) + 1 if self.rate > 0 else 0
                 client.sendall(data)
                 self.sent += len(data)
-                if self.sent >= self.cut_after:
-                    self.close()
-                    return
+                if self._then is not None and self.sent >= self._then[0]:
+                    (_, then), self._then = self._then, None
+                    then()
+            client.shutdown(socket.SHUT_WR)
+
+
+def _end(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture(scope="session")
@@ -188,26 +226,11 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder of an empty bucket, with what its tools find in the environment."""
-    s3_server.empty()
+    """An empty folder of a bucket, with what its tools find in the environment."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_server.port}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAZQXWVA")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "zqxwvb")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    return "s3://bucket/team/kv"
-
-
-@pytest.fixture(params=["redis", "s3"])
-def behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
-    """An empty tier of each server, behind a link."""
-    server = request.getfixturevalue(f"{request.param}_server")
-    url = str(request.getfixturevalue(f"{request.param}_url"))
-    link = Link(server.port)
-    if request.param == "s3":
-        link.url = url
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
-    yield link
-    link.close()
+    for name, value in AMAZON.items():
+        monkeypatch.setenv(name, value)
+    return s3_server.folder()
 
 
 # A tier of each kind: the fixture of a server's URL, or the URL of a place below the test's own folder.
@@ -216,8 +239,8 @@ TIERS = {"file": "file://{folder}/shared", "redis": "redis_url", "s3": "s3_url"}
 
 @pytest.fixture(params=TIERS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty tier of each kind."""
-    tier = TIERS[request.param]
+    """An empty tier of each kind; tests of several at once ask for `WRITABLE` of `backends.py`."""
+    tier = TIERS.get(request.param, f"{request.param}_url")
     return tier.format(folder=tmp_path) if "://" in tier else str(request.getfixturevalue(tier))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import socket
 import time
 from contextlib import closing
 from pathlib import Path
@@ -12,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.link import Wanted
-from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
+from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.urls import open_blobs
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
+from tests.remote.trouble_folder import in_the_way
 
 BIG = bytes(range(256)) * 4096
 
@@ -142,18 +141,6 @@ def test_a_password(tmp_path: Path) -> None:
         server.kill()
 
 
-def test_a_full_redis(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-    try:
-        with closing(open_blobs(server.url)) as blobs:
-            with pytest.raises(NoSpaceError, match="is full"):
-                blobs.put({f"x/{number}": BIG for number in range(8)})
-            with pytest.raises(NoSpaceError, match="is full"):  # and nothing more fits now
-                blobs.put({"y": BIG})
-    finally:
-        server.kill()
-
-
 def test_who_waits_may_give_up(behind: Link) -> None:
     with closing(open_blobs(behind.url)) as blobs:
         blobs.put({"x": BIG})
@@ -181,29 +168,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
             blobs.put({"x": b"1"})
         with pytest.raises(KvtoolError):
             blobs.swap("head", None, b"1")
-
-
-def in_the_way(path: Path, kind: str) -> None:
-    """Put something at a path that is no value."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "link":
-        path.symlink_to("/etc/passwd")
-    elif kind == "socket":
-        here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path may not be long
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-        os.chdir(here)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        with path.open("wb") as file:
-            file.truncate(2**40)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])

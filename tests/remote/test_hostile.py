@@ -33,7 +33,6 @@ from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.shards import open_root
 from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, LEAD_IN, header_of, id_of, ids_of, make_store, payload_of, put
-from tests.remote.test_blobs import in_the_way
 
 IDENTITY = {
     "model": "tiny",
@@ -189,24 +188,6 @@ def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None
     with pytest.raises(DamagedError):
         pull(tmp_path / "other", blobs)
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("kind", ["fifo", "device", "link", "huge"])
-@pytest.mark.parametrize("name", ["head", "catalogue", "shard", "meta/manifest", "meta/codec", "pack"])
-def test_something_else_in_a_values_place(
-    kind: str, name: str, store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = max((one for one in blobs.names() if one.startswith(name)), key=lambda one: blobs.sizes([one]))
-    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "of another machine"))
-    in_the_way(tmp_path / "shared" / found, kind)
-    if name in ("head", "catalogue", "shard", "meta/manifest"):
-        with pytest.raises(DamagedError):
-            pull(tmp_path / "other", blobs, timeout=2)
-    else:
-        report = pull(tmp_path / "other", blobs, timeout=2)
-        assert any(found in row["reason"] for row in report.damaged)
-        with Store.open(tmp_path / "other") as other:
-            assert len(list(other.documents())) >= 1
 
 
 def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from kvtool.core.session.levels import MeasuredLosses
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny
+from tests.remote.backends import FAR
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port, wreck
 
 MODES = ("reuse", "union", "prefix", "full")
+MODES_THERE = ("union", "reuse", "blend", "union", "reuse")  # beside `FAR`
 OVERHEAD = 80  # bytes of a record around its payload
 SLO = ("--slo-ms", "600000")
 
@@ -67,7 +70,7 @@ def shared(store: Path, url: str) -> str:
 @pytest.fixture
 def far(store: Path, behind: Link) -> Link:
     """The same behind a link."""
-    kvtool("store", "push", behind.url, "--store", store).fine()
+    kvtool("store", "push", behind.home, "--store", store).fine()
     return behind
 
 
@@ -179,15 +182,11 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
-@pytest.mark.parametrize(
-    ("mode", "behind"),
-    [("union", "redis"), ("reuse", "redis"), ("blend", "redis"), ("union", "s3")],
-    indirect=["behind"],
-)
+@pytest.mark.parametrize(("mode", "behind"), [*zip(MODES_THERE, FAR, strict=True)], indirect=["behind"])
 def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Path, far: Link) -> None:
     """What has come is used, what has not is computed in place."""
     ask(far.url, mode="full").fine()  # the catalogue is here
-    far.cut_after = far.sent + ask(store).json["bytes_read"] * 2 // 3
+    far.after(ask(store).json["bytes_read"] * 2 // 3, far.close)
     done = ask(far.url, *slo, mode=mode)
     assert "what is not here is computed" in done.err
     assert "sent nothing" not in done.err  # nobody waits once more for what has broken off
@@ -198,11 +197,13 @@ def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Pat
         assert all(one["status"] != "miss" for one in ask(far.url, mode=mode).fine().json["chunks"])
 
 
-@pytest.mark.parametrize("slo", [(), ("--slo-ms", "2000")], ids=["as asked", "streamed"])
+@pytest.mark.parametrize(
+    ("slo", "behind"), [*zip(cycle([(), ("--slo-ms", "2000")]), FAR, strict=False)], indirect=["behind"]
+)
 def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, far: Link) -> None:
     """The head still comes; of the records next to nothing."""
     ask(far.url, mode="full").fine()
-    far.crawl_after = far.sent + ask(store).json["bytes_read"] // 2
+    far.after(ask(store).json["bytes_read"] // 2, far.crawl)
     done = ask(far.url, "--remote-timeout", "0.5", *slo)
     assert said(done) == said(ask(with_the_same_holes(store, done)))
     assert "miss" in {one["status"] for one in done.json["chunks"]} or computed_meanwhile(done)
@@ -233,7 +234,7 @@ def computed_meanwhile(done: Done) -> set[str]:
 
 
 @pytest.mark.usefixtures("slow_machine")
-@pytest.mark.parametrize(("mode", "behind"), [("union", "redis"), ("reuse", "s3")], indirect=["behind"])
+@pytest.mark.parametrize(("mode", "behind"), [*zip(cycle(["union", "reuse"]), FAR, strict=False)], indirect=["behind"])
 def test_what_does_not_come_is_computed_while_the_others_do(
     mode: str, store: Path, far: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,8 +243,8 @@ def test_what_does_not_come_is_computed_while_the_others_do(
     used = [one["id"] for one in ask(store, mode=mode).json["chunks"]]  # the most relevant is last, and asked for first
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level([bytes.fromhex(used[1])], "raw")
-    kvtool("store", "push", far.url, "--store", store, "--delete").fine()
-    wreck(far.url, used[-1], "raw", 1)
+    kvtool("store", "push", far.home, "--store", store, "--delete").fine()
+    wreck(far.home, used[-1], "raw", 1)
     kvtool("query", QUESTION, "--store", store, "--fusion", mode, *SHORT).fine()  # which makes it again, here
     ask(far.url, mode="full").fine()
     far.rate = 2e5  # about a second for all the others

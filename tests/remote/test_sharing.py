@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,6 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
-from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import survey, sweep
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.entries import digest_of, is_own
@@ -252,112 +250,7 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
     run().failed(12, "is not empty")
 
 
-# ---- two at once ------------------------------------------------------------------------------------------------
-
-
-def test_a_sweep_spares_what_a_running_push_counts_on(
-    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between sending and publishing: f1 and f2 are there, and by the other's catalogue nobody needs them."""
-    push(store, blobs)
-    pushed_by(other, url)()
-    with store.writer() as writer:
-        add_file(writer, "f3", ["f3.0"])
-    after_first(monkeypatch, blobs, "put", pushed_by(other, url, delete=True, yes=True))
-    push(store, blobs)
-    assert is_whole(blobs)
-    assert len(read_catalogue(blobs).files) == 5
-
-
-def test_a_sweep_follows_the_catalogue_in_force(
-    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Between publishing and sweeping the other one brings its document back."""
-    push(other, blobs)
-    push(store, blobs)
-    after_first(monkeypatch, blobs, "swap", pushed_by(other, url))
-    push(store, blobs, delete=True, yes=True)
-    assert is_whole(blobs)
-    assert pull(tmp_path / "pulled", blobs).damaged == []
-    with Store.open(tmp_path / "pulled") as pulled:
-        assert {entry.source for entry in pulled.documents()} == {"f0", "f1", "f2", "g"}
-
-
-def test_what_came_back_into_force_is_not_reclaimed(
-    store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A version that only the oldest catalogue counts on is pushed anew, by one who begins later and ends sooner."""
-    for number in range(3):
-        with store.writer() as writer:
-            add_file(writer, "f1", [f"version {number}"])
-        push(store, blobs)
-    with other.writer() as writer:
-        add_file(writer, "f1", ["version 0"])
-    with Store.open(new_store(tmp_path / "third", files=0)) as third:
-        with third.writer() as writer:
-            add_file(writer, "h", ["h.0"])
-
-        def meanwhile() -> None:
-            blobs.hold("push-another")  # so nothing is reclaimed by this one
-            pushed_by(other, url)()
-            blobs.release("push-another")
-
-        after_first(monkeypatch, blobs, "get", meanwhile)
-        push(third, blobs)
-    assert len(read_catalogue(blobs).files) == 5
-    assert is_whole(blobs)
-
-
-def test_a_head_that_changes_while_a_sweep_deletes(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By somebody who knows of no leases: what the head counts on by then stays, and what is gone comes back."""
-    monkeypatch.setattr(sweep, "_AT_ONCE", 1)
-    push(store, blobs)
-    (first,) = blobs.get([HEAD])
-    assert first is not None
-    (packed,) = blobs.get([f"catalogue/{unseal_head(first).catalogue}"])
-    assert packed is not None
-    forget(store, "f2")
-
-    def bring_back() -> None:
-        blobs.put({f"catalogue/{digest_of(packed)}": packed})
-        assert blobs.swap(HEAD, blobs.get([HEAD])[0], first)
-
-    after_first(monkeypatch, blobs, "delete", bring_back)
-    assert push(store, blobs, delete=True).removed == 1
-    with Store.open(new_store(tmp_path / "again")) as again:
-        push(again, blobs)
-    assert is_whole(blobs)
-
-
-def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)
-    started = time.monotonic()
-    blobs.hold("sweep-dead")
-    push(store, blobs)
-    assert time.monotonic() - started > 0.3  # it is waited for; forever, and this test would not end
-    assert blobs.held() == set()
-
-
-def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
-    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    push(store, blobs)
-    forget(store, "f2")
-    blobs.hold("push-killed")
-    report = push(store, blobs, delete=True)
-    assert (report.removed, report.spared) == (0, 7)
-    assert len(read_catalogue(blobs).files) == 2
-    monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
-    blobs.hold("push-killed")
-    while "push-killed" in blobs.held():  # by the tier's own clock, which may tell no more than seconds
-        time.sleep(0.1)
-        blobs.hold("push-own")
-    blobs.release("push-own")
-    assert push(store, blobs, delete=True).removed == 7
+# ---- what is gone ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "cut off"])

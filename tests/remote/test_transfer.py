@@ -109,26 +109,6 @@ def test_a_push_that_was_cut_off_goes_on(store: Store, blobs: Blobs, monkeypatch
     assert report.bytes < sum(map(len, blobs.get(sorted(blobs.names()))))  # type: ignore[arg-type]
 
 
-def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that comes second takes the other's catalogue in."""
-    with Store.open(make_store(tmp_path / "second", files=0)) as second:
-        with second.writer() as writer:
-            writer.set_manifest(MANIFEST)
-            add_file(writer, "g", ["g.0"])
-        real, calls = type(blobs).swap, []
-
-        def swap(self: Blobs, name: str, before: bytes | None, after: bytes) -> bool:
-            calls.append(name)
-            if len(calls) == 1:
-                push(second, blobs)
-            return real(self, name, before, after)
-
-        monkeypatch.setattr(type(blobs), "swap", swap)
-        push(store, blobs)
-    assert len(calls) == 3
-    assert len(read_catalogue(blobs).files) == 3
-
-
 def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     pull(tmp_path / "other", blobs)
@@ -219,29 +199,6 @@ def test_another_models_store_is_refused(store: Store, blobs: Blobs, tmp_path: P
         pull(tmp_path / "foreign", blobs)
     with pytest.raises(StoreNotFoundError, match="is empty"), Store.create_or_open(tmp_path / "empty") as empty:
         push(empty, blobs)
-
-
-def test_every_flipped_bit_is_found_and_mended(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    sent(store, blobs)
-    names = [name for name in blobs.names() if name != HEAD and not name.startswith(("catalogue/", "shard/"))]
-    assert {name.split("/")[0] for name in names} == {"pack", "meta", "profile"}
-    for number, name in enumerate(sorted(names)):
-        (whole,) = blobs.get([name])
-        assert whole is not None
-        broken = bytearray(whole)
-        broken[(number * 37) % len(broken)] ^= 1 << number % 8
-        blobs.put({name: bytes(broken)})
-        try:
-            report = pull(tmp_path / f"p{number}", blobs)
-        except DamagedError:
-            assert name.startswith("meta/manifest")
-        else:
-            assert [row for row in report.damaged if name in row["reason"]], name
-            assert {row[3] for row in bytes_of(tmp_path / f"p{number}")} <= {row[3] for row in bytes_of(store.path)}
-        assert push(store, blobs, verify=True).bytes >= len(whole)
-        assert blobs.get([name]) == [whole]
-    assert pull(tmp_path / "mended", blobs).damaged == []
-    assert bytes_of(tmp_path / "mended") == bytes_of(store.path)
 
 
 @pytest.mark.parametrize("name", ["head", "catalogue", "shard"])

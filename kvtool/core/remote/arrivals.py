@@ -54,7 +54,8 @@ class Arrivals:
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
         except queue.Empty:
-            raise RemoteError(f"{self.url} sent nothing whole within {timeout:.3g} s") from None
+            text = f"{self.url} sent nothing whole within {timeout:.3g} s"
+            raise RemoteError(text, "check the line; with --remote-timeout more is waited for") from None
         if isinstance(arrival, KvtoolError):
             self.alive = False
             raise arrival

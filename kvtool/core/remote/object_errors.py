@@ -15,6 +15,22 @@ _ROLE = re.compile("/latest/(?:api/token|meta-data)|computeMetadata|/identity/oa
 _FULL = re.compile("Quota|StorageFull|InsufficientStorage")
 _CHECK = "check the address, the endpoint and that the service runs"
 _RIGHTS = "check credentials, region and rights: kvtool lists, reads, writes and deletes below the folder"
+_WITHOUT_STATUS = (  # what the text of an error holds, what it says of the service, a hint
+    ("Received redirect", "is elsewhere", "set AWS_REGION to the bucket's region; check the endpoint"),
+    (
+        "InvalidCertificate",
+        "shows a certificate of an authority that is not known here",
+        "name its file in SSL_CERT_FILE; AWS_CA_BUNDLE and REQUESTS_CA_BUNDLE are not looked at",
+    ),
+    ("Timeout|TimedOut", "did not answer within {seconds:g} s", _CHECK),
+    (
+        "Range request not supported|non-partial response",
+        "gives whole values only",
+        "let its server answer range requests",
+    ),
+    ("Header missing", "answers as no such service does", _CHECK),
+    ("Connect", "cannot be reached", _CHECK),
+)
 
 
 @contextmanager
@@ -54,12 +70,9 @@ def _in_words(url: str, timeout: float, kind: str, text: str) -> KvtoolError:
         return RemoteError(f"{url} is busy: {said}", "try again later; a push goes on where it was")
     if status:
         return RemoteError(f"{url} failed: {said}", _CHECK)
-    if "Timeout" in text or "TimedOut" in text:
-        return RemoteError(f"{url} did not answer within {timeout:g} s", _CHECK)
-    if "Range request not supported" in text:
-        return RemoteError(f"{url} gives whole values only", "let its server answer range requests")
-    if "Connect" in text:
-        return RemoteError(f"{url} cannot be reached", _CHECK)
+    for mark, words, hint in _WITHOUT_STATUS:
+        if re.search(mark, text):
+            return RemoteError(f"{url} {words.format(seconds=timeout)}", hint)
     return RemoteError(f"{url} broke off", _CHECK)
 
 

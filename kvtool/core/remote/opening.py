@@ -10,7 +10,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.common.urls import place_of
-from kvtool.core.errors import DamagedError, KvtoolError, RemoteError
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreNotFoundError
 from kvtool.core.remote.blobs import TIMEOUT
 from kvtool.core.remote.offers import Offers
 from kvtool.core.remote.reading import read_root
@@ -35,7 +35,7 @@ def open_store(
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
     """The local store in front of the tier of a URL, with the tier behind it.
 
-    Where the tier does not answer, or cannot be used, the store stands alone with what is here already.
+    Where the tier does not answer, is gone or cannot be used, the store stands alone with what is here already.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
     Raises
     ------
     RemoteError : it does not answer, and nothing of it is here yet.
-    StoreNotFoundError : nothing was pushed there.
+    StoreNotFoundError : nothing was pushed there, and nothing of it is here yet.
     """
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
         digest, root = read_root(blobs)
-    except (RemoteError, DamagedError) as error:
+    except (RemoteError, DamagedError, StoreNotFoundError) as error:
         blobs.close()
         return _alone(place, warn, error)
     store: Store | None = None

@@ -1,0 +1,71 @@
+"""A tier on one backend that something happens to, and what is undone when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.urls import open_blobs
+from tests.remote.backends import Site
+from tests.remote.serving import Link
+
+
+class Scene:
+    """What a fault is made of.
+
+    Attributes
+    ----------
+    site : where the tier is; `link`: what stands before its server, if it has one.
+    middle : bytes that come through the link, or reads of the folder, until half of all has come.
+    patch, later : undone, and called, when the trouble is over.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.link = Link(site.reading_port) if site.port else None
+        if self.link is not None:
+            site.ask_at(site, self.link.port)
+        self.middle = 0.0
+        self.patch, self.later = pytest.MonkeyPatch(), ExitStack()
+
+    @property
+    def folder(self) -> Path:
+        """Of the values."""
+        assert self.site.folder is not None
+        return self.site.folder
+
+    def through(self) -> Link:
+        """What stands before the server."""
+        assert self.link is not None
+        return self.link
+
+    @contextmanager
+    def made(self, make: Callable[[Scene], object], middle: float) -> Iterator[None]:
+        """The trouble is there inside, and over afterwards."""
+        self.middle = middle
+        try:
+            make(self)
+            yield
+        finally:
+            self.patch.undo()
+            self.later.close()
+
+    def blobs(self, patience: float = 30.0) -> Blobs:
+        """The tier as it is read."""
+        return open_blobs(self.site.url, patience)
+
+    @contextmanager
+    def behind(self) -> Iterator[Blobs]:
+        """The tier as it is written, past all trouble."""
+        with closing(open_blobs(self.site.home)) as blobs:
+            yield blobs
+
+    def close(self) -> None:
+        """The tier is reached without a link again."""
+        if self.link is not None:
+            self.link.close()
+            self.site.ask_at(self.site, self.site.reading_port)

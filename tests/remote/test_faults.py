@@ -1,0 +1,300 @@
+"""Every fault over every backend: what is lost is told, nothing is wrong, and afterwards all is as it was."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.verify import verify
+from kvtool.core.common.urls import KINDS
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.remote import object_access, packing
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.entries import records_wanted
+from kvtool.core.remote.head import HEAD
+from kvtool.core.remote.opening import open_shared
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import read_catalogue
+from tests.cache.making import LAYERS, add_file, id_of
+from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
+from tests.remote.backends import BACKENDS, READ_ONLY, WRITABLE, Site
+from tests.remote.faults import FILES, READING, SENDING, VALUES, Cell, Harm, cell_of, cells
+from tests.remote.scene import Scene
+from tests.remote.test_hostile import CODEC, LEARNED
+from tests.remote.test_sharing import is_whole, new_store
+from tests.remote.test_transfer import PROFILE, bytes_of
+
+SECRETS = re.compile("zqxwv", re.I)
+CHUNKS = [id_of(f"f{file}.{number}") for file in range(3) for number in range(2)]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store that every tier here holds."""
+    path = new_store(tmp_path_factory.mktemp("pristine") / "store")
+    with Store.open(path) as store, store.writer() as writer:
+        writer.put_profile(PROFILE, b"a profile", CODEC | {"profile": PROFILE.hex()})
+        writer.set_lead_in_state(LEARNED)
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pristine: Path) -> Iterator[Site]:
+    """A tier on a backend, with a pack for each chunk, and how much comes of it in a pull."""
+    folder = tmp_path_factory.mktemp("site")
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "PACK_BYTES", 1)
+        patch.setattr(object_access, "_RETRIES", 1)
+        patch.setenv("KVTOOL_HOME", str(folder / "pushing"))
+        ends: list = []
+        made = BACKENDS[request.param].make(request.getfixturevalue, folder, patch, ends)
+        for end in ends:
+            stack.callback(end)
+        with closing(scene := Scene(made)), scene.behind() as blobs, Store.open(pristine) as store:
+            push(store, blobs)
+            patch.setenv("KVTOOL_HOME", str(folder / "home"))  # copies of the catalogue stay there
+            with closing(scene.blobs()) as blobs:
+                made.pulled = counted(scene, lambda: pull(folder / "pulled", blobs))
+            open_shared(made.url).close()
+            made.asked = counted(scene, lambda: read_all(scene, 30.0, []))
+        yield made
+
+
+def counted(scene: Scene, what: Callable[[], object]) -> float:
+    """Bytes that come through the link, or reads of the folder."""
+    begun, reads = scene.link.sent if scene.link else 0, [0]
+    with scene.made(lambda scene: trouble_folder.counted(scene, reads), 0):
+        what()
+    return scene.link.sent - begun if scene.link else reads[0]
+
+
+@pytest.fixture
+def scene(site: Site) -> Iterator[Scene]:
+    with closing(Scene(site)) as made:
+        yield made
+
+
+def check(place: Path, pristine: Path, whole: bool = False) -> None:
+    """What is there is sound, and of the tier."""
+    if not place.exists() and not whole:
+        return
+    with Store.open(place) as store:
+        assert verify(store) == []
+    assert {*bytes_of(place)} <= {*bytes_of(pristine)}
+    assert not whole or bytes_of(place) == bytes_of(pristine)
+
+
+def check_said(error: KvtoolError, cell: Cell) -> None:
+    assert cell.said or cell.perhaps, error.message
+    assert re.search(cell.said, error.message), error.message
+    assert error.hint
+    assert not SECRETS.search(f"{error.message} {error.hint} {error.__cause__}")
+
+
+@pytest.mark.parametrize(("site", "cell"), cells(READING), indirect=["site"])
+def test_a_pull(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
+    with scene.made(cell.make, scene.site.pulled / 2), closing(scene.blobs(cell.patience)) as blobs:
+        try:
+            report = pull(tmp_path / "pulled", blobs, timeout=cell.patience)
+        except KvtoolError as error:
+            check_said(error, cell)
+        else:
+            assert not cell.said or cell.perhaps
+            check(tmp_path / "pulled", pristine, whole=not report.damaged)
+    check(tmp_path / "pulled", pristine)
+    with closing(scene.blobs()) as blobs:
+        assert pull(tmp_path / "pulled", blobs).damaged == []
+    check(tmp_path / "pulled", pristine, whole=True)
+
+
+MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once|half|crawls|nobody", fault)}
+
+
+@pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
+def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None:
+    """The catalogue is here already. What comes is right, the rest are holes, and who goes on waiting is none."""
+    told: list[str] = []
+    open_shared(scene.site.url).close()
+    with scene.made(cell.make, scene.site.asked / 2):
+        found = read_all(scene, cell.patience, told)
+    with Store.open(pristine) as store:
+        for (chunk, layer), record in found.items():
+            assert record is None or record == bytes(store.read_kv(chunk, "raw", layer)[1])  # type: ignore[index]
+    assert len(told) <= 1
+    assert told or cell.perhaps or not cell.said
+    assert not told or (cell.said and re.search(cell.said, told[0])) or cell.perhaps
+    whole = read_all(scene, 30.0, told)
+    assert None not in whole.values()
+
+
+def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes, int], bytes | None]:
+    """Layer by layer, as a question does; None: a hole."""
+    found: dict[tuple[bytes, int], bytes | None] = {}
+    with open_shared(scene.site.url, timeout=patience, warn=lambda text, hint: told.append(text)) as store:
+        for layer in range(LAYERS):
+            for chunk, read in zip(CHUNKS, store.read_layer(CHUNKS, "raw", layer), strict=True):
+                found[chunk, layer] = bytes(read[1]) if isinstance(read, tuple) else None
+    return found
+
+
+@pytest.mark.parametrize(("site", "cell"), cells(SENDING), indirect=["site"])
+def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
+    """Readers see all of it or nothing; what was sent is not sent again."""
+    with Store.open(shutil.copytree(pristine, tmp_path / "more")) as store:
+        with store.writer() as writer:
+            add_file(writer, "f3", ["f3.0"])
+        with scene.made(cell.make, 1), closing(scene.blobs()) as blobs:
+            try:
+                push(store, blobs)
+            except KvtoolError as error:
+                check_said(error, cell)
+            else:
+                assert not cell.said
+        with closing(scene.blobs()) as blobs:
+            assert len(read_catalogue(blobs).files) == (3 if cell.said else 4)
+            assert is_whole(blobs)
+            push(store, blobs)
+            assert len(read_catalogue(blobs).files) == 4
+            assert is_whole(blobs)
+    with Store.open(pristine) as store, scene.behind() as blobs:
+        push(store, blobs, delete=True)
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+VITAL = ("head", "catalogue", "shard", "meta/manifest")  # without these nothing can be said
+
+
+def one_of_each(blobs: Blobs) -> dict[str, tuple[str, bytes, bytes]]:
+    """A name of each kind of values, what it holds, and what another one of the kind holds."""
+    names = sorted(name for name in blobs.names() if name != "head.lock")
+    chunks = read_catalogue(blobs).chunks
+    records = {one.pack for key, chunk in chunks.items() for one in records_wanted(key, chunk, "raw")}
+
+    def kind_of(name: str) -> str:
+        kind = name.partition("/")[0]
+        return {"meta": name.partition("-")[0], "pack": f"pack {name in records}"}.get(kind, kind)
+
+    found = {}
+    for kind in {kind_of(name): "" for name in names}:
+        one, *others = [name for name in names if kind_of(name) == kind]
+        value, other = blobs.get([one, next(name for name in (*others, *names) if name != one)])
+        assert value
+        assert other
+        found[kind] = one, value, other
+    return found
+
+
+@contextmanager
+def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Harm) -> Iterator[None]:
+    """Something else stands in the place of values, for a while."""
+    for name, value, other in values.values():
+        harmed = harm(value, other)
+        if harmed is None:
+            blobs.delete([name])
+        else:
+            blobs.put({name: harmed})
+    try:
+        yield
+    finally:
+        blobs.put({name: value for name, value, _ in values.values()})
+
+
+@pytest.mark.parametrize("harm", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("site", BACKENDS, indirect=True)
+def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is harmed is named, the rest is taken, and a push that verifies mends it."""
+    with scene.behind() as behind, closing(scene.blobs()) as blobs:
+        before = one_of_each(behind)
+        for kind in VITAL:
+            vital = {kind: before.pop(kind)}
+            monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / kind))  # no copy of the catalogue is there
+            with replaced(behind, vital, harm), pytest.raises(KvtoolError, match=r"head|catalogue|its model|no store"):
+                pull(tmp_path / "vital", blobs)
+        with replaced(behind, before, harm):
+            report = pull(tmp_path / "pulled", blobs)
+            for name, *_ in before.values():
+                assert any(name in row["reason"] for row in report.damaged), name
+            check(tmp_path / "pulled", pristine)
+            with Store.open(pristine) as store:
+                push(store, behind, verify=True)
+            assert pull(tmp_path / "pulled", blobs).damaged == []
+    check(tmp_path / "pulled", pristine, whole=True)
+
+
+@pytest.mark.parametrize("site", BACKENDS, indirect=True)
+def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
+    """Such as a cache gives that stands between: an older store, and all of it."""
+    with Store.open(shutil.copytree(pristine, tmp_path / "more")) as more, scene.behind() as behind:
+        with more.writer() as writer:
+            add_file(writer, "f3", ["f3.0"])
+        (head,) = behind.get([HEAD])
+        assert head is not None
+        push(more, behind)
+        behind.put({HEAD: head})
+        with closing(scene.blobs()) as blobs:
+            assert pull(tmp_path / "pulled", blobs).damaged == []
+            check(tmp_path / "pulled", pristine, whole=True)
+            push(more, behind)
+            assert pull(tmp_path / "pulled", blobs).damaged == []
+            check(tmp_path / "pulled", more.path, whole=True)
+    with Store.open(pristine) as store, scene.behind() as blobs:
+        push(store, blobs, delete=True)
+
+
+@pytest.mark.parametrize(("site", "cell"), cells(FILES), indirect=["site"])
+def test_no_value_at_all(
+    cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is never waited for, nor followed."""
+    with scene.behind() as blobs:
+        before = one_of_each(blobs)
+        for number, kinds in enumerate([*([kind] for kind in VITAL), [kind for kind in before if kind not in VITAL]]):
+            monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / str(number)))  # no copy of the catalogue is there
+            names = [before[kind][0] for kind in kinds]
+            for name in names:
+                cell.make(scene.folder / name)
+            if number < len(VITAL):
+                with pytest.raises(DamagedError):
+                    pull(tmp_path / "pulled", blobs)
+            else:
+                report = pull(tmp_path / "pulled", blobs)
+                assert all(any(name in row["reason"] for row in report.damaged) for name in names)
+            for path in (scene.folder / name for name in names):
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            blobs.put({before[kind][0]: before[kind][1] for kind in kinds})
+    check(tmp_path / "pulled", pristine)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+def test_every_backend_has_its_column() -> None:
+    assert sorted(scheme for backend in BACKENDS.values() for scheme in backend.schemes) == sorted(KINDS)
+    assert {*WRITABLE} | READ_ONLY.keys() == BACKENDS.keys()
+    for table in (READING, SENDING, FILES):
+        for fault, row in table.items():
+            for name in BACKENDS:
+                cell = cell_of(row, name)
+                assert isinstance(cell, Cell) or len(cell.split()) > 2, (fault, name)
+
+
+def test_every_trouble_has_its_row() -> None:
+    """What can be made to happen does happen."""
+    rows = inspect.getsource(faults)
+    for alias, module in {"folder": trouble_folder, "http": trouble_http, "redis": trouble_redis}.items():
+        for name, made in inspect.getmembers(module, inspect.isfunction):
+            of_a_scene = (
+                list(inspect.signature(made).parameters) == ["scene"] and made.__annotations__["return"] == "None"
+            )
+            if made.__module__ == module.__name__ and (of_a_scene or made.__annotations__["return"] == "Make"):
+                assert f"{alias}.{name}" in rows, name

@@ -1,0 +1,149 @@
+"""How a service that is spoken with by HTTP gets into trouble: it answers otherwise, or its line does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import unquote
+
+from tests.remote.object_stub import Answer, Request
+from tests.remote.scene import Scene
+from tests.remote.way import BREAK, Way
+
+Make = Callable[[Scene], object]
+Which = Callable[[Request], bool]
+
+
+def error(code: str) -> bytes:
+    """As services word one; it repeats what must not be passed on."""
+    return f"<Error><Code>{code}</Code><Message>AKIAZQXWVA zqxwvb</Message></Error>".encode()
+
+
+def is_record(request: Request) -> bool:
+    """Whether KV is asked for."""
+    return "/pack/" in request.path.replace("%2F", "/") or "/kv/kv/" in request.path
+
+
+def is_write(request: Request) -> bool:
+    """Whether something is to be changed."""
+    return request.method not in ("GET", "HEAD")
+
+
+def way_of(scene: Scene) -> Way:
+    """What answers in the service's place."""
+    assert scene.site.way is not None
+    return scene.site.way
+
+
+def answers(status: int, code: str = "", body: bytes = b"", which: Which = lambda request: True, **more: str) -> Make:
+    """To all that is asked for, or to some of it."""
+    headers = {name.replace("_", "-"): value for name, value in more.items()}
+    answer = Answer(status, body or error(code), headers)
+
+    def make(scene: Scene) -> None:
+        scene.patch.setattr(way_of(scene), "trouble", lambda request: answer if which(request) else None)
+
+    return make
+
+
+def in_the_middle(status: int, code: str) -> Make:
+    """To all that is asked for after the first of the KV."""
+
+    def make(scene: Scene) -> None:
+        seen: list[Request] = []
+
+        def answer(request: Request) -> Answer | None:
+            seen.extend([request] * is_record(request))
+            return Answer(status, error(code)) if len(seen) > 1 else None
+
+        scene.patch.setattr(way_of(scene), "trouble", answer)
+
+    return make
+
+
+def once(answer: Answer) -> Make:
+    """To the first request for each kind of values, and then no more."""
+
+    def make(scene: Scene) -> None:
+        seen: set[str] = set()
+
+        def first(request: Request) -> Answer | None:
+            kind = unquote(request.path).split("/")[-2]
+            is_new = kind not in seen
+            seen.add(kind)
+            return answer if is_new else None
+
+        scene.patch.setattr(way_of(scene), "trouble", first)
+
+    return make
+
+
+def cut_off(scene: Scene) -> None:
+    """Of the first answer with KV half comes, and its line breaks."""
+    seen: list[Request] = []
+
+    def answer(request: Request) -> Answer | None:
+        if not is_record(request) or seen:
+            return None
+        seen.append(request)
+        whole = way_of(scene).forwarded(request)
+        headers = {**whole.headers, "Content-Length": str(len(whole.body)), "Connection": "close"}
+        return Answer(whole.status, whole.body[: len(whole.body) // 2], headers)
+
+    scene.patch.setattr(way_of(scene), "trouble", answer)
+
+
+def ignores_parts(scene: Scene) -> None:
+    """Whoever asks for a part gets the whole."""
+
+    def answer(request: Request) -> Answer | None:
+        headers = {name: value for name, value in request.headers.items() if name not in ("range", "x-ms-range")}
+        return way_of(scene).forwarded(request._replace(headers=headers))
+
+    scene.patch.setattr(way_of(scene), "trouble", answer)
+
+
+def sent_elsewhere(scene: Scene) -> None:
+    """To the server itself, as web servers do with folders that have moved."""
+
+    def answer(request: Request) -> Answer:
+        return Answer(307, headers={"Location": f"http://127.0.0.1:{scene.site.port}{request.target}"})
+
+    scene.patch.setattr(way_of(scene), "trouble", answer)
+
+
+def says_nothing(scene: Scene) -> None:
+    """Takes the request, and closes the line."""
+    scene.patch.setattr(way_of(scene), "trouble", lambda request: BREAK)
+
+
+# ---- the line of any server ----
+
+
+def refused(scene: Scene) -> None:
+    """Nobody listens."""
+    scene.later.callback(scene.through().heal)
+    scene.through().close()
+
+
+def dies(scene: Scene) -> None:
+    """In the middle; nobody listens afterwards."""
+    scene.later.callback(scene.through().heal)
+    scene.through().after(scene.middle, scene.through().close)
+
+
+def breaks(scene: Scene) -> None:
+    """In the middle, once."""
+    scene.later.callback(scene.through().heal)
+    scene.through().after(scene.middle, scene.through().heal)
+
+
+def stops(scene: Scene) -> None:
+    """In the middle nothing comes any more, and nothing is closed."""
+    scene.later.callback(scene.through().heal)
+    scene.through().after(scene.middle, scene.through().stop)
+
+
+def crawls(scene: Scene) -> None:
+    """From the middle on a hundred bytes come in a second."""
+    scene.later.callback(scene.through().heal)
+    scene.through().after(scene.middle, scene.through().crawl)

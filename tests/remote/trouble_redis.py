@@ -1,0 +1,108 @@
+"""How a Redis gets into trouble; what happens to its line is as with any server (`trouble_http`)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.remote.object_stub import GoogleServer
+from tests.remote.scene import Scene
+
+Make = Callable[[Scene], object]
+
+
+def client(scene: Scene) -> Any:
+    """Of the server itself."""
+    import redis
+
+    made = redis.Redis(port=scene.site.port, socket_timeout=30)
+    scene.later.callback(made.close)
+    return made
+
+
+def _key(scene: Scene, name: str) -> str:
+    return f"{urlsplit(scene.site.url).query.removeprefix('prefix=')}/{name}"
+
+
+def wants_a_password(scene: Scene) -> None:
+    """Of whoever comes from now on."""
+    there = client(scene)
+    there.config_set("requirepass", "zqxwva")
+    scene.later.callback(there.config_set, "requirepass", "")
+
+
+def allows_no(command: str) -> Make:
+    """Who is let in may not do this."""
+
+    def make(scene: Scene) -> None:
+        there = client(scene)
+        there.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        scene.later.callback(there.execute_command, "ACL", "SETUSER", "default", f"+{command}")
+
+    return make
+
+
+def rights_end(scene: Scene) -> None:
+    """When half of it has come."""
+    there, mine = client(scene), ("ACL", "SETUSER", "default")
+    scene.later.callback(there.execute_command, *mine, "+getrange")
+    scene.through().after(scene.middle, lambda: there.execute_command(*mine, "-getrange"))
+
+
+def no_database(scene: Scene) -> None:
+    """The URL names one that the server does not have."""
+    scene.patch.setattr(scene.site, "url", scene.site.url.replace("/0?", "/99?"))
+
+
+def is_busy(scene: Scene) -> None:
+    """With somebody's script."""
+    import redis
+
+    there, script = client(scene), client(scene)
+    there.config_set("busy-reply-threshold", 1)
+
+    def run() -> None:
+        with suppress(redis.RedisError):
+            script.eval("while true do end", 0)
+
+    def end() -> None:
+        there.script_kill()
+        running.join(30)
+        there.config_set("busy-reply-threshold", 5000)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    scene.later.callback(end)
+    while True:
+        try:
+            there.ping()
+            time.sleep(0.001)
+        except redis.ResponseError:
+            return
+
+
+def holds_another_type(scene: Scene) -> None:
+    """Somebody's list has the name of the head."""
+    there, name = client(scene), _key(scene, "head")
+    there.rename(name, name + "-aside")
+    there.lpush(name, "mine")
+    scene.later.callback(there.rename, name + "-aside", name)
+    scene.later.callback(there.delete, name)
+
+
+def is_none(scene: Scene) -> None:
+    """Another program is at its port."""
+    web = GoogleServer()
+    scene.later.callback(web.close)
+    scene.patch.setattr(scene.through(), "_to", web.port)
+
+
+def is_full(scene: Scene) -> None:
+    """And forgets nothing to make room."""
+    there = client(scene)
+    there.config_set("maxmemory", 1)
+    scene.later.callback(there.config_set, "maxmemory", 0)
