@@ -12,7 +12,7 @@ from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
+from kvtool.core.errors import DamagedError, StoreNotFoundError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
 from kvtool.core.remote.catalogue import Catalogue
@@ -23,7 +23,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
-from kvtool.core.remote.wanted import Bundle, Within, only_here, wanted_files, wanted_records, with_bases
+from kvtool.core.remote.wanted import Bundle, Within, check_share, only_here, wanted_files, wanted_records, with_bases
 
 _DESCRIBED_AT_ONCE = 1024
 _SMALL_AT_ONCE = 2048  # descriptions that are asked for together
@@ -62,7 +62,7 @@ def pull(
     catalogue = read_catalogue(blobs)
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
         if delete and not yes:
-            _check_share(store, catalogue, blobs.url)
+            check_share(store, catalogue, blobs.url)
         if events is not None and catalogue.identity.get("keeps_states") and not store.stretches():
             events.warn(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
@@ -287,15 +287,6 @@ class _Pull:
             self.report.removed += self.writer.remove_file(path)
         outside = [chunk_id for chunk_id in self.store.chunk_ids() if not within(chunk_id.hex())]
         self.writer.collect(keep=[*map(bytes.fromhex, catalogue.chunks), *outside])
-
-
-def _check_share(store: Store, catalogue: Catalogue, url: str) -> None:
-    gone, count = len(only_here(store, catalogue)), sum(1 for _ in store.files())
-    if gone > max(1, count // 2):
-        raise UsageError(
-            f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",
-            "look at it with --dry-run; if that is what you want, add --yes; without --delete they stay",
-        )
 
 
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtool.core.cache import keys
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, digest_of
@@ -96,6 +96,16 @@ def only_here(store: Store, catalogue: Catalogue, within: Within = lambda key: T
     """Paths of the files that the tier does not have, of those whose keys the catalogue says everything of."""
     paths = ((entry.path, keys.name_key(entry.path).hex()) for entry in store.files())
     return [path for path, key in paths if key not in catalogue.files and within(key)]
+
+
+def check_share(store: Store, catalogue: Catalogue, url: str) -> None:
+    """Raises UsageError where more than half of a store's files would be forgotten."""
+    gone, count = len(only_here(store, catalogue)), sum(1 for _ in store.files())
+    if gone > max(1, count // 2):
+        raise UsageError(
+            f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",
+            "look at it with --dry-run; if that is what you want, add --yes; without --delete they stay",
+        )
 
 
 def _is_wanted(theirs: File, mine: File | None, newer: bool) -> bool:
