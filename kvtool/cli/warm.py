@@ -16,7 +16,7 @@ from kvtool.core.common.sizes import shown_size as sized
 from kvtool.core.errors import EXIT_DAMAGED, UsageError
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.remote.options import RemoteOptions
+from kvtool.core.remote.options import MOVED, RemoteOptions
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -27,7 +27,7 @@ _READ = ("top_k", "only", "retriever", "embedder", "level", "max_loss", "offline
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmOptions(Options, settings=False):
+class WarmOptions(Options, settings=False, group=MOVED):
     """What is fetched into the store in front of a shared one."""
 
     journal: Path | None = option(
