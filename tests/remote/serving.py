@@ -158,7 +158,12 @@ class Link:
 
     def open(self) -> None:
         """Let connections in; after it was closed, at the same port again."""
-        self._server = socket.create_server(("127.0.0.1", self.port))
+        for _ in range(1000):  # somebody's own end of a line may have got the port meanwhile
+            try:
+                self._server = socket.create_server(("127.0.0.1", self.port))
+                break
+            except OSError:
+                time.sleep(0.02)
         self.port = int(self._server.getsockname()[1])
         self._accepting = threading.Thread(target=self._accept, args=(self._server,), daemon=True)
         self._accepting.start()
