@@ -63,6 +63,9 @@ def test_one_flag_has_one_meaning() -> None:
 def test_what_a_command_does_not_use_is_taken_and_not_shown(path: str) -> None:
     command = EVERY[path]
     shown = command.get_help(command.make_context(path, [], resilient_parsing=True))
-    assert not [flag for flag in ("--device", "--model", "--dtype", "--offline") if flag in shown]
+    unused = ["--device", "--model", "--dtype"]
+    if path != "store warm":  # which finds chunks for questions, by vectors of a model that may have to be fetched
+        unused.append("--offline")
+    assert not [flag for flag in unused if flag in shown]
     given = command.make_context(path, ["--device", "cpu", "--offline"], resilient_parsing=True)
     assert given.params["device"] == "cpu"
