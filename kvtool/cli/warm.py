@@ -53,9 +53,10 @@ class WarmOptions(Options, settings=False, group=MOVED):
     ),
 )
 def warm(run: Run) -> int | None:
-    """Fetch what is asked often into the store in front of a shared one.
+    """Fetch ahead what is asked often.
 
-    The warmest first, as far as its budget goes; nothing goes for it that is asked for as often. Run again to resume.
+    It comes into the store in front of a shared one, the warmest first, as far as the budget goes; what is asked as
+    often stays. Run again to resume.
     """
     from kvtool.core.remote.warm import warm as run_warm
 
