@@ -22,7 +22,7 @@ class Worker:
     """
 
     def __init__(self, version: str, make: Parcel, threads: int) -> None:
-        self._version, self._make, self._threads = version, make, threads
+        self._own_version, self._make, self._threads = version, make, threads
 
     def do(self, what: str, given: Parcel) -> Any:
         """Have one of its methods called with what is packed.
@@ -36,9 +36,9 @@ class Worker:
 
     @cached_property
     def _made(self) -> Any:
-        if kvtool.__version__ != self._version:
+        if kvtool.__version__ != self._own_version:
             raise KvtoolError(
-                f"Ray's workers have kvtool {kvtool.__version__}, and this is {self._version}",
+                f"Ray's workers have kvtool {kvtool.__version__}, and this is {self._own_version}",
                 "install the same version on all machines of the cluster",
             )
         if self._threads:
