@@ -13,6 +13,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.reading import Document, Reading
 from kvtool.core.ingest import seen
+from tests.cli.working import kvtool
+from tests.remote.serving import wreck
 
 
 @pytest.fixture
@@ -237,4 +239,20 @@ def test_a_run_that_broke_off_vouches_for_nothing(
     with monkeypatch.context() as broken:
         broken.setattr("kvtool.core.ingest.job._Job._storer", lambda *_: 1 / 0)
         assert fresh(folder).code != 0
+    assert fresh(folder).fine().json["chunks"]["computed"] == 1
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_that_came_back_without_its_kv_is_computed_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    """Whole, forgotten, and pulled from a shared store that has lost the KV of it."""
+    fresh(folder).fine()
+    fresh(folder).fine()
+    with Store.open(tmp_path / "fresh") as store:
+        document = store.document(str(folder / "two.txt"))
+        assert document is not None
+    url = f"file://{tmp_path}/tier"
+    kvtool("store", "push", url, "--store", tmp_path / "fresh").fine()
+    kvtool("store", "forget", folder / "two.txt", "--store", tmp_path / "fresh").fine()
+    wreck(url, document.chunks[0].chunk_id.hex(), "raw", 0)
+    assert kvtool("store", "pull", url, "--store", tmp_path / "fresh").code == 13
     assert fresh(folder).fine().json["chunks"]["computed"] == 1

@@ -30,13 +30,15 @@ class Stepped:
         self._steps = threading.Semaphore(0)
         self.begun: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
         self.read_: list[tuple[int, str, int]] = []
-        self.broken: set[int] = set()
+        self.broken: dict[int, Exception] = {}
 
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         (segment,) = segments
         level = segment.source.level or ""
         if level == "damaged":
             raise RecordMissing(segment, "damaged")
+        if level == "large":
+            raise MemoryError
         self.begun.put((segment.source.chunk_id[0], level, layer))
         assert self._steps.acquire(timeout=10)
         self.read_.append((segment.source.chunk_id[0], level, layer))
@@ -47,7 +49,7 @@ class Stepped:
         """Computes a layer for every `step`."""
         number = segment.source.chunk_id[0]
         if number in self.broken:
-            raise DamagedError("the lead-in is lost")
+            raise self.broken[number]
         for layer in range(LAYERS):
             if not going():
                 return None
@@ -147,13 +149,14 @@ def test_finishing_before_anything_came(bench: Bench) -> None:
     assert bench.ahead.bytes_read({}) == 0
 
 
-def test_a_damaged_record_ends_its_chunk_only(bench: Bench) -> None:
-    bench.put(0, "damaged")
+@pytest.mark.parametrize("level", ["damaged", "large"])
+def test_a_record_that_cannot_be_decoded_ends_its_chunk_only(level: str, bench: Bench) -> None:
+    bench.put(0, level)
     bench.put(1)
     bench.through(1, "4")
     wait_until_idle(bench)
     bench.ahead.finish()
-    assert bench.ahead.bytes_read({0: "damaged", 1: "4"}) == LAYERS * RECORD
+    assert bench.ahead.bytes_read({0: level, 1: "4"}) == LAYERS * RECORD
 
 
 def test_what_is_known_of_its_speed(bench: Bench) -> None:
@@ -246,8 +249,9 @@ def test_what_is_stopped_ends_after_its_layer(finish: bool, bench: Bench) -> Non
     bench.ahead.finish()
 
 
-def test_what_cannot_be_computed_alone_is_left_to_the_pass(bench: Bench) -> None:
-    bench.source.broken = {0}
+@pytest.mark.parametrize("error", [DamagedError("the lead-in is lost"), RuntimeError("no memory")])
+def test_what_cannot_be_computed_alone_is_left_to_the_pass(error: Exception, bench: Bench) -> None:
+    bench.source.broken = {0: error}
     bench.ahead.compute(0, SEGMENTS[0])
     assert ended(bench) == (0, False)
     compute(bench, 1)

@@ -53,14 +53,15 @@ class Commits:
         self._known = self._budget is not None and self._budget.given
 
     def commit(
-        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, loose: bool = False
+        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
         """Put and delete rows in one durable transaction.
 
         Parameters
         ----------
         weighed : False: it makes room, which must work on a full disk and over the budget.
-        loose : no document refers to the chunks of which something is deleted.
+        thins : whether documents have less of their chunks than was known of them before; None: where something of a
+            chunk is deleted.
 
         Raises
         ------
@@ -70,7 +71,7 @@ class Commits:
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
         environment = self._store.environment
-        thinned = not loose and any(table in _OF_CHUNKS for table, _ in doomed)
+        thinned = any(table in _OF_CHUNKS for table, _ in doomed) if thins is None else thins
         rows = [*rows, *self._revision_rows({*doomed, *((table, key) for table, key, _ in rows)}, thinned)]
         with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
             snapshot.touch([*doomed, *((table, key) for table, key, _ in rows)])

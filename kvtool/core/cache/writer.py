@@ -217,13 +217,13 @@ class Writer:
         self._check_open()
         if sorted(entry.documents) != sorted(document.source for document in documents):
             raise ValueError("a file entry must name exactly its documents")
-        self._check_references(documents)
+        hollow = self._check_references(documents)
         self._loosen(entry.path)
         needed = {ref.chunk_id for document in documents for ref in document.chunks}
         others = {place: pending for place, pending in self._pending.items() if place[0] not in needed}
         try:
             rows = self._pending_rows(needed) + [document_row(document) for document in documents] + [file_row(entry)]
-            self._commit(rows, self._stale_documents(entry.path, set(entry.documents)))
+            self._commit(rows, self._stale_documents(entry.path, set(entry.documents)), thins=hollow or None)
         except BaseException:
             others = {}
             raise
@@ -275,14 +275,14 @@ class Writer:
         return self._drop(chunk_ids, chunk_keys)
 
     def _drop(
-        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[Doomed]], loose: bool = False
+        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[Doomed]], thins: bool | None = None
     ) -> int:
         dropped, left = 0, iter(chunk_ids)
         while batch := list(islice(left, _CHUNKS_AT_ONCE)):
             with self._store.environment.read() as snapshot:
                 doomed = [keys_of(snapshot, chunk_id) for chunk_id in batch]
             dropped += sum(map(bool, doomed))
-            self._commit([], [*chain.from_iterable(doomed)], loose=loose)
+            self._commit([], [*chain.from_iterable(doomed)], thins=thins)
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes]) -> int:
@@ -317,7 +317,7 @@ class Writer:
             loose = self._loosened - kept
             loose -= {*referred(loose)} if loose else set()
             loose |= self._drop_stretches_of(lambda chunks: not loose.isdisjoint(chunks))
-        dropped = self._drop(sorted(loose), chunk_keys, loose=True)
+        dropped = self._drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
             self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
         self._loosened = set()
@@ -399,12 +399,19 @@ class Writer:
             old = None
         return [(tables.DOCUMENTS, keys.name_key(s)) for s in (old.documents if old else ()) if s not in kept]
 
-    def _check_references(self, documents: Sequence[DocumentEntry]) -> None:
+    def _check_references(self, documents: Sequence[DocumentEntry]) -> bool:
+        """Refuse chunks that were never put. Returns whether any is there without its KV: documents that come from
+        elsewhere may be without what this store had of them before."""
+        hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:
             for ref in (ref for document in documents for ref in document.chunks):
-                if ref.chunk_id not in waiting and not snapshot.has(tables.CHUNKS, ref.chunk_id):
+                if ref.chunk_id in waiting:
+                    continue
+                if not snapshot.has(tables.CHUNKS, ref.chunk_id):
                     raise ValueError(f"chunk {ref.chunk_id.hex()} was never put")
+                hollow = hollow or not self._store.has_chunk(ref.chunk_id)
+        return hollow
 
     def fold_access(self) -> None:
         """Take the readers' notes of what they used into the store."""
@@ -443,7 +450,7 @@ class Writer:
         self._flushed_at = time.monotonic()
 
     def _commit(
-        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, loose: bool = False
+        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
         self._check_open()
-        self._commits.commit(rows, doomed, weighed, loose)
+        self._commits.commit(rows, doomed, weighed, thins)

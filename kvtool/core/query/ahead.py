@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import RAW
-from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import ReadStats, RecordMissing
+from kvtool.core.fusion.source import ReadStats
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV
@@ -157,12 +156,12 @@ class Ahead:
         return self._text is not None and self._told is None
 
     def _compute(self, number: int, segment: Segment) -> None:
-        started, decoding = time.perf_counter(), self._decoding
+        started, decoding, whole = time.perf_counter(), self._decoding, False
         try:
             kv = self._prefill(segment, self._gives_way)
-        except KvtoolError:
-            kv = None  # whoever computes it in its place meets it again
-        whole = kv is not None and self._hold(number, segment, kv)
+            whole = kv is not None and self._hold(number, segment, kv)
+        except Exception:
+            whole = False  # whoever computes it in its place meets it again: an end of this thread would be waited for
         seconds = time.perf_counter() - started - (self._decoding - decoding)
         with self._changed:
             if whole:
@@ -200,8 +199,8 @@ class Ahead:
             while done < self._layers and not self._stopped and number not in self._waiting:
                 self._source.read([segment], done, begun.stats)
                 done += 1
-        except RecordMissing:
-            return  # the loader meets it again, and makes it a hole
+        except Exception:
+            return  # the loader meets it again, and makes what is damaged a hole
         finally:
             self._decoding += time.perf_counter() - started
         if done and segment.source.level in self._begun:
