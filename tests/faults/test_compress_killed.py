@@ -55,11 +55,11 @@ def run_main(args: list[str], home: str, error: str, kill_at: int) -> None:
 
     works, calls = writer.Writer._commit, [0]
 
-    def commit(self: Any, *rows: Any) -> None:
+    def commit(self: Any, *rows: Any, **how: Any) -> None:
         if calls[0] == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         calls[0] += 1
-        works(self, *rows)
+        works(self, *rows, **how)
 
     writer.Writer._commit = commit  # type: ignore[method-assign]
     writer.BATCH_SECONDS = -1.0  # each level of each chunk is a commit
