@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,23 @@ def test_a_pack_for_each_level_in_the_order_of_documents(store: Store, blobs: Bl
     assert format_of(blobs) == 4
     check_pulled(blobs, tmp_path / "pulled", "f0", "f1", "f2")
     assert push(store, blobs).bytes == 0
+
+
+def test_several_packs_are_sent_together(
+    store: Store, blobs: Blobs, small_packs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Far away they take as long as one; and no more at a time than memory is meant to hold."""
+    real, sent = blobs.put, list[int]()
+
+    def put(values: Mapping[str, bytes]) -> None:
+        sent.append(sum(name.startswith("pack/") for name in values))
+        real(values)
+
+    monkeypatch.setattr(blobs, "put", put)
+    monkeypatch.setattr(send, "PACK_BYTES", sum(map(len, records_of("f0.0"))))
+    push(store, blobs)
+    assert 1 < max(sent) < sum(sent)
+    assert is_whole(blobs)
 
 
 @pytest.mark.parametrize("before", [1, 3])

@@ -205,6 +205,19 @@ def test_a_url_for_people(url: str, shown: str) -> None:
     assert scrubbed(f"`{url}`: gone") == f"`{shown}`: gone"
 
 
+def test_what_signs_an_address_is_shown_nowhere(work: Path, looked_at: list[Done]) -> None:
+    """Also not where the address of a container or an object is given in the place of a file or a cluster."""
+    for url in (
+        "https://HERE/kv?sv=2020&sig=zqxwva%3D",
+        "https://HERE/kv?X-Amz-Credential=zqxwva&X-Amz-Signature=zqxwvb",
+    ):
+        url = url.replace("HERE", "127.0.0.1:9")
+        for words in (("store", "merge", url), ("store", "import", url), ("ingest", "corpus", "--ray", url)):
+            looked_at.append(kvtool(*words, "--store", "new", "--json"))
+            assert looked_at[-1].code
+    assert scrubbed("https://host/kv?sv=2&sig=a%3D: no") == "https://host/kv?sv=2&sig=***: no"
+
+
 def test_the_hint_that_shows_a_url_stays_whole() -> None:
     """It speaks of the `@` in a password, which must not be taken for one."""
     done = kvtool("store", "push", "nonsense")

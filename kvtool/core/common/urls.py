@@ -98,12 +98,17 @@ def is_loopback(host: str) -> bool:
 
 def scrubbed(text: str) -> str:
     """Show the URLs in any text as people may see them: for what other programs say of them."""
+    text = _SIGNED.sub(rf"\1{HIDDEN}", text) if "=" in text else text
     return _IN_TEXT.sub(_scrub, text) if ":" in text else text
 
 
 _OWN = "|".join(kind for kind in KINDS if kind not in _WEB)  # other programs speak of https:// that holds no secret
 _IN_TEXT = re.compile(
     rf"(?:[^\s'\"`(]*@)?\b(?:(?:{_OWN}):|[A-Za-z][A-Za-z0-9+.-]*://(?=\S*@))(?:[^\n]*@)?[^\s'\"`]*", re.I
+)
+# What whoever has it may do with an address as if it were theirs, also where a path was made of the address.
+_SIGNED = re.compile(
+    r"([?&](?:sig|[\w-]*(?:signature|token|credential|password|key))=)[^\s&'\"`)]*[^\s&'\"`):;,.]", re.I
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from kvtool.core.cache.store import Store
@@ -15,11 +15,11 @@ from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.descriptions import Descriptions, changed, scattered
 from kvtool.core.remote.entries import Chunk, Level, Pack, Place, catalogue_name, kv_names
 from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.packing import FILE, MOST_BYTES, Member, Packed, by_document, packs_of, thin_packs
+from kvtool.core.remote.packing import FILE, MOST_BYTES, PACK_BYTES, Member, Packed, by_document, packs_of, thin_packs
 from kvtool.core.remote.shelf import Shelf
 from kvtool.core.remote.transfer_report import TransferReport
 
-_READ_AT_ONCE = 4  # values of some megabytes each
+_AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
 
 class Sender:
@@ -139,8 +139,9 @@ class Sender:
         for level in [*sorted(levels.difference(known(levels))), *reversed(known(levels))]:
             members = [(key, level) for key in ordered if (key, level) in gaps]
             large = {member for member in members if chunks[member[0]].levels[level].size > MOST_BYTES}
-            for packed in packs_of((member for member in members if member not in large), records_of):
-                self._told(len(packed.places), self._send_pack(packed))
+            packs = packs_of((member for member in members if member not in large), records_of)
+            for packed, moved in self._send_packs(packs):
+                self._told(len(packed.places), moved)
                 places |= packed.places
             for key, _ in sorted(large):
                 if (records := records_of((key, level))) is not None:
@@ -149,13 +150,13 @@ class Sender:
                     places[key, level] = None
         return {key: _placed(key, chunk, places, lost) for key, chunk in chunks.items()}
 
-    def _send_pack(self, packed: Packed) -> bool:
-        """False: a push that was cut off has sent it."""
-        name = packed.pack.name
-        moved = self._sound_sizes([name])[name] != packed.pack.size
-        if moved:
-            self._put({name: packed.value})
-        return moved
+    def _send_packs(self, packs: Iterable[Packed]) -> Iterator[tuple[Packed, bool]]:
+        """Send several at a time. Each is given when it is there; False: a push that was cut off has sent it."""
+        for some in _together(packs):
+            sizes = self._sound_sizes([packed.pack.name for packed in some])
+            lacking = {packed.pack.name: packed.value for packed in some if sizes[packed.pack.name] != packed.pack.size}
+            self._put(lacking)
+            yield from ((packed, packed.pack.name in lacking) for packed in some)
 
     def _told(self, count: int, moved: bool) -> None:
         if moved:
@@ -169,8 +170,8 @@ class Sender:
         if not self.verify:
             return dict(zip(names, self.blobs.sizes(names), strict=True))
         sizes = {}
-        for at in range(0, len(names), _READ_AT_ONCE):
-            some = names[at : at + _READ_AT_ONCE]
+        for at in range(0, len(names), _AT_ONCE):
+            some = names[at : at + _AT_ONCE]
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
         return sizes
@@ -193,8 +194,7 @@ class Sender:
         self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
         self.report.files.unchanged = len(mine.files) - self.report.files.moved
         places = dict[Member, Place]()
-        for packed in packs_of(descriptions.in_order(), descriptions.records_of):
-            self._send_pack(packed)
+        for packed, _ in self._send_packs(packs_of(descriptions.in_order(), descriptions.records_of)):
             places |= packed.places
         return descriptions.placed(places) if places else mine
 
@@ -203,6 +203,19 @@ class Sender:
         if values:
             self.blobs.put(values)
             self.report.bytes += sum(map(len, values.values()))
+
+
+def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
+    """Some at a time, as many bytes as a few packs have: one that is larger is sent alone."""
+    some, size = list[Packed](), 0
+    for packed in packs:
+        if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(packed)
+        size += packed.pack.size
+    if some:
+        yield some
 
 
 def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level | None:
