@@ -26,12 +26,10 @@ def compress(run: Run) -> None:
     tell_budget(run, options.max_size)
     with JobView(run) as view:
         report = run_compress(run.folder, options, view.events)
-    run.out.result(report.to_json(), human=lambda: _show(run, report))
+    run.out.report(report.to_json(), human=lambda: _show(run, report))
 
 
 def _show(run: Run, report: CompressReport) -> None:
-    if run.out.verbosity < 0:  # a report, not data
-        return
     rows = []
     for level in report.levels:
         row = level.to_json()

@@ -28,12 +28,10 @@ def lead_in(run: Run) -> None:
 
     with JobView(run) as view:
         report = fit_lead_in(run.folder, run.get(FitOptions), view.events)
-    run.out.result(report.to_json(), human=lambda: _show(run, report))
+    run.out.report(report.to_json(), human=lambda: _show(run, report))
 
 
 def _show(run: Run, report: FitReport) -> None:
-    if run.out.verbosity < 0:  # a report, not data
-        return
     held = report.held_out
     if held:
         run.out.print(

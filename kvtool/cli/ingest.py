@@ -45,7 +45,7 @@ def ingest(
     options = replace(run.get(IngestOptions), paths=tuple(paths))
     tell_budget(run, options.max_size)
     report = _ingest(run, options)
-    run.out.result(report.to_json(), human=lambda: _show(run, report))
+    run.out.report(report.to_json(), human=lambda: _show(run, report))
     return _code(report)
 
 
@@ -90,8 +90,6 @@ def _log_end(book: EventLog, raised: BaseException) -> None:
 
 
 def _show(run: Run, report: IngestReport) -> None:
-    if run.out.verbosity < 0:  # a report, not data
-        return
     documents, chunks = report.documents, report.chunks
     would = "would be " if report.dry_run else ""
     run.out.print(

@@ -109,6 +109,11 @@ class Out:
         else:
             self.event("summary", **plain(value))
 
+    def report(self, value: Any, human: Callable[[], None]) -> None:
+        """End a command whose result tells of work that was done, and is no data: with --quiet nobody reads it."""
+        if self.mode != "human" or self.verbosity >= 0:
+            self.result(value, human)
+
     def event(self, type: Literal["status", "warning", "error", "summary"], **facts: Any) -> None:
         """Put one event on stdout in the jsonl mode; nothing in the others."""
         if self.mode == "jsonl":

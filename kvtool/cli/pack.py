@@ -40,7 +40,7 @@ def export(run: Run, pack: Pack) -> int | None:
         what = f"{counted(report.documents, 'document')} and {counted(report.chunks, 'chunk')} at a level"
         run.out.print(f"written: {report.path}: {what}, {report.bytes / 1e6:,.1f} MB, {report.seconds:.1f} s")
 
-    run.out.result(report.to_json(), human=show)
+    run.out.report(report.to_json(), human=show)
     return EXIT_DAMAGED if report.damaged else None
 
 

@@ -83,7 +83,7 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
         for report in reports:
             run.out.print(_in_words(report))
 
-    run.out.result(value, human=show)
+    run.out.report(value, human=show)
     return EXIT_DAMAGED if any(report.damaged for report in reports) else None
 
 

@@ -50,15 +50,13 @@ def forget(run: Run, targets: Targets) -> None:
     _warn_of(run, plan.refusal)
 
     def show() -> None:
-        if run.out.verbosity < 0:  # a report, not data
-            return
         for source in plan.sources:
             run.out.print(source)
         what = "would be forgotten" if dry_run else "forgotten"
         count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
         run.out.print(f"{what}: {count}, {sized(plan.size)}")
 
-    run.out.result(value, human=show)
+    run.out.report(value, human=show)
 
 
 def _warn_of(run: Run, refusal: UsageError | None) -> None:
@@ -111,7 +109,7 @@ def prune(run: Run) -> int | None:
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
     if report.lossy:
         run.out.warning(*_what_is_lost(report))
-    run.out.result(report.to_json(), human=lambda: _show_prune(run, report))
+    run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
     return None if report.reached else EXIT_NO_SPACE
 
 
@@ -154,8 +152,6 @@ def _what_is_lost(report: PruneReport) -> tuple[str, str]:
 
 
 def _show_prune(run: Run, report: PruneReport) -> None:
-    if run.out.verbosity < 0:  # a report, not data
-        return
     rows = [(row["step"], row["chunks"], row["documents"], f"{row['bytes'] / 1e6:,.1f}") for row in _rows(report)]
     if rows:
         run.out.table(("step", "chunks", "documents", "MB"), rows)
@@ -179,13 +175,12 @@ def compact(run: Run) -> None:
     done = run_compact(run.folder, lock_wait=run.lock_wait)
 
     def show() -> None:
-        if run.out.verbosity >= 0:
-            run.out.print(
-                f"{sized(done.before)} before, {sized(done.after)} after; {counted(done.chunks, 'chunk')} that nothing "
-                f"referred to and {counted(done.profiles, 'old profile')} dropped"
-            )
+        run.out.print(
+            f"{sized(done.before)} before, {sized(done.after)} after; {counted(done.chunks, 'chunk')} that nothing "
+            f"referred to and {counted(done.profiles, 'old profile')} dropped"
+        )
 
-    run.out.result(done.to_json(), human=show)
+    run.out.report(done.to_json(), human=show)
 
 
 Pinned = Annotated[

@@ -80,7 +80,7 @@ def warm(run: Run) -> int | None:
         what = f"left out: chunk {row['chunk']} at level {row['level']}: {row['reason']}"
         run.out.warning(what, "push again with --verify")
     value = report.to_json() | {"lines": asked.lines, "passed_over": asked.passed}
-    run.out.result(value, human=lambda: run.out.print(_in_words(report)))
+    run.out.report(value, human=lambda: run.out.print(_in_words(report)))
     return EXIT_DAMAGED if report.damaged else None
 
 

@@ -108,8 +108,12 @@ class Writer:
         return len(doomed)
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
-        """Replace the store's manifest, in one transaction."""
-        self._commit([meta_row(keys.MANIFEST_KEY, manifest)])
+        """Replace the store's manifest, in one transaction.
+
+        The prompt's former beginning, which no document lets go of, is what nobody refers to then.
+        """
+        self._commit([meta_row(keys.MANIFEST_KEY, manifest), meta_row(keys.COLLECTED_KEY, {})])
+        self._begun, self._loosened = True, None
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
         """Keep a codec profile and what is known of the codec levels, in one transaction."""
