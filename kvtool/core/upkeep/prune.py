@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtool.core.codec.levels import exact, known, lossy
@@ -76,11 +76,13 @@ class Planner:
         if self.wanted.cold_before is not None:
             yield self._cold(self.wanted.cold_before)
         if self.wanted.goal is not None:
+            in_turn = [] if self._enough else sorted(self._of_documents(), key=lambda row: row[1].turn)
+            stored = {level for _, held in in_turn for level in held.levels}
             if not self.wanted.fetched:
-                yield self._levels("exact", _exact)
-                for level in lossy()[:-1]:
-                    yield self._levels(f"level {level}", _finer(level))
-            yield self._levels("kv", lambda levels, measured: list(levels))
+                yield self._levels("exact", _exact, in_turn)
+                for level in lossy(stored)[:-1]:
+                    yield self._levels(f"level {level}", _finer(level), in_turn)
+            yield self._levels("kv", lambda levels, measured: list(levels), in_turn)
             if self.wanted.as_needed:
                 yield self.documents(self.wanted.forgets)
 
@@ -113,9 +115,9 @@ class Planner:
                 self._take(step, chunk, _finer_than_coarsest(self.left[chunk], held.measured))
         return step.done()
 
-    def _levels(self, name: str, ladder: Ladder) -> Step:
+    def _levels(self, name: str, ladder: Ladder, in_turn: Sequence[tuple[bytes, Holding]]) -> Step:
         step = Growing(name)
-        for chunk, held in sorted(self._of_documents(), key=lambda row: row[1].turn):
+        for chunk, held in in_turn:
             if self._enough:
                 break
             self._take(step, chunk, ladder(self.left[chunk], held.measured))
