@@ -40,6 +40,12 @@ MODELS = (
 )
 
 
+def _positive(text: str) -> float:
+    if (number := float(text)) <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given = (
@@ -57,7 +63,7 @@ def main() -> None:
         ("--utilisation", 0.4, "of them in a prefill"),
     )
     for flag, default, about in given:
-        parser.add_argument(flag, type=float, default=default, help=f"{about} (default {default:g})".strip())
+        parser.add_argument(flag, type=_positive, default=default, help=f"{about} (default {default:g})".strip())
     plan = Plan(**vars(parser.parse_args()))
     print("\n\n".join((plan.by_level(), plan.by_model(), plan.by_store())))
 

@@ -101,6 +101,8 @@ def _asked(run: Run, store: Store, journal: Path | None, reading: QueryOptions) 
 def _in_words(report: WarmReport) -> str:
     would = "would be " if report.dry_run else ""
     of = "" if report.budget is None else f", which may hold {sized(report.budget)}"
+    if not report.asked:
+        return f"nothing was asked yet: only the prompt's own beginning {would or 'is '}fetched into {report.path}"
     more = f"; no room for {counted(report.left, 'chunk')} more" if report.left else ""
     more += f"; of {counted(report.absent, 'chunk')} nothing is there to fetch" if report.absent else ""
     return (

@@ -39,6 +39,6 @@ def _beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
         return None
     if info is None:
         return None
-    levels = store.level_sizes(identity.prefix_id)
+    levels = store.sizes_here(identity.prefix_id)
     tokens = len(info.token_ids) if levels else 0
     return {"id": identity.prefix_id.hex(), "tokens": tokens, "levels": level_rows(levels)}
