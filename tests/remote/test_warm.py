@@ -104,13 +104,14 @@ def test_every_kind_of_journal(store: Path, url: str, tmp_path: Path) -> None:
         {"question": QUESTION},
         found,
         {"type": "request", "time": NOW - HALF_LIFE, "chunks": chunks[:1]},
+        {"type": "request", "time": 10**400, "chunks": chunks[:1]},  # later than now, and than any number of a float
         {"question": "zzzz"},
     ]
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn', encoding="utf-8")
     options = ("--store", url, "--json")
     tried = kvtool("store", "warm", *options, "--from", journal, "--dry-run").fine().json
     done = kvtool("store", "warm", *options, "--from", journal).fine().json
-    assert (done["lines"], done["passed_over"], done["asked"]) == (3, 2, len(chunks))
+    assert (done["lines"], done["passed_over"], done["asked"]) == (4, 2, len(chunks))
     assert tried["bytes"] == done["bytes"] > 0
     assert (done["hits_before"], done["hits_after"], done["damaged"]) == (0, 1, [])
     with Store.open(local_place(url)) as front:

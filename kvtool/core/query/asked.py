@@ -8,7 +8,6 @@ A journal is a store's own notes (its folder), or a file of JSON lines, of kinds
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -118,4 +117,4 @@ def _found(finder: Finder, row: Mapping[str, Any], options: QueryOptions) -> lis
 
 def _when(row: Mapping[str, Any], now: float) -> float:
     times = [row[name] for name in _TIMES if isinstance(row.get(name), (int, float))]
-    return min(now, times[0]) if times and math.isfinite(times[0]) and times[0] > 0 else now
+    return times[0] if times and 0 < times[0] < now else now
