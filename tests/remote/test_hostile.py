@@ -159,7 +159,11 @@ def test_every_part_of_a_root(blobs: Blobs, tmp_path: Path) -> None:
         with contextlib.suppress(DamagedError):
             left.append(open_root(mutant))
     assert 0 < len(left) < 300  # as above
-    for shards in (value["shards"] * 2, value["shards"] * 3, []):
+    ((digest, size, files, chunks),) = value["shards"]
+    none = packed({"files": {}, "chunks": {}})
+    blobs.put({f"shard/{digest_of(none)}": none})
+    rows = ([digest, size, files + 1, chunks], [digest, size, files, 0], [digest_of(none), len(none), 0, 0])
+    for shards in (value["shards"] * 2, value["shards"] * 3, [], *([row] for row in rows), [rows[-1]] * 2**16):
         publish(blobs, packed(value | {"shards": shards}))
         with pytest.raises(DamagedError):
             read_catalogue(blobs)

@@ -100,12 +100,9 @@ def _shard_row(value: Any) -> Shard | None:
         return None
     digest, size, files, chunks = checks.list_of(value, 4)
     checks.count_of(size, 1, most_bytes("shard"))
-    return Shard(
-        checks.hex_of(digest, MARK_BYTES),
-        size,
-        checks.count_of(files, 0, checks.INT64),
-        checks.count_of(chunks, 0, checks.INT64),
-    )
+    checks.count_of(files, 0, checks.INT64)
+    checks.count_of(chunks, 0 if files else 1, checks.INT64)  # nothing is no shard: a root could name it a million times
+    return Shard(checks.hex_of(digest, MARK_BYTES), size, files, chunks)
 
 
 # ---- shards ------------------------------------------------------------------------------------------------------
@@ -128,10 +125,13 @@ def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, s
 
 
 def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
-    """A root with all that some of its shards, given by number, describe. Raises DamagedError."""
+    """A root with all that some of its shards, given by number, describe. Raises DamagedError: not as many as it says."""
     files, chunks, left_out = dict[str, File](), dict[str, Chunk](), list[tuple[str, str]]()
     for number, data in entries:
+        shard = root.shards[number]
         some_files, some_chunks = open_shard(data, number, len(root.shards), left_out)
+        if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
+            raise unreadable(ValueError("a shard describes another number of files or chunks"))
         files |= some_files
         chunks |= some_chunks
     return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))
