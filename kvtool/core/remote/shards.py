@@ -101,7 +101,7 @@ def _shard_row(value: Any) -> Shard | None:
     digest, size, files, chunks = checks.list_of(value, 4)
     checks.count_of(size, 1, most_bytes("shard"))
     checks.count_of(files, 0, checks.INT64)
-    checks.count_of(chunks, 0 if files else 1, checks.INT64)  # nothing is no shard: a root could name it a million times
+    checks.count_of(chunks, 0 if files else 1, checks.INT64)  # of nothing there is no shard: a root could name it often
     return Shard(checks.hex_of(digest, MARK_BYTES), size, files, chunks)
 
 
@@ -125,7 +125,12 @@ def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, s
 
 
 def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
-    """A root with all that some of its shards, given by number, describe. Raises DamagedError: not as many as it says."""
+    """A root with all that some of its shards, given by number, describe.
+
+    Raises
+    ------
+    DamagedError : one cannot be read, or describes another number than the root says.
+    """
     files, chunks, left_out = dict[str, File](), dict[str, Chunk](), list[tuple[str, str]]()
     for number, data in entries:
         shard = root.shards[number]
