@@ -13,6 +13,7 @@ from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model.files import PACKAGED, ModelFiles
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 from kvtool.core.model.resolve import resolve
+from kvtool.core.remote.opening import local_place
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
 from kvtool.lab.doctor.finding import Finding, failing
 from kvtool.lab.doctor.installation import check_extras, check_kvtool, check_libraries
@@ -36,17 +37,18 @@ def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Call
         return found  # most other checks would only fail for want of these
     found += [*check_extras(), *check_plugins(), *check_cpu(), *check_memory(), *check_device(wanted)]
     doing("writing to the disk and reading back")
-    identity = None
-    if isinstance(place, Path):
-        found += [*check_disk(place, "disk of the store"), *check_store(place)]
-        identity = _identity(place)
-    else:
+    here = place if isinstance(place, Path) else local_place(place)
+    if not isinstance(place, Path):
         found += check_tier(place, timeout)
+    if here is place or here.exists():  # a store in front is made by the first question
+        found += [*check_disk(here, "disk of the store"), *check_store(here)]
+    identity = _identity(here)
     found += check_disk(cache_dir(), "disk of the cache")
     doing("looking for the model")
-    found += _check_model(identity, wanted)
-    if isinstance(place, Path) and identity is not None:
-        found += check_gate(place, identity)
+    if here is place or identity is not None or wanted.model is not None:  # else the shared store tells at a question
+        found += _check_model(identity, wanted)
+    if identity is not None:
+        found += check_gate(here, identity)
     return found
 
 

@@ -45,6 +45,14 @@ def test_chunks_are_counted_as_the_glance_counts_them(store: Path) -> None:
     assert f"{count} and the prompt's own beginning" in kvtool("doctor", "--store", store).out
 
 
+def test_a_shared_store_is_known_by_the_store_in_front(store: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'shared'}"
+    kvtool("store", "push", url, "--store", store).fine()
+    assert "model" not in states(kvtool("doctor", "--store", url, "--json"))  # no other one is looked for
+    kvtool("inspect", "--store", url).fine()
+    assert set(states(kvtool("doctor", "--store", url, "--json"))) >= OF_A_STORE | {"shared store"}
+
+
 def test_a_gate_that_refuses_is_told(store: Path) -> None:
     fail_gate(store)
     done = kvtool("doctor", "--store", store)
