@@ -48,7 +48,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 def elsewhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store in bfloat16, on a machine that is now a plain one."""
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
-    write_corpus(tmp_path / "corpus")
+    write_corpus(tmp_path / "corpus", parts=2)
     kvtool("ingest", tmp_path / "corpus", "--store", tmp_path / "store", "--model", model, *CHUNKS).fine()
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", PLAIN)
     return tmp_path / "store"

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvtool.cli.app import main
 from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
+from kvtool.core.corpus.shard import Shard
 from tests.families import save_tiny
 
 LAYERS = 4  # of the tiny model
@@ -202,14 +204,21 @@ def prefix_chunk(path: Path) -> str:
 # ---- a model, a corpus, a store ----------------------------------------------------------------------------------
 
 
-def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5) -> Path:
-    """Small documents of a few chunks each; document n is about the n-th mill."""
+def write_corpus(folder: Path, documents: int = 6, paragraphs: int = 5, parts: int = 1) -> Path:
+    """Small documents of a few chunks each; document n is about the n-th mill.
+
+    Which of several `parts` a document is in follows from the folder's path: there are more of them until each has one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(documents):
+    without = {Shard(index, parts) for index in range(parts)}
+    for number in count():
+        if number >= documents and not without:
+            return folder
+        without -= {part for part in without if part.holds(str(folder / f"mill{number}.md"))}
         which = SEEN[number] if number < len(SEEN) else f"number {number}"
         text = f"# The {which} mill\n\n" + "\n\n".join(paragraph(which, number, n) for n in range(paragraphs))
         (folder / f"mill{number}.md").write_text(text, encoding="utf-8")
-    return folder
+    raise AssertionError("some part holds no file")
 
 
 def paragraph(which: str, number: int, n: int) -> str:

@@ -36,7 +36,7 @@ PARTS = 3
 def parts(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus, `whole`, made by one run, and `part-1` and so on, each by a run of its own."""
     folder = tmp_path_factory.mktemp("parts")
-    write_corpus(folder / "corpus")
+    write_corpus(folder / "corpus", parts=PARTS)
     _ingest(folder, "whole", tiny)
     for number in range(1, PARTS + 1):
         _ingest(folder, f"part-{number}", tiny, "--shard", f"{number}/{PARTS}")
