@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import ssl
 import sys
@@ -123,6 +124,39 @@ def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, mon
     assert "credentials" in caught.value.hint
 
 
+def test_credentials_of_the_machines_role(
+    serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing else is set: a token is asked for (IMDSv2), with it the role's key, with that all is signed."""
+    keys = {"Code": "Success", "Type": "AWS-HMAC", "Expiration": "2099-01-01T00:00:00Z"}
+    keys |= {"AccessKeyId": "OFTHEROLE", "SecretAccessKey": "zqxwvb", "Token": "zqxwvt"}
+    metadata, asked_with = "/latest/meta-data/iam/security-credentials", list[tuple[str, str | None]]()
+
+    def answer(handler: Any) -> None:
+        asked_with.append((handler.path, handler.headers["X-aws-ec2-metadata-token"]))
+        said = {"/latest/api/token": "zqxwvm", metadata: "team", f"{metadata}/team": json.dumps(keys)}
+        body = said.get(handler.path.rstrip("/"), "")
+        signed = handler.headers["X-Amz-Security-Token"] == "zqxwvt"
+        answering(200 if body else 404 if signed else 403, body.encode() or error_of("AccessDenied"))(handler)
+
+    service = serve(answer)
+    for name in ("AWS_ENDPOINT_URL", "AWS_METADATA_ENDPOINT"):
+        monkeypatch.setenv(name, service.url)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with closing(open_blobs(s3_url)) as blobs:
+        assert blobs.get(["x", "y"]) == [None, None]
+        assert not SECRETS.search(repr(blobs) + blobs.url)
+    assert service.asked[0][:2] == ("PUT", "/latest/api/token")
+    assert {token for path, token in asked_with if path.startswith(metadata)} == {"zqxwvm"}
+    signed = [who for _, path, who in service.asked if path.startswith("/bucket/")]
+    assert len(signed) == 2
+    assert all("Credential=OFTHEROLE/" in who for who in signed)
+    assert len(asked_with) == 5  # the role is asked for its key once, not for each request
+
+
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket/kv", "az://container", "https://host/kv"])
 def test_without_the_package(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
@@ -183,11 +217,12 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
         assert list(blobs.names()) == []
 
 
-def test_nothing_depends_on_lists(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("url", ["s3", "gs", "az"], indirect=True)
+def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lags by far: what is deleted is put off, nothing else is otherwise."""
     monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
     monkeypatch.setattr(objects, "_MANY", 0)
-    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(s3_url)) as blobs:
+    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url)) as blobs:
         push(store, blobs)
         assert push(store, blobs).bytes == 0
         forget(store, "f2")
