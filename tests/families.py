@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +29,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
@@ -199,6 +201,10 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_
 _MAMBA_IN_SOME = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 _SHARED = {"shared_expert_intermediate_size": 64}
 _NEMOTRON_H = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "n_routed_experts": 4}
+_KIMI_LINEAR = {
+    **{"linear_head_dim": 16, "linear_num_heads": 4},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "qwen3-next": lambda: Qwen3NextConfig(**SHAPE, **_EXPERTS, **_SHARED, **_DELTA, head_dim=16),
     "qwen3.5": lambda: Qwen3_5TextConfig(**SHAPE, **_DELTA, head_dim=16, rope_parameters=dict(_INTERLEAVED)),
@@ -217,10 +223,17 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     ),
     "falcon-h1": lambda: FalconH1Config(**SHAPE, **_MAMBA, mamba_d_ssm=128, head_dim=16),  # both in every layer
     "olmo-hybrid": lambda: OlmoHybridConfig(**SHAPE, **_DELTA),
+    "kimi-linear": lambda: KimiLinearConfig(  # latents, in which no position is marked
+        **_LATENT | {"q_lora_rank": None}, **_KIMI_LINEAR, layer_types=list(_MAMBA_IN_SOME)
+    ),
     "jamba": lambda: JambaConfig(
         **SHAPE, num_experts=4, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False
     ),
 }
+
+# The tower of Kimi K2.5 has `blocks`, for which `transformers` puts `layers` when it reads a checkpoint; when it saves
+# one, it undoes that to the text model's layers, too. No checkpoint that was published has them so.
+SAVED_OTHERWISE = {"kimi-k2.5": ("language_model.model.blocks.", "language_model.model.layers.")}
 
 # What machine code for whole steps and layers is made for, experts left aside.
 NATIVE = (
@@ -317,9 +330,17 @@ def save_tiny(
     """Write `tiny_model(name)` as a local model folder that `resolve` and `load_model` take; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model(name, dtype, seed).save_pretrained(folder)
+    _rename(folder / "model.safetensors", SAVED_OTHERWISE.get(name, ()))
     if tokenizer:
         tiny_tokenizer(chat).save_pretrained(folder)
     return folder
+
+
+def _rename(path: Path, change: tuple[str, ...]) -> None:
+    """Put the second word for the first in the names of a file's weights."""
+    if change:
+        weights = load_file(path)
+        save_file({name.replace(*change): weight for name, weight in weights.items()}, path, {"format": "pt"})
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -11,7 +11,7 @@ import transformers as t
 
 from kvtool.core.model.load import Loaded, load_model
 from kvtool.core.model.resolve import resolve
-from tests.families import HYBRIDS, SHAPE, save_tiny
+from tests.families import HYBRIDS, KINDS, SHAPE, save_tiny
 
 _WINDOWED = {"sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
@@ -84,6 +84,12 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     ),
     "idefics3": lambda: t.Idefics3Config(text_config=t.LlamaConfig(**SHAPE), vision_config=_SEES),
     "smolvlm": lambda: t.SmolVLMConfig(text_config=t.LlamaConfig(**SHAPE), vision_config=_SEES),
+    "kimi-k2.5": lambda: t.Kimi_K25Config(
+        text_config=KINDS["deepseek-v3"]().to_dict(),
+        vision_config=_TOWER | {"patch_size": 14, "pos_emb_height": 2, "pos_emb_width": 2, "pos_emb_time": 1},
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    ),
 }
 # Those whose text model keeps states.
 HYBRID_WRAPPERS: dict[str, Callable[[], Any]] = {

@@ -21,6 +21,7 @@ from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats, RecordM
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import Loaded
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
+from kvtool.core.model.text import text_part
 from tests.families import KINDS, VOCAB, tiny_model, tiny_tokenizer
 from tests.more_families import ROUTED
 
@@ -40,6 +41,7 @@ MOE = (
     "qwen3-vl-moe",
     "glm4v-moe",
     "llama4",
+    "kimi-k2.5",
     *ROUTED,
 )
 
@@ -127,7 +129,7 @@ def plain_rows(name: str, dtype: str, ids: Ids, first: int, start: int = 0) -> l
 
 def swapped(model: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """From what `transformers` calls keys and values of a model to what we do, or back."""
-    return (values, keys) if hasattr(model.config, "kv_lora_rank") else (keys, values)
+    return (values, keys) if hasattr(text_part(model.config), "kv_lora_rank") else (keys, values)
 
 
 def sensitivity_of(ids: Ids) -> bytes:

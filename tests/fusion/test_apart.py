@@ -30,7 +30,9 @@ from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Ids, plain_model, toke
 from tests.fusion.test_chain import EXACT, GOES_ON, decoder, off
 
 WARM: Ids = (*PREFIX, *tokens(30, 21))
-SEVERAL = ("qwen3-next", "qwen3.5", "lfm2", "granite4", "bamba", "nemotron-h", "falcon-h1", "olmo-hybrid")
+SEVERAL = (
+    *("qwen3-next", "qwen3.5", "lfm2", "granite4", "bamba", "nemotron-h", "falcon-h1", "olmo-hybrid", "kimi-linear"),
+)
 
 
 def identity(lead_in: Ids) -> StoreIdentity:
