@@ -29,3 +29,28 @@ def test_an_arithmetic_that_is_none_is_damage(made: object) -> None:
     row = json.loads(INFO.to_bytes()) | {"arithmetic": made}
     with pytest.raises(DamagedError):
         StretchInfo.from_bytes(json.dumps(row).encode())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": [70_000]},  # no part's key has room for it
+        {"states": [-1]},
+        {"states": ["0"]},
+        {"tokens": -7},
+        {"start": 0.5},
+        {"size": 2**70},
+        {"size": True},
+        {"chunks": ["ab"]},
+    ],
+    ids=str,
+)
+def test_numbers_that_can_be_none_are_damage(changed: dict[str, object]) -> None:
+    with pytest.raises(DamagedError):
+        StretchInfo.from_bytes(json.dumps(json.loads(INFO.to_bytes()) | changed).encode())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"rows": [Infinity]}', "7", "", "\0"], ids=lambda text: text[:9])
+def test_what_is_no_description_is_damage(text: str) -> None:
+    with pytest.raises(DamagedError):
+        StretchInfo.from_bytes(text.encode())

@@ -117,11 +117,11 @@ def test_a_beginning_that_another_has_answered_is_gone_on_from(name: str) -> Non
         assert chained.fused.tokens.fresh == len(QUESTION)
         assert rms(chained.fused.logits - decoder.prefill(plan.ids)[0]) <= NOISE
         formats = {  # each state is in what the layer itself computes it in here: none is converted on the way
-            number: {key: state.dtype for key, state in layer.states().items()}
+            number: {key: (state.dtype, state.shape) for key, state in layer.states().items()}
             for number, layer in enumerate(chained.fused.cache.buffers)
-            if number in decoder.state_formats
+            if number in decoder.state_forms
         }
-        assert formats == decoder.state_formats
+        assert formats == decoder.state_forms
         by = decoders[there].loaded.arithmetic
         assert {info.arithmetic for info in shelf.found.infos if info} == {by}
         measured = check_beginning(decoder, BEGINNING, shelf.found, by, shelf.read, NOISE)

@@ -26,6 +26,8 @@ from kvtool.core.errors import DamagedError
 Side = Literal["rows", "state"]
 Place = tuple[Side, int]  # a part's side and layer
 _SIDES: tuple[Side, ...] = ("rows", "state")
+_MOST_LAYER = 2**16 - 1  # what a part's key has room for
+_MOST_COUNT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,20 @@ class StretchInfo:
         """Inverse of :meth:`to_bytes`; raises DamagedError."""
         try:
             row = json.loads(bytes(data))
-            rows, states = (tuple(int(layer) for layer in row[name]) for name in ("rows", "states"))
-            chunks = tuple(bytes.fromhex(one) for one in row["chunks"])
-            start, tokens, size = (int(row[name]) for name in ("start", "tokens", "size"))
+            rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
+            chunks = tuple(keys.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
+            start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
             own, alone = bool(row["own"]), bool(row.get("alone", False))
             return cls(start, tokens, rows, states, chunks, own, size, alone, _arithmetic(row.get("arithmetic")))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"a stored stretch cannot be read: {type(error).__name__}") from error
+
+
+def _within(number: object, most: int) -> int:
+    """A number of a description. Raises ValueError where it can be none."""
+    if type(number) is not int or not 0 <= number <= most:
+        raise ValueError("no such number")
+    return number
 
 
 def _arithmetic(names: Sequence[str] | None) -> Arithmetic | None:

@@ -154,7 +154,7 @@ class _Pass:
         parts = {place: decode_part(payload) for place, payload in read.items()}
         self.read_s += time.perf_counter() - started
         return {layer: parts["rows", layer] for layer in rows}, {
-            layer: named_states(parts["state", layer], self._decoder, layer) for layer in states
+            layer: named_states(parts["state", layer], self._decoder, layer, alone=True) for layer in states
         }
 
     def _place(self, rows: dict[int, dict[str, torch.Tensor]], segment: Segment) -> None:

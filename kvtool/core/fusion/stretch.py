@@ -159,18 +159,32 @@ def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(like.dtype)
 
 
-def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
+def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int, alone: bool = False) -> States:
     """Name the tensors of a part as a layer does, each in the format that the layer itself computes it in here.
+
+    Parameters
+    ----------
+    alone : they are of a chunk alone: with each recurrent state there is what the chunk carries of the one before it.
 
     Raises
     ------
     DamagedError : they are another model's.
     """
-    formats, states = decoder.state_formats[layer], States()
-    for name, tensor in tensors.items():
-        what, _, number = name.partition(" ")
-        kind = formats.get((RECURRENT if what == CARRIED else what, int(number)))
-        if kind is None:
+    forms = decoder.state_forms[layer]
+    carried = [(CARRIED, number) for what, number in forms if alone and what == RECURRENT]
+    expected = {f"{what} {number}": (what, number) for what, number in (*forms, *carried)}
+    if tensors.keys() != expected.keys():
+        raise DamagedError("the states of another model")
+    states = States()
+    for name, key in expected.items():
+        kind, sizes = forms[RECURRENT if key[0] == CARRIED else key[0], key[1]]
+        if tensors[name].shape not in ((sizes,) if key[0] != CARRIED else _carried_sizes(sizes)):
             raise DamagedError("the states of another model")
-        states[what, int(number)] = tensor.to(decoder.device, kind)
+        states[key] = tensors[name].to(decoder.device, kind)
     return states
+
+
+def _carried_sizes(sizes: torch.Size) -> tuple[tuple[int, ...], ...]:
+    """What of a state `[1, heads, a, b]` may be carried by: one number a head, or a matrix."""
+    *heads, height, _ = sizes
+    return (*heads, 1, 1), (*heads, height, height)

@@ -25,7 +25,7 @@ from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.model.rowwise.layer import in_team, quicken
-from kvtool.core.model.states import StateCache, StateLayer
+from kvtool.core.model.states import StateCache, StateForms, StateLayer
 from kvtool.core.model.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.model.tail import last_rows_only
 from kvtool.core.native.crew import gathered
@@ -49,7 +49,7 @@ class Decoder:
     shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
         what those keep, or all.
     context : the longest prompt, in tokens, that the model takes.
-    state_formats : of a model that keeps states, by layer and state the number format that its own forward makes.
+    state_forms : of a model that keeps states, by layer and state the number format and sizes that its forward makes.
     turns : for threads that take turns in running it.
     """
 
@@ -84,7 +84,7 @@ class Decoder:
         self._quick: bool | None = None  # whether its layers compute rows the quick way; tried at the first pass
         self.context = context_limit(self.config)
         self._lean: LeanPass | None = None
-        self.state_formats: dict[int, dict[tuple[str, int], torch.dtype]] = {}
+        self.state_forms: dict[int, StateForms] = {}
         if self.keeps_states:
             self._check_states()
         else:
@@ -102,8 +102,8 @@ class Decoder:
         assert isinstance(cache, StateCache)
         if not all(layer.states() for layer in cache.state_layers):
             raise ModelError("the model keeps its state in a way of its own", "use another model")
-        self.state_formats = {
-            number: {key: state.dtype for key, state in layer.states().items()}
+        self.state_forms = {
+            number: {key: (state.dtype, state.shape) for key, state in layer.states().items()}
             for number, layer in enumerate(cache.buffers)
             if isinstance(layer, StateLayer)
         }

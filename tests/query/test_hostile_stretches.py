@@ -1,0 +1,225 @@
+"""What a store says of a model's states under a right digest, and is wrong: found out, and computed again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.cache import tables
+from kvtool.core.cache.record import Kind, seal
+from kvtool.core.cache.rows import Row
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
+from kvtool.core.cache.verify import verify
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.stretch import named_states
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.records.parts import decode_part, encode_part
+from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, kvtool, write_corpus
+from tests.families import save_tiny, tiny_model
+from tests.fusion.making import decoder_of, tokens
+
+FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
+MODES = ("prefix", "reuse")
+Tensors = dict[str, torch.Tensor]
+
+
+# ---- states of a layer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return decoder_of(tiny_model("qwen3.5"))
+
+
+def states_of(decoder: Decoder, alone: bool) -> Tensors:
+    """The state of the first layer as a part has it."""
+    _, cache = decoder.prefill(tokens(9, 1))
+    found = {f"{what} {number}": state for (what, number), state in cache.buffers[0].states().items()}
+    return found | ({"carried 0": found["recurrent 0"]} if alone else {})
+
+
+def at(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda states: states | {name: change(states[name])}
+
+
+WRONG: dict[str, Callable[[Tensors], Tensors]] = {
+    "a name without a number": lambda states: states | {"recurrent": states["recurrent 0"]},
+    "a number that is none": lambda states: states | {"recurrent x": states["recurrent 0"]},
+    "a state too many": lambda states: states | {"recurrent 1": states["recurrent 0"]},
+    "no window": lambda states: {name: state for name, state in states.items() if name != "conv 0"},
+    "no recurrence": lambda states: {name: state for name, state in states.items() if name != "recurrent 0"},
+    "nothing": lambda states: {},
+    "a longer window": at("conv 0", lambda state: torch.cat([state, state], -1)),
+    "a window of fewer channels": at("conv 0", lambda state: state[:, 1:]),
+    "a flat window": at("conv 0", torch.Tensor.flatten),
+    "a head too few": at("recurrent 0", lambda state: state[:, 1:]),
+    "one number for all": at("recurrent 0", lambda state: state[:, :1, :1, :1]),
+    "two prompts": at("recurrent 0", lambda state: torch.cat([state, state])),
+}
+CARRIED: dict[str, Callable[[Tensors], Tensors]] = {
+    "nothing carried": lambda states: {name: state for name, state in states.items() if name != "carried 0"},
+    "carried of fewer heads": at("carried 0", lambda state: state[:, 1:]),
+    "carried by a row": at("carried 0", lambda state: state[..., :1, :]),
+    "carried of two prompts": at("carried 0", lambda state: torch.cat([state, state])),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_states_that_are_no_layers(wrong: str, alone: bool, decoder: Decoder) -> None:
+    sound = states_of(decoder, alone)
+    assert len(named_states(sound, decoder, 0, alone)) == 2 + alone
+    with pytest.raises(DamagedError):
+        named_states(WRONG[wrong](sound), decoder, 0, alone)
+
+
+@pytest.mark.parametrize("wrong", CARRIED)
+def test_what_cannot_be_carried(wrong: str, decoder: Decoder) -> None:
+    sound = states_of(decoder, alone=True)
+    with pytest.raises(DamagedError):
+        named_states(CARRIED[wrong](sound), decoder, 0, alone=True)
+
+
+def test_a_prompts_states_carry_nothing(decoder: Decoder) -> None:
+    with pytest.raises(DamagedError):
+        named_states(states_of(decoder, alone=True), decoder, 0)
+
+
+# ---- a whole store -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a prompt's stretches and with chunks computed alone, beside its model."""
+    folder = tmp_path_factory.mktemp("hostile")
+    write_corpus(folder / "corpus", 3)
+    save_tiny("qwen3.5", folder / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        exactly = ("--store-dtype", "float32", *CHUNKS, *PREFIX)
+        kvtool("ingest", folder / "corpus", "--model", folder / "model", "--store", folder / "store", *exactly).fine()
+        for mode in MODES:
+            ask(folder / "store", FIRST, mode)
+    return folder
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "store", tmp_path / "store"))
+
+
+def asked(store: Path, question: str, mode: str) -> Done:
+    return kvtool("query", question, "--store", store, "--documents", "mill2.md", "--fusion", mode, *SHORT, "--json")
+
+
+def ask(store: Path, question: str, mode: str) -> Done:
+    return asked(store, question, mode).fine()
+
+
+def stretch_in(store: Path, mode: str, chunk: str) -> tuple[bytes, StretchInfo]:
+    """The one that a mode takes: of the prompt the last that a state is behind, or the chunk's own."""
+    with Store.open(store) as opened:
+        found = opened.stretches()
+    if mode == "prefix":
+        return max(((one, info) for one, info in found.items() if info.states), key=lambda pair: pair[1].start)
+    return next((one, info) for one, info in found.items() if info.alone and info.chunks == (bytes.fromhex(chunk),))
+
+
+def put(store: Path, row: Row) -> None:
+    table, key, value = row
+    with Store.open(store) as opened:
+        opened.environment.write(lambda transaction: transaction.put(table + key, value), 0)
+
+
+def parts_of(store: Path, stretch: bytes, place: Place) -> Tensors:
+    with Store.open(store) as opened:
+        return {name: one.clone() for name, one in decode_part(opened.read_part(stretch, place)).items()}
+
+
+def spoiled(parts: Tensors, number: float) -> Tensors:
+    """The same with one number of each tensor in place of what it was."""
+    for one in parts.values():
+        one.view(-1)[0] = number
+    return parts
+
+
+PAYLOADS: dict[str, Callable[[Tensors], bytes]] = {
+    "cut short": lambda states: encode_part(states)[:-64],
+    "empty": lambda states: b"",
+    "other sizes": lambda states: encode_part({name: state[:, 1:] for name, state in states.items()}),
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_of_another_make_is_computed_again(mode: str, payload: str, store: Path) -> None:
+    whole = ask(store, SECOND, mode).json
+    stretch, info = stretch_in(store, mode, whole["chunks"][1]["id"])
+    layer = info.states[-1]
+    wrong = PAYLOADS[payload](parts_of(store, stretch, ("state", layer)))
+    put(store, part_row(stretch, ("state", layer), wrong))
+    done = ask(store, SECOND, mode)
+    assert "damaged" in done.err
+    assert "miss" in [chunk["status"] for chunk in done.json["chunks"]]
+    if mode == "prefix":
+        assert done.json["answer"] == whole["answer"]
+    again = ask(store, SECOND, mode)
+    assert "damaged" not in again.err  # it was stored anew
+    assert [again.json[name] for name in ("answer", "chunks")] == [whole[name] for name in ("answer", "chunks")]
+
+
+LAYERS: dict[str, Callable[[StretchInfo], StretchInfo]] = {
+    "a layer too few": lambda info: replace(info, states=info.states[:-1]),
+    "a layer too many": lambda info: replace(info, states=(*info.states, 9)),
+    "no rows": lambda info: replace(info, rows=()),
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stretch_of_another_layer_count_is_computed_again(mode: str, layers: str, store: Path) -> None:
+    whole = ask(store, SECOND, mode).json
+    stretch, info = stretch_in(store, mode, whole["chunks"][1]["id"])
+    put(store, info_row(stretch, LAYERS[layers](info)))
+    done = ask(store, SECOND, mode)
+    assert "miss" in [chunk["status"] for chunk in done.json["chunks"]]
+    assert mode == "reuse" or done.json["answer"] == whole["answer"]
+    assert ask(store, SECOND, mode).json["answer"] == whole["answer"]
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+
+
+def test_a_layer_that_no_key_has_room_for_is_damage(store: Path, tmp_path: Path) -> None:
+    stretch, info = stretch_in(store, "prefix", "")
+    text = info.to_bytes().replace(b'"states":[0', b'"states":[70000')
+    broken = info_row(stretch, info)
+    put(store, (tables.STRETCHES, broken[1], seal(stretch, Kind.STRETCH, text)))
+    verified = kvtool("store", "verify", "--store", store)
+    assert verified.code == 13
+    assert "Traceback" not in verified.err
+    kvtool("store", "export", tmp_path / "one.kvpack", "--store", store).fine()
+    kvtool("store", "verify", "--repair", "--store", store)
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["state", "rows"])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_answer_is_made_of_what_is_no_number(mode: str, side: str, number: float, store: Path) -> None:
+    """Its digest is right, so that nothing says that it was not computed so."""
+    whole = ask(store, SECOND, mode).json
+    stretch, info = stretch_in(store, mode, whole["chunks"][1]["id"])
+    for place in info.places:
+        if place[0] == side:
+            put(store, part_row(stretch, place, encode_part(spoiled(parts_of(store, stretch, place), number))))
+    asked(store, SECOND, mode).failed(12, "no finite numbers")
+    ask(store, SECOND, "full")
+    with Store.open(store) as opened:
+        assert verify(opened) == []
