@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, shape_of_layer
+from kvtool.core.codec.base import Encoded, LayerKV, shape_of_layer
 from kvtool.core.codec.raw import NAMES as DTYPES
 from tests.fusion.making import BOS, CHUNKS, NAMES, case
 
+LEVELS = ("raw", "lossless", "2")
 
-@pytest.mark.parametrize("level", ["raw", "lossless", "2"])
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", NAMES)
 def test_within_the_error_that_is_stated(name: str, level: str) -> None:
     one = case(name)
-    kept = one.kept[one.candidate(CHUNKS[1], BOS).chunk_id]
-    kvs = list(zip(kept.keys, kept.values, strict=True))
+    holds(one.kept[one.candidate(CHUNKS[1], BOS).chunk_id].layers, level)
+
+
+def holds(kvs: Sequence[LayerKV], level: str) -> None:
+    """What a level makes of keys and values is theirs within the error that its records state."""
     payloads = [bytearray().join(bytes(part) for part in parts) for parts in CODECS[level].encode_layers(kvs)]
     items = [
         Encoded(payload, shape_of_layer(kv), DTYPES[kv[0].dtype]) for payload, kv in zip(payloads, kvs, strict=True)

@@ -42,6 +42,7 @@ MOE = (
     "glm4v-moe",
     "llama4",
     "kimi-k2.5",
+    *("qwen3-next", "qwen3.5-moe", "lfm2-moe", "granite4", "nemotron-h", "kimi-linear", "jamba"),
     *ROUTED,
 )
 

@@ -18,10 +18,24 @@ from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.core.model.states import StateAndRowsLayer
 from kvtool.core.records.parts import encode_part
 from kvtool.core.session.laws import check_laws
+from tests.codec import test_families
 from tests.families import HYBRIDS, tiny_model
-from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Ids, decoder_of, plain_logits, plain_text, tokens
+from tests.fusion.making import (
+    CHUNKS,
+    PREFIX,
+    QUESTION,
+    Case,
+    Ids,
+    assert_full,
+    decoder_of,
+    plain_logits,
+    plain_text,
+    tokens,
+)
 
 EXACT = 1e-4  # of logits that differ by 3, in float32
 GOES_ON = tuple(name for name in HYBRIDS if name != "jamba")  # whose forward goes on from a state with several tokens
@@ -61,10 +75,13 @@ class Shelf:
 
     def answer(self, model: str, plan: Plan, read: Callable[[bytes, Place], memoryview] | None = None) -> Chained:
         done = fuse_chain(decoder(model), plan, Prefix(), self.found(plan), read or self.read, reserve=40)
+        self.keep(done)
+        return done
+
+    def keep(self, done: Chained) -> None:
         for one in done.new:
             self.infos[one.id] = one.info
             self.parts |= {(one.id, place): encode_part(tensors) for place, tensors in one.parts.items()}
-        return done
 
 
 def off(chained: Chained, name: str) -> float:
@@ -213,6 +230,31 @@ def test_a_state_cannot_go_back() -> None:
     first = model.extend([7], fused.cache)
     fused.cache.set_length(fused.plan.length)
     assert torch.equal(first, model.extend([7], fused.cache))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_in_bfloat16_it_is_as_far_off_as_transformers(name: str) -> None:
+    """Of full prefill; and behind a stored beginning, where the model goes on from one."""
+    with torch.inference_mode(False):
+        rounded = Case(name, "bfloat16", decoder_of(tiny_model(name, "bfloat16")))
+    shelf, plan = Shelf(), plan_of()
+    made = fuse_chain(rounded.decoder, plan, Full(), Found((), ()), shelf.read)
+    assert_full(rounded, plan.ids, made.fused.logits)
+    for reused in (0, plan.length - len(QUESTION))[: 2 * (name in GOES_ON)]:
+        done = fuse_chain(rounded.decoder, plan, Prefix(), shelf.found(plan), shelf.read)
+        shelf.keep(done)
+        assert_full(rounded, plan.ids, done.fused.logits)
+        assert done.fused.tokens.reused == reused
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_level_is_within_the_error_that_it_states(name: str) -> None:
+    """Of the rows that its layers of attention keep: a store has those of chunks in exact records today."""
+    _, cache = decoder(name).prefill(CHUNKS[1])
+    rows = [layer.view() for layer in cache.buffers if isinstance(layer, BufferLayer | StateAndRowsLayer)]
+    assert rows
+    for level in test_families.LEVELS:
+        test_families.holds([(keys[0], values[0]) for keys, values in rows], level)
 
 
 def test_the_gate_tells_which_models_go_on_from_a_state() -> None:

@@ -27,6 +27,11 @@ from tests.laws import mutants
 TOKENS, MORE = 12, 32  # of the answer; more of it in the default mode
 
 
+def length(name: str) -> int:
+    """How many tokens of an answer behind a mode are held against those of `transformers`."""
+    return MORE if name == "union" else TOKENS
+
+
 def holds(case: Case, selector: Selector, lead_in: Ids = BOS, tokens: int = TOKENS) -> None:
     plan = case.plan(lead_in=lead_in)
     fused = case.fuse(plan, selector, reserve=tokens)
@@ -43,7 +48,7 @@ def test_recompute_everything_is_full_prefill(case: Case, name: str) -> None:
     """Of chunks that are all stored otherwise than they are: behind the prompt's own beginning the first is right."""
     selector = lossless(name)
     assert selector is not None
-    holds(case, selector, tokens=MORE if name == "union" else TOKENS)
+    holds(case, selector, tokens=length(name))
 
 
 def test_behind_the_prompts_own_beginning(case: Case) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
+from tests.codec import test_families
 from tests.families import LIKE
+from tests.fusion import test_question
 from tests.fusion.making import BOS, CHUNKS, DTYPES, MOE, PREFIX, Case, case, idle, lossless
 from tests.laws import (
     test_1_recompute_everything,
@@ -45,7 +47,8 @@ def steady(request: pytest.FixtureRequest) -> Case:
 
 def test_recompute_everything_is_full_prefill(steady: Case) -> None:
     for name in ("full", "epic", "blend", "union"):
-        test_1_recompute_everything.holds(steady, at_its_end(lossless(name)), BOS)
+        tokens = test_1_recompute_everything.length(name)
+        test_1_recompute_everything.holds(steady, at_its_end(lossless(name)), BOS, tokens)
 
 
 def test_recompute_nothing_is_reuse(like: Case) -> None:
@@ -70,6 +73,18 @@ def test_another_question_changes_no_context_row(like: Case) -> None:
 
 def test_a_chunk_is_the_same_in_every_batch_and_order(like: Case) -> None:
     test_10_no_accident.holds(like, test_10_no_accident.ALIKE)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_the_question_looks_where_the_model_would(name: str) -> None:
+    test_question.holds(case(name))
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_levels_are_within_the_error_that_they_state(name: str) -> None:
+    one = case(name)
+    for level in test_families.LEVELS:
+        test_families.holds(one.kept[one.candidate(CHUNKS[1], BOS).chunk_id].layers, level)
 
 
 def at_its_end(selector: Selector | None) -> Selector:

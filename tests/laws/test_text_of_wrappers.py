@@ -9,6 +9,8 @@ import torch
 
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.model.decoder import Decoder
+from tests.codec import test_families
+from tests.fusion import test_question
 from tests.fusion.making import BOS, CHUNKS, DEVICE, DTYPES, MOE, Case, idle, lossless, plain_model
 from tests.laws import (
     test_1_recompute_everything,
@@ -39,7 +41,7 @@ def test_recompute_everything_is_full_prefill(text: Case) -> None:
     for name in ("full", "epic", "blend", "union"):
         selector = lossless(name)
         assert selector is not None
-        test_1_recompute_everything.holds(text, selector, BOS)
+        test_1_recompute_everything.holds(text, selector, BOS, test_1_recompute_everything.length(name))
 
 
 def test_recompute_nothing_is_reuse(text: Case) -> None:
@@ -60,6 +62,18 @@ def test_a_moved_chunk_is_prefilled_there(text: Case) -> None:
 
 def test_another_question_changes_no_context_row(text: Case) -> None:
     test_5_causality.holds(text, CHUNKS, CHUNKS, SELECTORS["blend"](), OTHER_QUESTION)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_question_looks_where_the_model_would(name: str) -> None:
+    test_question.holds(text_of(name, "float32"))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_levels_are_within_the_error_that_they_state(name: str) -> None:
+    one = text_of(name, "float32")
+    for level in test_families.LEVELS:
+        test_families.holds(one.kept[one.candidate(CHUNKS[1], BOS).chunk_id].layers, level)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -21,7 +21,7 @@ from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import load_model, load_tokenizer, resolve_device, resolve_dtype
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.tokens import encode
-from tests.families import FAMILIES, edit_config, save_tiny, tiny_model, tiny_tokenizer
+from tests.families import FAMILIES, HYBRIDS, edit_config, save_tiny, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def refused(files: ModelFiles) -> ModelError:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in FAMILIES), ("llama-llama3", "bfloat16"), ("qwen2", "float16")]
+    ("name", "dtype"),
+    [*((name, "float32") for name in FAMILIES | HYBRIDS), ("llama-llama3", "bfloat16"), ("qwen2", "float16")],
 )
 def test_every_family_saved_and_loaded(name: str, dtype: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path, tokenizer=False, dtype=dtype)
