@@ -21,7 +21,7 @@ from kvtool.core.ingest.options import IngestOptions
 
 _NOTICED_S = 3.0  # seconds beside the work from which on they are explained
 _PHASES = {
-    "model_files": "reading the model's settings and tokenizer",
+    "model_files": "reading the model's files, of which a GGUF file is converted the first time",
     "model_load": "loading the model",
     "lead_in": "computing what stands before every chunk",
     "index": "indexing words",

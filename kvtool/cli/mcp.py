@@ -10,6 +10,7 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.core.agent.options import AgentOptions
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
@@ -35,7 +36,7 @@ def mcp(run: Run) -> None:
     if not options.http and not run.out.human:
         raise UsageError("standard output is the protocol's own", "leave --json and --jsonl out")
     if importlib.util.find_spec("mcp") is None:
-        raise KvtoolError("the Model Context Protocol needs a package that is not there", "pip install 'kvtool[mcp]'")
+        raise KvtoolError("the Model Context Protocol needs a package that is not there", extra_line("mcp"))
     from kvtool.core.agent.tools import Tools
 
     tools = Tools(

@@ -15,6 +15,7 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.out import Out, OutputClosed
 from kvtool.core.agent.key import read_key
 from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import escaped
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import KvtoolError
@@ -62,7 +63,7 @@ def serve(run: Run) -> None:
         run.out.result({"key": key, "path": str(file)}, human=lambda: run.out.print(key))
         return
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
-        raise KvtoolError(f"`kvtool serve` needs the package {missing[0]}", "pip install 'kvtool[serve]'")
+        raise KvtoolError(f"`kvtool serve` needs the package {missing[0]}", extra_line("serve"))
     _serve(run, options, read_key(file) if options.key else None, file)
 
 

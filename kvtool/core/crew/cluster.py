@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.crew.options import AUTO, LOCAL
 from kvtool.core.errors import KvtoolError, UsageError
 
@@ -92,7 +93,7 @@ def _ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError as error:
-        raise KvtoolError("--ray needs the package ray", "pip install 'kvtool[ray]'") from error
+        raise KvtoolError("--ray needs the package ray", extra_line("ray")) from error
     return ray
 
 

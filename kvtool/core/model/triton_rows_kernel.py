@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def kernel() -> Any:
         import triton.language
     except ImportError as error:
         raise KvtoolError(
-            "this attention needs triton", "pip install triton, or leave KVTOOL_ATTENTION away"
+            "this attention needs triton", f"{install_line('triton')}, or leave KVTOOL_ATTENTION away"
         ) from error
     globals()["tl"] = triton.language
     for part in (_keys_of, _begun, _read, _over, _written):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, UsageError
 
@@ -73,7 +74,7 @@ def open_objects(address: Address, timeout: float, writing: bool = False) -> Obj
     try:
         from obstore import store
     except ImportError as error:
-        raise KvtoolError(f"{address.kind}:// needs the package obstore", "pip install 'kvtool[objects]'") from error
+        raise KvtoolError(f"{address.kind}:// needs the package obstore", extra_line("objects")) from error
     options: dict[str, Any] = {"client_options": _client(address, timeout, writing), "retry_config": _retries(timeout)}
     if address.read_only:
         return store.HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
@@ -113,7 +114,7 @@ def _profile() -> Any:
         from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
-        raise KvtoolError("a profile of AWS needs the package boto3", "pip install 'kvtool[objects]'") from error
+        raise KvtoolError("a profile of AWS needs the package boto3", extra_line("objects")) from error
     try:
         return Boto3CredentialProvider()
     except ValueError:  # it holds no credentials

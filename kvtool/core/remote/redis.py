@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvtool.core.cache.link import Wanted
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import TIMEOUT, seconds_held
@@ -43,7 +44,7 @@ class RedisBlobs:
         try:
             import redis
         except ImportError as error:
-            raise KvtoolError("redis:// needs the package redis", "pip install 'kvtool[redis]'") from error
+            raise KvtoolError("redis:// needs the package redis", extra_line("redis")) from error
         server_url, self._prefix = _split_prefix(url)
         self.url = for_people(url)
         self._secrets = _secrets_of(url)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.errors import ModelError
 from kvtool.core.model.digests import file_digest
@@ -118,7 +119,7 @@ class Embedder:
         self._static = _is_static(self._folder, ref)
         package = "model2vec" if self._static else "sentence_transformers"
         if find_spec(package) is None:
-            raise ModelError(f"the embedding model {ref} needs the package {package}", "pip install 'kvtool[embed]'")
+            raise ModelError(f"the embedding model {ref} needs the package {package}", extra_line("embed"))
 
     @property
     def digest(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from kvtool import __version__
+from kvtool.core.common.installing import extra_line, install_line
 from kvtool.lab.doctor.finding import Finding, failing
 
 _NOT_OFFERED = ("dev",)  # extras for work on kvtool itself
@@ -40,7 +41,7 @@ def check_extras() -> Iterator[Finding]:
     for extra in sorted(set(metadata.metadata("kvtool").get_all("Provides-Extra") or ()) - {*_NOT_OFFERED}):
         wanted = _wanted(extra)
         if missing := [each.name for each in wanted if _installed(each.name) is None]:
-            text, hint = f"not installed ({', '.join(missing)})", f"where it is wanted: pip install 'kvtool[{extra}]'"
+            text, hint = f"not installed ({', '.join(missing)})", f"where it is wanted: {extra_line(extra)}"
             yield Finding(f"extra [{extra}]", "ok", text, hint)
         elif bad := [finding for each in wanted if (finding := _judged(each)) is not None]:
             yield from bad
@@ -68,7 +69,7 @@ def _installed(name: str) -> str | None:
 
 def _judged(wanted: Requirement) -> Finding | None:
     """What is wrong with a library."""
-    version, install = _installed(wanted.name), f"pip install '{wanted.name}{wanted.specifier}'"
+    version, install = _installed(wanted.name), install_line(f"'{wanted.name}{wanted.specifier}'")
     if version is None:
         return Finding(wanted.name, "failed", f"{wanted.name} is not installed", install)
     if not wanted.specifier.contains(version, prereleases=True):

@@ -23,6 +23,7 @@ import torch
 
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE, U16, Stream, check_ids
 from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, ZERO, TableSet
+from kvtool.core.common.installing import install_line
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
@@ -192,7 +193,9 @@ def _kernel() -> Any:
         import triton
         import triton.language
     except ImportError as error:
-        raise KvtoolError("decoding on the GPU needs triton", "pip install triton, or decode on the CPU") from error
+        raise KvtoolError(
+            "decoding on the GPU needs triton", f"{install_line('triton')}, or decode on the CPU"
+        ) from error
     globals()["tl"] = triton.language
     for function in (_ahead, _ranks, _refilled, _number):
         globals()[function.__name__] = triton.jit(function)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.marks import Mark
 from kvtool.core.errors import KvtoolError
 
-EXTRA = "pip install 'kvtool[documents]'"
+EXTRA = extra_line("documents")
 _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 

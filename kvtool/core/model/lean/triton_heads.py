@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.lean.reading import HeadNorm
 from kvtool.core.model.rotary import Angles
@@ -92,7 +93,7 @@ def kernel() -> Any:
         import triton
         import triton.language
     except ImportError as error:
-        raise KvtoolError("this needs triton", "pip install triton") from error
+        raise KvtoolError("this needs triton", install_line("triton")) from error
     globals()["tl"] = triton.language
     for function in (_normed, _rotated, _turned):
         globals()[function.__name__] = triton.jit(function)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.files import ModelFiles
@@ -25,7 +26,7 @@ from kvtool.lab.bench.peers.text import text
 from kvtool.lab.measure.journal import Journal
 
 KIND = "kvtool bench peers"
-INSTALL = "pip install 'kvtool[peers]' builds it (cmake and a compiler are needed); or --peers transformers"
+INSTALL = f"{extra_line('peers')} builds it (cmake and a compiler are needed); or --peers transformers"
 _TUNED_TOKENS = 1024  # of the prompt that llama.cpp's settings are tried on, at most
 ONCE = 0  # the journal's number for what is measured once, beside the contexts
 

@@ -1,0 +1,32 @@
+"""The line that installs something beside kvtool, for the way in which this kvtool came."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+
+def install_line(*wanted: str) -> str:
+    """The command that installs distributions into the environment that kvtool runs in.
+
+    pipx and `uv tool` keep that environment to themselves: the `pip` of the user's shell would install elsewhere, and
+    what is missing would stay so. Each leaves a file of its own there.
+
+    Parameters
+    ----------
+    wanted : what pip is to be given, as it stands in a shell.
+    """
+    home = Path(sys.prefix)
+    if (home / "pipx_metadata.json").is_file():
+        command = f"pipx runpip {shlex.quote(home.name)} install"
+    elif (home / "uv-receipt.toml").is_file():
+        command = f"uv pip install --python {shlex.quote(sys.prefix)}"
+    else:
+        command = "pip install"
+    return " ".join((command, *wanted))
+
+
+def extra_line(extra: str) -> str:
+    """The command that installs what one of kvtool's extras asks for."""
+    return install_line(f"'kvtool[{extra}]'")
