@@ -171,9 +171,9 @@ def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Pa
     assert damages(store) == []
 
 
-def wait_for_documents(path: Path, wanted: int) -> None:
+def wait_for_documents(path: Path, wanted: int, seconds: float = 60) -> None:
     """Until a running ingest has committed so many."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if (path / "data").exists():
             with Store.open(path) as store:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -13,8 +18,22 @@ from kvtool.core.errors import ModelError
 from kvtool.core.ingest.far_maker import FarMaker, Recipe
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.identity import store_identity
-from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, listing, state, write_corpus
+from tests.cli.test_codes import wait_for_documents
+from tests.cli.working import (
+    CHUNKS,
+    PREFIX,
+    command,
+    damages,
+    environment,
+    kvtool,
+    listing,
+    process,
+    state,
+    write_corpus,
+)
 from tests.cli.working import tiny as tiny
+from tests.crew.head import PATIENCE, Head, left_of, running
+from tests.crew.head import head as head
 from tests.crew.making import WORKERS, backwards, killing
 
 
@@ -57,6 +76,45 @@ def test_what_ends_in_the_middle_is_resumed(
     assert done["documents"]["unchanged"] == there
     assert [crew.is_closed for crew in crews + later] == [True, True]
     assert state(tmp_path / "far") == state(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp_path: Path) -> None:
+    """By its address and its token; it runs on afterwards, and has no worker left."""
+    at = ("--ray", head.address, "--ray-workers", "2")
+    done = process(*alone, tmp_path / "far", *at, **head.variables).fine().json
+    assert (done["resolved"]["workers"], done["warnings"]) == (2, [])
+    assert state(tmp_path / "far") == state(tmp_path / "alone")
+    assert left_of(head.variables["RAY_AUTH_TOKEN"], "ray::Worker") == []
+    assert head.is_up
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_ctrl_c_of_a_terminal(tiny: Path, tmp_path: Path) -> None:
+    """It reaches all processes of the run at once: none is left, what was committed stays, the next run goes on."""
+    corpus, store, mark = write_corpus(tmp_path / "corpus", documents=200), tmp_path / "store", str(tmp_path)
+    args = ("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
+    far, own = command(*args, *WORKERS), environment(RUN_OF_A_TEST=mark)
+    with subprocess.Popen(far, env=own, start_new_session=True, stdout=PIPE, stderr=PIPE, text=True) as child:
+        try:
+            wait_for_documents(store, 1, PATIENCE)
+            assert running(mark, "ray::Worker")
+            os.killpg(child.pid, signal.SIGINT)
+            out, err = child.communicate(timeout=PATIENCE)
+            assert left_of(mark) == []
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 130, err
+    assert err.startswith("error: interrupted\nhint: what was committed stays; run the same command again")
+    assert '"exit_code": 130' in out
+    kept = len(listing(store))
+    assert 0 < kept < 200
+    assert damages(store) == []
+    again = kvtool(*args).fine().json
+    assert (again["documents"]["unchanged"], again["documents"]["added"]) == (kept, 200 - kept)
+    assert damages(store) == []
 
 
 def test_what_computed_a_chunk_is_noted_where_it_was_computed(
