@@ -19,7 +19,7 @@ from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.states import StateAndRowsLayer
+from kvtool.core.model.states import StateAndRowsLayer, StateCache, States
 from kvtool.core.records.parts import encode_part
 from kvtool.core.session.laws import check_laws
 from tests.codec import test_families
@@ -188,6 +188,26 @@ def test_a_damaged_part_is_computed_again(side: str) -> None:
     assert off(again, name) <= EXACT
     assert again.fused.plan.segments[3].reason == "damaged"
     assert [one.id for one in again.new] == [damaged]
+
+
+def test_a_state_that_is_no_number_is_computed_again() -> None:
+    """However it came about: behind it nothing would be one, and the answer an error."""
+    shelf, name = Shelf(), "qwen3.5"
+    shelf.answer(name, plan_of())
+    last = shelf.found(plan_of()).ids[-1]
+    broken = {f"{what} {at}": torch.full_like(one, torch.nan) for (what, at), one in states_of(name)[0].items()}
+    shelf.parts[last, ("state", 0)] = encode_part(broken)
+    again = shelf.answer(name, plan_of(question=OTHER))
+    assert off(again, name) <= EXACT
+    assert [one.id for one in again.new] == [last]
+    assert again.fused.plan.segments[len(CHUNKS)].reason == "damaged"
+    assert shelf.answer(name, plan_of(question=OTHER)).fused.tokens.fresh == len(OTHER)
+
+
+def states_of(name: str) -> list[States]:
+    _, cache = decoder(name).prefill(CHUNKS[1])
+    assert isinstance(cache, StateCache)
+    return [layer.states() for layer in cache.state_layers]
 
 
 @pytest.mark.parametrize(

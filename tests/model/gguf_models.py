@@ -63,13 +63,15 @@ _IN_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scali
 
 @dataclass(frozen=True)
 class InGguf:
-    """A family in GGUF: the architecture's name there, its configuration, and metadata beside what all have."""
+    """A family in GGUF: the architecture's name there, its configuration, and metadata beside what all have; and what
+    tensors are packed as that are packed otherwise than the quantiser would (`packed_as`)."""
 
     architecture: str
     kind: str
     settings: Mapping[str, Any]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = False
+    packed_as: Mapping[str, str] = field(default_factory=dict)
 
     def config(self) -> Any:
         shape = _TIED if self.tied else _SHAPE

@@ -97,6 +97,7 @@ def _add_weights(writer: gguf.GGUFWriter, family: InGguf, model: Any) -> None:
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def store(name: str, values: Array, kind: str) -> Array:
+        kind = family.packed_as.get(name, kind)
         blocks, stored = _packed(name, values, kind)
         raw = None if kind == "F32" else GGMLQuantizationType[kind]
         writer.add_tensor(name, blocks, raw_dtype=raw)

@@ -168,7 +168,7 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int,
 
     Raises
     ------
-    DamagedError : they are another model's.
+    DamagedError : they are another model's, or not finite, so that all that follows would be no numbers.
     """
     forms = decoder.state_forms[layer]
     carried = [(CARRIED, number) for what, number in forms if alone and what == RECURRENT]
@@ -180,6 +180,8 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int,
         kind, sizes = forms[RECURRENT if key[0] == CARRIED else key[0], key[1]]
         if tensors[name].shape not in ((sizes,) if key[0] != CARRIED else _carried_sizes(sizes)):
             raise DamagedError("the states of another model")
+        if tensors[name].numel() and not all(map(torch.isfinite, tensors[name].aminmax())):
+            raise DamagedError("a state whose numbers are not finite")
         states[key] = tensors[name].to(decoder.device, kind)
     return states
 

@@ -28,6 +28,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.modules import recurrences_of
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import CARRIED, CONV, RECURRENT, StateCache, StateLayer, States
+from kvtool.core.model.support import ONLY_EXACTLY
 
 # How far rounding leaves a carried matrix that is one number from being so; states are float32 in most models.
 _ONE_NUMBER = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
@@ -233,7 +234,8 @@ def _own(after: States, before: States, differences: Sequence[tuple[torch.Tensor
         carry = own[CARRIED, number] = _carry(difference).to("cpu", copy=True)
         own[RECURRENT, number] -= carried(carry, before[RECURRENT, number].cpu())
     if any((CARRIED, number) not in own for what, number in after if what == RECURRENT):
-        raise ModelError("what the model's states carry of those before is not known here", "use another --fusion")
+        what = "what the model's states carry of those before is not known here"
+        raise ModelError(f"{what}; that would need a probe for such a layer", ONLY_EXACTLY)
     return own
 
 
@@ -249,5 +251,6 @@ def _carry(difference: torch.Tensor) -> torch.Tensor:
     if (difference - one * _identity(difference)).abs().max() <= _ONE_NUMBER[difference.dtype]:
         return one
     if width < height:
-        raise ModelError(f"states of {height} x {width} are carried by more than one number", "use another --fusion")
+        needed = "that would need as many columns as rows, which tell what becomes of each"
+        raise ModelError(f"states of {height} x {width} are carried by more than one number; {needed}", ONLY_EXACTLY)
     return difference[..., :height]

@@ -166,7 +166,8 @@ def rows_attention(
     `[batch, rows, heads, head_dim]`, and None for the weights, which are never materialised.
     """
     if kwargs.get("position_bias") is not None:
-        raise ModelError("attention with position_bias is not supported", "use a model with plain rotary attention")
+        needed = "that would need the bias made for chosen rows"
+        raise ModelError(f"attention adds a position_bias; {needed}", "use a model with plain rotary attention")
     latents = latents_of(module)
     scoring = Scoring(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

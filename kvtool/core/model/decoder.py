@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from kvtool.core.model.load import Loaded
 
 
+_OTHERWISE = "the model keeps its state in a way of its own; that would need a layer of the prompt cache for it"
+
+
 class Decoder:
     """The language model of a store, driven with chosen rows.
 
@@ -98,10 +101,10 @@ class Decoder:
                 _, cache = self.prefill([0, 0], reserve=1)
                 self.extend([0], cache)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise ModelError(f"the model keeps its state in a way of its own: {error}", "use another model") from error
+            raise ModelError(f"{_OTHERWISE} ({error})", "use another model") from error
         assert isinstance(cache, StateCache)
         if not all(layer.states() for layer in cache.state_layers):
-            raise ModelError("the model keeps its state in a way of its own", "use another model")
+            raise ModelError(_OTHERWISE, "use another model")
         self.state_forms = {
             number: {key: (state.dtype, state.shape) for key, state in layer.states().items()}
             for number, layer in enumerate(cache.buffers)
@@ -117,7 +120,8 @@ class Decoder:
         ModelError : it keeps states, and its keys cannot be moved.
         """
         if self._rotary is None:
-            raise ModelError("keys of the model cannot be moved to another place", ONLY_EXACTLY)
+            needed = "that would need keys that are rotated by their positions alone"
+            raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
         return self._rotary
 
     @property

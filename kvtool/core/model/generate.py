@@ -89,7 +89,7 @@ def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     if not math.isfinite(float(logits.max())):
         raise ModelError(
             "the model gives no finite numbers over this prompt, so there is no answer",
-            "--fusion full asks without stored rows; rows that overflowed need a store of --dtype float32",
+            "--fusion full asks without what is stored; numbers that overflow there, too, need --dtype float32",
         )
     if sampling.temperature > 0:
         sampling.draw.manual_seed(sampling.seed)

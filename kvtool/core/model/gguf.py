@@ -191,7 +191,8 @@ def _guarded(gguf: Path) -> Iterator[None]:
         if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in safetensors' words
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-        raise ModelError(f"{gguf} could not be converted: {what}", _OTHER_MODEL) from error
+        needed = "that would need a file as llama.cpp's converter writes it"
+        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", _OTHER_MODEL) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> KvtoolError:

@@ -75,7 +75,8 @@ def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
     if header.architecture not in known:
         raise ModelError(
             f"{gguf} holds a model of the architecture {header.architecture!r}, whose GGUF files "
-            f"{_reader()} does not read; it reads {', '.join(sorted(known))}",
+            f"{_reader()} does not read; that would need a reader that knows its names and layouts, as it does of "
+            f"{', '.join(sorted(known))}",
             "use the model's original safetensors, or another model",
         )
     return dict(PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])

@@ -103,7 +103,8 @@ def _llama3(gguf: Path, header: GgufHeader, stored: npt.NDArray[np.float32]) -> 
         wanted = llama3_divisors(base, len(stored), factor)
         if len(stored) and np.allclose(stored, wanted, rtol=1e-3):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3_REST}
-    raise ModelError(f"{gguf} scales its RoPE frequencies in a way that is not known", _OTHER_MODEL)
+    needed = "that would need one of Llama 3's scalings, or a file that says which it is"
+    raise ModelError(f"{gguf} scales its RoPE frequencies in a way that is not known; {needed}", _OTHER_MODEL)
 
 
 def llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:

@@ -20,6 +20,8 @@ from kvtool.core.model.gguf_rope import POSITIONS
 _EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")  # which the reader takes apart, or puts together
 _GEMMA4_ROUTER = {".ffn_gate_inp.scale": ".router.scale", ".ffn_down_exps.scale": ".router.per_expert_scale"}
 _KEPT_BY_OTHERS = re.compile(r"\.attn_(k|v|k_norm|v_norm)\.weight$")
+_GATES = ".ffn_gate_exps.weight"
+_REPORTED = "CONVERSION"  # how the reader ends where weights were not put together; the report goes to its log
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 
 
@@ -43,7 +45,7 @@ def load_weights(gguf: Path, header: GgufHeader, config: Any, alone: Path) -> An
         return _filled(gguf, wanted, weights_of(header, _reader_of(gguf)))
     known = _known(header, wanted)
     passed_over = {} if known is None else _passed_over(gguf, header, config, known)
-    model, report = _read(config, alone, torch.bfloat16 if known else torch.float32)
+    model, report = _read(gguf, header, config, alone, torch.bfloat16 if known else torch.float32)
     if left := sorted(report.get("unexpected_keys", ())):
         raise _left_over(gguf, header, left)
     missing = sorted(set(report["missing_keys"]) - set(passed_over.values()))
@@ -70,23 +72,49 @@ def _laid_out(gguf: Path, header: GgufHeader, config: Any) -> Any:
     return wanted
 
 
-def _read(config: Any, alone: Path, dtype: Any) -> tuple[Any, Mapping[str, Any]]:
+def _read(gguf: Path, header: GgufHeader, config: Any, alone: Path, dtype: Any) -> tuple[Any, Mapping[str, Any]]:
     """What `transformers` reads. The newer of its two readers unpacks in the dtype itself: bfloat16 would lose bits."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model, report = AutoModelForCausalLM.from_pretrained(
-        str(alone.parent),
-        gguf_file=alone.name,
-        config=config,
-        trust_remote_code=False,
-        dtype=dtype,
-        quantization_config=GgufConfig(gguf_file=alone.name, dequantize=True),
-        output_loading_info=True,
-    )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(alone.parent),
+            gguf_file=alone.name,
+            config=config,
+            trust_remote_code=False,
+            dtype=dtype,
+            quantization_config=GgufConfig(gguf_file=alone.name, dequantize=True),
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        if _REPORTED in str(error):
+            raise _apart(gguf, header) from error
+        raise
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, report
+
+
+def _apart(gguf: Path, header: GgufHeader) -> ModelError:
+    """The reader makes one weight of several tensors, which it has to find packed alike."""
+    mixed = [
+        gate
+        for gate, tensor in header.tensors.items()
+        if gate.endswith(_GATES) and (up := header.tensors.get(gate.replace("gate", "up"))) and up.kind != tensor.kind
+    ]
+    if not mixed:
+        return ModelError(
+            f"transformers' reader cannot put the tensors of {gguf} together; that would need a reader that unpacks "
+            "each by itself",
+            "use the model's original safetensors instead",
+        )
+    return ModelError(
+        f"{gguf} packs the two halves of an expert's MLP otherwise in {len(mixed)} layers, first {mixed[0]}, and "
+        f"transformers' reader of {header.architecture} files makes one weight of them; that would need a reader that "
+        "unpacks each by itself",
+        "use a file that packs both alike, or the model's original safetensors",
+    )
 
 
 def _known(header: GgufHeader, wanted: Any) -> dict[str, str] | None:

@@ -41,8 +41,9 @@ class Latents:
         self.attention, self._implementation = attention, implementation
         sizes = [getattr(attention, name, None) for name in _SIZES]
         if not all(isinstance(size, int) for size in sizes) or getattr(attention.kv_b_proj, "bias", None) is not None:
+            needed = f"that would need one product without a bias, and {', '.join(_SIZES)} told by the module"
             raise ModelError(
-                f"{type(attention).__name__} expands its latents in a way that is not known here",
+                f"{type(attention).__name__} expands its latents in a way that is not known here; {needed}",
                 "this family is not known to kvtool; use another model",
             )
         self.rank, self.plain, self.rotary, self.value, self.heads = (int(size) for size in sizes if size is not None)

@@ -121,8 +121,9 @@ class Rotary:
         for apply in (_by_halves, _by_pairs):
             if all(self._moves(apply, layer, sample) for layer, sample in samples.items()):
                 return apply
+        needed = "that would need to be told which of a key's numbers turn together"
         raise ModelError(
-            f"{type(attentions[0]).__name__} rotates its keys in a way that is not known here",
+            f"{type(attentions[0]).__name__} rotates its keys in a way that is not known here; {needed}",
             "use a causal language model with ordinary rotary attention",
         )
 
@@ -277,7 +278,9 @@ class Rotary:
         like = torch.empty(0, dtype=torch.float32, device=self._device)
         one, three = self._emb(like, at[None]), self._emb(like, at[None, None].expand(3, 1, -1))
         if not all(torch.equal(*sides) for sides in zip(one, three, strict=True)):
-            raise ModelError("the model rotates a text's positions otherwise than by one number", "use another model")
+            needed = "that would need all numbers of a position kept with each token"
+            what = "the model rotates a text's positions otherwise than by one number"
+            raise ModelError(f"{what}; {needed}", "use another model")
 
     def _check(self, samples: Mapping[int, Sample]) -> None:
         """Refuse a model whose keys are not moved by rotating them back and on.

@@ -91,8 +91,10 @@ class StoreIdentity:
     def check_movable(self, what: str) -> None:
         """Refuse what needs chunks that can stand anywhere. Raises UsageError."""
         if self.keeps_states:
+            needed = "that would need a state that is the same wherever its chunk stands"
             raise UsageError(
-                f"{what} needs chunks that can be moved, and {self.model} keeps a recurrent state", ONLY_EXACTLY
+                f"{what} needs chunks that can be moved, and {self.model} keeps a recurrent state; {needed}",
+                f"{ONLY_EXACTLY}, which take no such chunks",
             )
 
     @property
