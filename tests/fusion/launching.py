@@ -14,7 +14,7 @@ import torch
 
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.chunks import read_record
-from kvtool.core.cache.link import KVRead
+from kvtool.core.cache.link import Ahead, KVRead
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.raw import NAMES, Raw
@@ -103,6 +103,7 @@ class Records:
         layer: int,
         before: Callable[[int], None] = lambda number: None,
         room: Room = aligned,
+        ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
         found = []
         for number, chunk_id in enumerate(chunk_ids):

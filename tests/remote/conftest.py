@@ -1,5 +1,10 @@
 """The fixtures of a shared store's tests."""
 
+import math
+
+import pytest
+
+from kvtool.core.query import streaming
 from tests.cli.working import built, corpus, fresh, store, tiny
 from tests.remote.backends import az_url, behind, gs_url
 from tests.remote.serving import blobs, no_packs, redis_server, redis_url, s3_server, s3_url, small_packs, url
@@ -22,3 +27,10 @@ __all__ = [
     "tiny",
     "url",
 ]
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes ten seconds for every chunk that it computes after streaming, and computes none beside it."""
+    monkeypatch.setattr(streaming.Computing, "_pass", lambda self, text: 1.0 + 10.0 * len(text))
+    monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: math.inf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from itertools import cycle
 from pathlib import Path
@@ -28,13 +27,6 @@ MODES = ("reuse", "union", "prefix", "full")
 MODES_THERE = ("union", "reuse", "blend", "union", "reuse")  # beside `FAR`
 OVERHEAD = 80  # bytes of a record around its payload
 SLO = ("--slo-ms", "600000")
-
-
-@pytest.fixture
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes ten seconds for every chunk that it computes after streaming, and computes none beside it."""
-    monkeypatch.setattr(streaming.Computing, "_pass", lambda self, text: 1.0 + 10.0 * len(text))
-    monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: math.inf)
 
 
 def ask(place: object, *more: object, mode: str = "union") -> Done:

@@ -11,7 +11,7 @@ from kvtool.core.cache import keys, tables
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, chunks_named, is_id
-from kvtool.core.cache.link import KVRead, Link
+from kvtool.core.cache.link import Ahead, KVRead, Link
 from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part
 from kvtool.core.cache.snapshot import Snapshot
@@ -144,6 +144,7 @@ class Chunks(Opened):
         layer: int,
         before: Callable[[int], None] = lambda number: None,
         room: Room = aligned,
+        ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
         """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
         What is not here is fetched, where a link offers it.
@@ -152,6 +153,7 @@ class Chunks(Opened):
         ----------
         before : told each chunk's number before its record is read.
         room : memory for a record; nobody else may write to it until the record is of no more use.
+        ahead : of each chunk, the layers that are read of it: a link is asked for those alone. None: it may be any.
 
         Returns
         -------
@@ -162,7 +164,7 @@ class Chunks(Opened):
             copies = snapshot.copies(tables.RECORDS, wanted, before, room)
         reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
         if self.link is not None:
-            self.link.complete(reads, chunk_ids, level, layer, before)
+            self.link.complete(reads, chunk_ids, level, layer, before, ahead)
         return reads
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from kvtool.core.cache.record import KVHeader
 from kvtool.core.errors import KvtoolError
 
 KVRead = tuple[KVHeader, memoryview]
+Ahead = Sequence[Collection[int]] | None  # of each chunk, the layers that are read of it; None: it may be any
 
 
 class RecordReader(Protocol):
@@ -24,12 +25,18 @@ class RecordReader(Protocol):
         ...
 
     def read_layer(
-        self, chunk_ids: Sequence[bytes], level: str, layer: int, before: Callable[[int], None] = ..., room: Room = ...
+        self,
+        chunk_ids: Sequence[bytes],
+        level: str,
+        layer: int,
+        before: Callable[[int], None] = ...,
+        room: Room = ...,
+        ahead: Ahead = ...,
     ) -> list[KVRead | KvtoolError | None]:
         """One layer of many chunks; for each its header and payload, None, or what is wrong with it.
 
         Payloads are private, writable and 64-byte aligned in memory; `before` is told each chunk's number before its
-        record is read; `room` gives the memory for large ones.
+        record is read; `room` gives the memory for large ones; `ahead` says what else will be read of each.
         """
         ...
 
@@ -118,8 +125,10 @@ class Link(Protocol):
         level: str,
         layer: int,
         before: Callable[[int], None],
+        ahead: Ahead,
     ) -> None:
-        """Fetch what a read of the local store did not find, and put it into its place in `reads`."""
+        """Fetch what a read of the local store did not find, and put it into its place in `reads`. What `ahead` names
+        of later layers is asked for with it."""
         ...
 
     def keep_fetched(self) -> None:

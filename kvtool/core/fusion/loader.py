@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -71,7 +71,8 @@ class Loader:
         self._made: Table | None = None
         count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
         self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
-        self._workers = [_Worker(_placing_for(decoder, self._segments)) for _ in range(count)]
+        layers = _layers_of(self._read)
+        self._workers = [_Worker(_placing_for(decoder, self._segments), layers) for _ in range(count)]
         names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=name, daemon=True)
@@ -214,9 +215,18 @@ class Loader:
 class _Worker:
     """What one loading thread has to itself."""
 
-    def __init__(self, placing: Placing) -> None:
+    def __init__(self, placing: Placing, layers: Mapping[int, Sequence[int]]) -> None:
         self.placing = placing
-        self.stats = ReadStats(room=placing.room)
+        self.stats = ReadStats(room=placing.room, layers=layers)
+
+
+def _layers_of(read: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:
+    """By the start of a segment, the layers that are read of it."""
+    layers: dict[int, list[int]] = {}
+    for layer, segments in enumerate(read):
+        for segment in segments:
+            layers.setdefault(segment.start, []).append(layer)
+    return layers
 
 
 def _placing_for(decoder: Decoder, segments: Sequence[Segment]) -> Placing:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +52,7 @@ class ReadStats:
     ----------
     room : memory for the records of the layer that is read; a source that keeps any of it copies it.
     reading : the segment whose record is being read, and since when (`time.perf_counter`); None: none is.
+    layers : by the start of a segment, those that are read of it; empty: it may be any.
     """
 
     bytes_read: int = 0
@@ -59,6 +60,7 @@ class ReadStats:
     decode_s: float = 0.0
     room: Room = aligned
     reading: tuple[Segment, float] | None = None
+    layers: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
 class KVSource(Protocol):
@@ -113,7 +115,8 @@ class StoreSource:
         shapes = [stored_shape(self.decoder.shapes[layer], len(segment.source.ids)) for segment in segments]
         # What has to be decoded does not cross as it stands.
         room = stats.room if level_of(level).verbatim else aligned
-        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=room)
+        ahead = [stats.layers[segment.start] for segment in segments] if stats.layers else None
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=room, ahead=ahead)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]

@@ -18,7 +18,7 @@ from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.link import KVRead, RecordReader
+    from kvtool.core.cache.link import Ahead, KVRead, RecordReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ def read_layer(
     shapes: Sequence[Shape] | None = None,
     before: Callable[[int], None] = lambda number: None,
     room: Room = aligned,
+    ahead: Ahead = None,
 ) -> list[Encoded | Unusable]:
     """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
 
@@ -73,8 +74,9 @@ def read_layer(
     shapes : what the records must have; None: whatever they say.
     before : told the number of each chunk before a record of it is read.
     room : memory for a record; nobody else may write to it until the record is of no more use.
+    ahead : of each chunk, the layers that are read of it; None: it may be any.
     """
-    read = store.read_layer(chunk_ids, level, layer, before, room)
+    read = store.read_layer(chunk_ids, level, layer, before, room, ahead)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
     for base in {base for base in refined if base is not None}:
@@ -87,6 +89,7 @@ def read_layer(
             shapes=[shapes[number] for number in numbers] if shapes else None,
             before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
             room=room,
+            ahead=[ahead[number] for number in numbers] if ahead is not None else None,
         )
         for number, coarse in zip(numbers, coarser, strict=True):
             items[number] = _refining(items[number], coarse)

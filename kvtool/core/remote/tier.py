@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.link import KVRead, Wanted
+from kvtool.core.cache.link import Ahead, KVRead, Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.types import Warn
@@ -19,15 +19,17 @@ from kvtool.core.errors import (
     KvtoolError,
     RemoteError,
 )
+from kvtool.core.model.between import step_aside
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
-from kvtool.core.remote.front import bytes_of, make_room
+from kvtool.core.remote.front import bytes_of, make_room, plan_room
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.offers import Offers
 from kvtool.core.upkeep.budget import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
+_Record = tuple[Place, int]  # of a layer
 _Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
 CATALOGUE = "remote/catalogue"  # the one that was taken over last, or its root, beside the local store
 
@@ -36,8 +38,9 @@ class Tier:
     """A shared tier as the :class:`kvtool.core.cache.link.Link` of a local store.
 
     Documents and chunks are those of the catalogue; KV of a chunk is asked for when its first layer is read,
-    taken layer by layer, checked, and written into the local store after the answer. When the tier stops answering it
-    is not asked again: what is missing is a miss like any other, with a notice.
+    taken layer by layer, checked, and written into the local store after the answer. Layers of it that no row sees are
+    asked for after the answer, too: it is kept whole or not at all. When the tier stops answering it is not asked
+    again: what is missing is a miss like any other, with a notice.
 
     Attributes
     ----------
@@ -49,9 +52,11 @@ class Tier:
         self._there: Offers | None = offers  # None: the tier is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
+        self._read: dict[Place, set[int]] = {}  # layers, of what is read by passes that said which
+        self._lost: set[Place] = set()  # of which something came damaged, or not at all
         self._fetching = threading.Lock()
         self._arrivals: Arrivals | None = None
-        self._coming = deque[tuple[Place, int]]()  # what was asked for and has not come: chunk and level, layer
+        self._coming = deque[_Record]()  # what was asked for and has not come
 
     @property
     def url(self) -> str:
@@ -92,6 +97,7 @@ class Tier:
         level: str,
         layer: int,
         before: Callable[[int], None],
+        ahead: Ahead = None,
     ) -> None:
         """Fetch what a read of the local store did not find or found damaged, and put it into its place."""
         missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
@@ -101,7 +107,8 @@ class Tier:
         try:
             for number in missing:
                 before(number)
-            self._fetch([chunk_ids[number] for number in missing], level, layer)
+            layers = {chunk_ids[number]: None if ahead is None else ahead[number] for number in missing}
+            self._fetch(layers, level, layer)
             why: KvtoolError = DamagedError("its record in the shared store is damaged or lost")
         except RemoteError as error:
             why = error
@@ -111,40 +118,52 @@ class Tier:
     def _has(self, chunk_id: bytes, level: str, layer: int) -> bool:
         return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
-    def _fetch(self, chunk_ids: Iterable[bytes], level: str, layer: int) -> None:
-        """Take a layer of some chunks. Who reads one reads the next ones, too: they are asked for with it.
+    def _fetch(self, chunks: Mapping[bytes, Collection[int] | None], level: str, layer: int) -> None:
+        """Take a layer of some chunks. Who reads one reads the next ones, too, or those that are said: they are asked
+        for with it.
 
         A stream that has failed is not waited for once more, by whoever reads beside the one that it failed."""
         with self._fetching:
-            places = [(chunk_id, level) for chunk_id in chunk_ids]
+            for chunk_id, layers in chunks.items():
+                if layers is not None:
+                    self._read.setdefault((chunk_id, level), set()).update(layers)
+            places = [(chunk_id, level) for chunk_id in chunks]
             lacking = {(place, layer) for place in places if layer not in self._fetched.get(place, {})}
             if not lacking:
                 return
             if self._there is None:
                 raise RemoteError("the shared store is gone")
             try:
-                self._take(places, layer, lacking)
+                first = lacking.difference(self._coming)
+                self._take({place: self._from(place, layer) for place in places if (place, layer) in first}, lacking)
             except RemoteError as error:
                 self.give_up(error)
                 raise
 
-    def _take(self, places: Sequence[Place], layer: int, lacking: set[tuple[Place, int]]) -> None:
+    def _from(self, place: Place, layer: int) -> set[int]:
+        """A layer of a chunk, and those behind it that are read."""
+        behind = range(layer, len(self.wanted(*place)))
+        return {layer, *(self._read[place].intersection(behind) if place in self._read else behind)}
+
+    def _take(self, asked: Mapping[Place, Collection[int]], lacking: set[_Record]) -> None:
+        """Ask for layers of some chunks, and take what comes until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
-        self._ask(arrivals, [place for place in places if (place, layer) in lacking.difference(self._coming)], layer)
+        self._ask(arrivals, asked)
         while lacking:
             place, number = self._coming.popleft()
-            self.keep(place, number, arrivals.take(self.timeout).value)
+            if not self.keep(place, number, arrivals.take(self.timeout).value):
+                self._lost.add(place)
             lacking.discard((place, number))
 
-    def _ask(self, arrivals: Arrivals, places: Sequence[Place], layer: int) -> None:
-        """Ask for what is not here of some chunks from a layer on, layer by layer of all of them."""
+    def _ask(self, arrivals: Arrivals, layers: Mapping[Place, Collection[int]]) -> None:
+        """Ask for what is not here of some layers of some chunks, layer by layer of all of them."""
         asked, coming = list[tuple[int, Place, Wanted]](), {*self._coming}
-        for place in places:
+        for place, numbers in layers.items():
             wanted = self.wanted(*place)
             if not wanted:
                 raise RemoteError("the shared store is gone")
-            numbers = {*range(layer, len(wanted))} - self._fetched.get(place, {}).keys()
-            asked += [(number, place, wanted[number]) for number in numbers if (place, number) not in coming]
+            lacking = {*numbers} - self._fetched.get(place, {}).keys()
+            asked += [(number, place, wanted[number]) for number in lacking if (place, number) not in coming]
         asked.sort(key=lambda row: row[0])  # chunks stay in the order given
         self._coming += [(place, number) for number, place, _ in asked]
         arrivals.ask([wanted for _, _, wanted in asked])
@@ -187,15 +206,58 @@ class Tier:
         """Write chunks whose layers have all come; a store that is full or locked goes on fetching."""
         if self._fetched or self._store.notes_are_long:  # which a writer takes in when it ends
             try:
+                self._fetch_rest()
                 self.write_fetched()
             except KvtoolError as error:  # locked, full, read-only
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
+
+    def _fetch_rest(self) -> None:
+        """Fetch the layers that no row saw, of chunks that will find room here, so that they are whole.
+
+        Half a chunk would have to be told from a whole one by all that read a store, and be whole by the time that
+        another question, whose rows see more of it, is asked. What is not kept would be fetched by every question.
+        """
+        rest = self._rest()
+        if not rest or self._there is None or self._store.read_only or not self._fetching.acquire(blocking=False):
+            return  # who still waits for the tier has given up on a slow one, which is asked for no more
+        try:
+            self._take(rest, set())
+            while self._coming:
+                self._take({}, {self._coming[0]})
+                step_aside()  # a server's other answers go on
+        except RemoteError as error:
+            self.give_up(error)
+        finally:
+            self._fetching.release()
+        if lost := len(self._lost & rest.keys()):
+            text = f"{lost} chunk(s) are not kept here: what no row saw of them is damaged in the shared store"
+            self._warn(text, "push again with --verify")
+
+    def _rest(self) -> dict[Place, set[int]]:
+        """What chunks lack that were read as far as a row saw, those that there is room for."""
+        lacking = {
+            place: {*range(len(self.wanted(*place)))} - layers.keys()
+            for place, layers in self._fetched.items()
+            if place in self._read and place not in self._lost
+        }
+        if not any(lacking.values()):
+            return {}
+        sizes = Counter[bytes]()
+        for place in self._fetched:
+            sizes[place[0]] += self.bytes_here(*place)
+        kept = plan_room(self._store, sizes).kept
+        return {place: layers for place, layers in lacking.items() if layers and place[0] in kept}
+
+    def bytes_here(self, chunk_id: bytes, level: str) -> int:
+        """What a chunk at a level will take of the store in front; 0 where it is not offered."""
+        layers = len(self.wanted(chunk_id, level))
+        return layers * bytes_of(-(-self.offers(chunk_id)[level].size // layers)) if layers else 0
 
     def write_fetched(self, lock_wait: float = 0.0, spare: float = 1 - LOW_WATER) -> set[Place]:
         """Write chunks whose layers have all come, as far as there is room for them (:func:`make_room`), and forget all
         that was fetched. Returns what was written. Raises as `Store.writer` does, and NoSpaceError."""
         whole, written = self._whole(), set[Place]()
-        self._fetched = {}
+        self._fetched, self._read, self._lost = {}, {}, set()
         with self._store.writer(lock_wait) as writer:
             kept, mine = make_room(self._store, writer, _bytes_by_chunk(whole), spare), self._is_in_force()
             for chunk_id, info, level, records in whole:

@@ -14,7 +14,7 @@ from kvtool.core.cache.writer import BATCH_BYTES
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import RemoteError
-from kvtool.core.remote.front import bytes_of, plan_room
+from kvtool.core.remote.front import plan_room
 from kvtool.core.remote.tier import Place, Tier
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
@@ -142,13 +142,9 @@ class _Warming:
         known = turns(self._store)
         warmth = {chunk: max(warm, known.get(chunk, 0.0)) for chunk, warm in self._wanted.items()}
         warmth |= dict.fromkeys(lacking.keys() - self._wanted.keys(), max(warmth.values(), default=0.0) + HALF_LIFE)
-        sizes = {chunk: sum(self._bytes(chunk, one) for one in levels) for chunk, levels in lacking.items()}
+        sizes = {chunk: sum(self._tier.bytes_here(chunk, one) for one in levels) for chunk, levels in lacking.items()}
         kept = plan_room(self._store, sizes, known | warmth, spare=0.0).kept
         return sorted(kept, key=lambda chunk: (-warmth[chunk], chunk))
-
-    def _bytes(self, chunk: bytes, level: str) -> int:
-        layers = max(1, len(self._tier.wanted(chunk, level)))
-        return layers * bytes_of(-(-self._tier.offers(chunk)[level].size // layers))
 
     def _share(self, here: set[bytes]) -> float:
         """Of what is asked, each chunk by how warm it is."""

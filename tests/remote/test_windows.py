@@ -1,0 +1,237 @@
+"""Of a shared store a windowed model is sent what a row of its pass sees; the rest once, when the answer is there."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.core.cache import space
+from kvtool.core.cache.store import Store
+from kvtool.core.query.reply import Reply
+from kvtool.core.remote.arrivals import Arrivals
+from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.tier import Tier
+from kvtool.core.upkeep.budget import keep_budget
+from tests.cli.working import CHUNKS, LAYERS, PREFIX, QUESTION, damages, payloads, write_corpus
+from tests.cli.working import kvtool as command
+from tests.families import save_tiny
+from tests.remote.serving import wreck
+
+FULL = 2  # the layer of the tiny model that sees everything
+Record = tuple[str, str, int]  # chunk, level, layer
+
+
+@dataclass
+class Asked:
+    """Records that a tier was asked for: for an answer, and when it was there."""
+
+    first: list[Record] = field(default_factory=list)
+    rest: list[Record] = field(default_factory=list)
+    over: bool = False
+
+    def take(self, names: list[str]) -> None:
+        for _, chunk, level, layer in (name.split("/") for name in names if name.startswith("kv/")):
+            (self.rest if self.over else self.first).append((chunk, level.partition("-")[0], int(layer)))
+
+
+@pytest.fixture(scope="module")
+def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a tiny gpt-oss, three of whose four layers see 16 tokens; leave it as it is."""
+    folder = tmp_path_factory.mktemp("windowed")
+    torch.set_num_threads(1)
+    save_tiny("gpt-oss", folder / "model")
+    write_corpus(folder / "corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        place = folder / "store"
+        command("ingest", folder / "corpus", "--store", place, "--model", folder / "model", *CHUNKS, *PREFIX).fine()
+    return place
+
+
+@pytest.fixture
+def store(ingested: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ingested, tmp_path / "store"))
+
+
+@pytest.fixture
+def shared(store: Path, url: str) -> str:
+    command("store", "push", url, "--store", store).fine()
+    return url
+
+
+@pytest.fixture
+def in_folder(store: Path, tmp_path: Path) -> str:
+    """A tier of one kind, for what concerns them all alike."""
+    url = f"file://{tmp_path / 'shared'}"
+    command("store", "push", url, "--store", store).fine()
+    return url
+
+
+def asking(place: Path | str, told: list[str] | None = None, **options: Any) -> tuple[Reply, Asked]:
+    """An answer, and what a tier was asked for."""
+    asked = Asked()
+    real, rest = Arrivals.ask, Tier._fetch_rest
+
+    def ask(self: Arrivals, wanted: Any) -> None:
+        asked.take([one.name for one in wanted])
+        real(self, wanted)
+
+    def fetch_rest(self: Tier) -> None:
+        asked.over = True
+        rest(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrivals, "ask", ask)
+        patch.setattr(Tier, "_fetch_rest", fetch_rest)
+        with kvtool.open(place, warn=lambda text, hint: None if told is None else told.append(text)) as cache:
+            return cache.query(QUESTION, max_tokens=4, top_k=8, **options), asked
+
+
+def read_here(place: Path, **options: Any) -> tuple[Reply, list[Record]]:
+    """An answer of a store that is a folder, and the records that its pass reads."""
+    found: list[Record] = []
+    real = Store.read_layer
+
+    def read(self: Store, chunk_ids: Any, level: str, layer: int, *more: Any) -> Any:
+        found.extend((chunk_id.hex(), level, layer) for chunk_id in chunk_ids)
+        return real(self, chunk_ids, level, layer, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "read_layer", read)
+        reply, _ = asking(place, **options)
+    return reply, found
+
+
+def same(reply: Reply, wanted: Reply) -> None:
+    assert torch.equal(reply.fused.logits, wanted.fused.logits)
+    assert reply.generated.ids == wanted.generated.ids
+    assert reply.fused.reach.to_json() == wanted.fused.reach.to_json()
+    assert reply.bytes_read == wanted.bytes_read
+
+
+def whole(records: list[Record]) -> set[Record]:
+    return {(chunk, level, layer) for chunk, level, _ in records for layer in range(LAYERS)}
+
+
+@pytest.mark.parametrize("mode", ["reuse", "epic"])
+def test_what_is_asked_for_is_what_the_pass_reads(mode: str, store: Path, shared: str) -> None:
+    wanted, reads = read_here(store, fusion=mode)
+    assert wanted.fused.reach.to_json()["records_spared"] > 0
+    reply, asked = asking(shared, fusion=mode)
+    same(reply, wanted)
+    assert sorted(asked.first) == sorted(reads)
+    assert {*asked.rest} == whole(reads) - {*reads}  # once it is answered, so that all of it is kept
+    assert len(asked.rest) == len({*asked.rest})
+    assert payloads(local_place(shared)).items() <= payloads(store).items()
+    assert damages(local_place(shared)) == []
+    again, nothing = asking(shared, fusion=mode)
+    same(again, wanted)
+    assert (nothing.first, nothing.rest) == ([], [])
+    other, nothing = asking(shared, fusion="blend")  # which reads all of them
+    same(other, asking(store, fusion="blend")[0])
+    assert (nothing.first, nothing.rest) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["blend", "infoflow"])
+def test_a_mode_that_chooses_on_the_way_asks_for_all_that_it_may_choose(mode: str, store: Path, in_folder: str) -> None:
+    wanted, reads = read_here(store, fusion=mode)
+    reply, asked = asking(in_folder, fusion=mode)
+    same(reply, wanted)
+    assert sorted(asked.first) == sorted(reads)
+    hits = {one.source.chunk_id.hex() for one in wanted.fused.plan.chunks if one.status == "hit"}
+    assert {*asked.first} >= {(chunk, "raw", layer) for chunk in hits for layer in range(LAYERS)}
+    assert hits.isdisjoint(chunk for chunk, _, _ in asked.rest)
+
+
+def test_records_that_refine_others(store: Path, tmp_path: Path) -> None:
+    """Of both levels the same layers."""
+    command("compress", "--fit", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
+    url = f"file://{tmp_path / 'shared'}"
+    command("store", "push", url, "--store", store).fine()
+    wanted, reads = read_here(store, fusion="reuse", level="1")
+    assert {level for _, level, _ in reads} == {"1", "2", "raw"}  # the prompt's beginning is raw
+    reply, asked = asking(url, fusion="reuse", level="1")
+    same(reply, wanted)
+    assert {*asked.first} == {*reads}
+    assert {*asked.rest} == whole(reads) - {*reads}
+    again, nothing = asking(url, fusion="reuse", level="1")
+    same(again, wanted)
+    assert (nothing.first, nothing.rest) == ([], [])
+
+
+def test_what_there_is_no_room_for_is_fetched_as_far_as_it_is_seen(store: Path, in_folder: str) -> None:
+    wanted, reads = read_here(store, fusion="reuse")
+    open_shared(in_folder).close()
+    keep_budget(local_place(in_folder), space.folder_bytes(local_place(in_folder)))
+    for _ in range(2):
+        reply, asked = asking(in_folder, fusion="reuse")
+        same(reply, wanted)
+        assert sorted(asked.first) == sorted(reads)
+        assert asked.rest == []
+    assert payloads(local_place(in_folder)) == {}
+
+
+def test_what_nobody_saw_is_damaged(store: Path, in_folder: str) -> None:
+    """The answer is there; the chunk is not kept, and that is told."""
+    wanted, reads = read_here(store, fusion="reuse")
+    chunk, _, layer = min(whole(reads) - {*reads})
+    wreck(in_folder, chunk, "raw", layer)
+    told: list[str] = []
+    reply, asked = asking(in_folder, told, fusion="reuse")
+    same(reply, wanted)
+    assert (chunk, "raw", layer) in asked.rest
+    assert [text for text in told if "not kept here" in text] != []
+    here = {of for of, _ in payloads(local_place(in_folder))}
+    assert here == {of for of, _, _ in reads} - {chunk}
+    assert damages(local_place(in_folder)) == []
+
+
+def test_what_is_seen_is_damaged(store: Path, in_folder: str) -> None:
+    """Nothing more is fetched of a chunk that cannot become whole; the hole's rows see more of the others."""
+    chunk = asking(store, fusion="reuse")[0].chunks[1].id
+    wreck(in_folder, chunk, "raw", FULL)
+    reply, asked = asking(in_folder, fusion="reuse")
+    assert [one.id for one in reply.chunks if one.status == "miss"] == [chunk]
+    assert chunk not in {of for of, _, _ in asked.rest}
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level([bytes.fromhex(chunk)], "raw")
+    same(reply, asking(store, fusion="reuse")[0])
+
+
+def test_a_tier_that_goes_when_the_answer_is_there(
+    store: Path, in_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, _ = read_here(store, fusion="reuse")
+    real = Tier._rest
+
+    def gone(self: Tier) -> Any:
+        rest = real(self)
+        shutil.rmtree(Path(in_folder.removeprefix("file://")))
+        return rest
+
+    monkeypatch.setattr(Tier, "_rest", gone)
+    told: list[str] = []
+    reply, _ = asking(in_folder, told, fusion="reuse")
+    same(reply, wanted)
+    assert told != []
+    assert damages(local_place(in_folder)) == []
+
+
+@pytest.mark.usefixtures("slow_machine")
+def test_an_objective_has_whole_chunks_streamed(store: Path, in_folder: str) -> None:
+    """Rows of what does not come in time see more: which layers are read is known when streaming is over."""
+    wanted, reads = read_here(store, fusion="reuse")
+    reply, asked = asking(in_folder, fusion="reuse", slo_ms=600_000.0)
+    assert "miss" not in {one.status for one in reply.chunks}
+    assert torch.equal(reply.fused.logits, wanted.fused.logits)
+    assert {*asked.first} == whole(reads)
+    assert asked.rest == []
+    again, nothing = asking(in_folder, fusion="reuse", slo_ms=600_000.0)
+    same(again, wanted)
+    assert (nothing.first, nothing.rest) == ([], [])
