@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from kvtool.serve.engine import Engine
+    from kvtool.serve.noting import Notes
     from kvtool.serve.server import Listener
 
 app = new_app()
@@ -70,6 +71,7 @@ def serve(run: Run) -> None:
 def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None:
     from kvtool.serve.app import make_app
     from kvtool.serve.engine import Engine
+    from kvtool.serve.noting import Notes
     from kvtool.serve.server import Listener, address_of, bind
     from kvtool.serve.server import serve as run_server
 
@@ -87,8 +89,9 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
             keep_conversations=options.keep_conversations,
         )
         log = _Log(run, options.request_log)
-        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, log.write)
-        listeners = [Listener(app, bound, tls, patience=options.client_timeout), *_beside(run, engine, options)]
+        notes = Notes(engine, log.write)
+        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, notes)
+        listeners = [Listener(app, bound, tls, patience=options.client_timeout), *_beside(run, engine, notes, options)]
         address = address_of(bound, tls is not None)
         run.out.doing("loading the model")
         try:
@@ -125,7 +128,7 @@ def warning_to(out: Out) -> Warn:
     return warn
 
 
-def _beside(run: Run, engine: Engine, options: ServeOptions) -> list[Listener]:
+def _beside(run: Run, engine: Engine, notes: Notes, options: ServeOptions) -> list[Listener]:
     """The socket for the shell, where there can be one; without it `kvtool query` loads the model itself."""
     from kvtool.serve.server import Listener
     from kvtool.serve.shell import shell_app
@@ -143,7 +146,7 @@ def _beside(run: Run, engine: Engine, options: ServeOptions) -> list[Listener]:
     if bound is None:
         run.out.warning("another server of this store answers the shell", "--no-socket does without")
         return []
-    return [Listener(shell_app(engine), bound, beside=path)]
+    return [Listener(shell_app(engine, notes), bound, beside=path)]
 
 
 def _ingesting(run: Run) -> IngestOptions:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
@@ -23,8 +21,9 @@ from kvtool.serve.documents import Documents
 from kvtool.serve.embeddings import Embeddings
 from kvtool.serve.engine import Engine
 from kvtool.serve.facts import facts_of
-from kvtool.serve.guard import Guard, Noted, Patience
+from kvtool.serve.guard import Guard, Patience
 from kvtool.serve.metrics import Metrics
+from kvtool.serve.noting import Notes
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.wire import Refusal, failed, refused
 
@@ -37,7 +36,7 @@ def make_app(
     asking: QueryOptions,
     ingesting: IngestOptions,
     key: str | None,
-    log: Callable[[dict[str, Any]], None],
+    notes: Notes,
 ) -> ASGIApp:
     """Put the application together.
 
@@ -45,11 +44,9 @@ def make_app(
     ----------
     asking, ingesting : what holds where a client says nothing.
     key : that clients have to send; None: none.
-    log : takes the line of each request.
     """
-    metrics = Metrics(engine)
     app = Starlette(
-        routes=_routes(engine, options, asking, ingesting, metrics),
+        routes=_routes(engine, options, asking, ingesting, notes.metrics),
         middleware=[
             Middleware(Guard, key=key, origins=options.cors_origin),
             Middleware(
@@ -70,13 +67,7 @@ def make_app(
         max_body_size=options.max_body,
     )
     known = {route.path for route in app.routes if isinstance(route, Route)}
-
-    def note(scope: Scope) -> None:
-        facts, client = facts_of(HTTPConnection(scope)), scope.get("client")
-        metrics.count(scope["path"] if scope["path"] in known else "other", facts)
-        log(facts.row(scope["method"], scope["path"], client[0] if client else ""))
-
-    return Noted(Patience(app, options.client_timeout), note)
+    return notes.of(Patience(app, options.client_timeout), known)
 
 
 def _routes(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import URL, Headers
-from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtool.serve.facts import facts_of
-from kvtool.serve.job import EndedError
 from kvtool.serve.key import is_key
 from kvtool.serve.options import ANY_ORIGIN
-from kvtool.serve.wire import Refusal, failed, refused
+from kvtool.serve.wire import Refusal, refused
 
 _OPEN = ("/health",)  # for whoever looks whether it runs
 _HERE = ("localhost", "127.0.0.1", "::1")
@@ -103,40 +99,3 @@ class Patience:
             await send(message)
 
         await self._app(scope, receiving, sending)
-
-
-class Noted:
-    """Notes what became of each request.
-
-    Parameters
-    ----------
-    note : called with a request's scope when it has ended.
-    """
-
-    def __init__(self, app: ASGIApp, note: Callable[[Scope], None]) -> None:
-        self._app, self._note = app, note
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        facts = facts_of(HTTPConnection(scope))
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                facts.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", facts.id.encode())]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, sending)
-        except OSError:  # the client has left: there is nobody to tell
-            facts.status = 499
-        except asyncio.CancelledError:  # the server has waited for it as long as it may
-            begun, error = facts.status != 0, EndedError("the server ends before this was done", "ask again")
-            facts.failed(error, 503)
-            if begun:
-                raise
-            await failed(error)(scope, receive, sending)
-        finally:
-            self._note(scope)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
@@ -21,14 +22,17 @@ from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import EventStream
 from kvtool.serve.client import PATH, placed
 from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, BusyError
+from kvtool.serve.facts import Facts, facts_of
+from kvtool.serve.job import Answer, Ask, BusyError, LeftError
 from kvtool.serve.listening import listening, while_there
-from kvtool.serve.wire import Refusal, body_of, refused, texts
+from kvtool.serve.noting import Notes
+from kvtool.serve.wire import Refusal, body_of, refused, status_of, texts
 
 _SIGN_OF_LIFE = 10.0  # seconds
+_CLIENT = "shell"  # in the log, where others have an address
 
 
-def shell_app(engine: Engine) -> Starlette:
+def shell_app(engine: Engine, notes: Notes) -> ASGIApp:
     """Put the application together; whoever reaches its socket is the user."""
 
     async def query(request: Request) -> Response:
@@ -38,15 +42,18 @@ def shell_app(engine: Engine) -> Starlette:
                 raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
             if not _names_the_same(value):
                 raise Refusal(409, "another_folder", "names of files are read from another folder here")
-            lines = _lines(engine, _ask(value))
+            lines = _lines(engine, _ask(value), facts_of(request))
             first = await while_there(request, anext(lines))
         except Refusal as refusal:
             return refused(refusal)
+        except ClientDisconnect:
+            return Response(status_code=499)
         except BusyError as error:
+            facts_of(request).failed(error, 429)
             return JSONResponse({}, 429, {"Retry-After": str(error.retry_after)})
         return EventStream.of(first, lines, "application/x-ndjson")
 
-    return Starlette(routes=[Route(PATH, query, methods=["POST"])])
+    return notes.of(Starlette(routes=[Route(PATH, query, methods=["POST"])]), [PATH], _CLIENT)
 
 
 def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
@@ -72,17 +79,28 @@ def _ask(value: Mapping[str, Any]) -> Ask:
         raise Refusal(409, "other_options", error.message, error.hint) from error
 
 
-async def _lines(engine: Engine, ask: Ask) -> AsyncGenerator[str]:
+async def _lines(engine: Engine, ask: Ask, facts: Facts) -> AsyncGenerator[str]:
     async with listening(engine, ask) as heard:
+        begun = False
+        ended: KvtoolError | None = LeftError("the shell has left")
         try:
             while not isinstance(event := await heard.next(_SIGN_OF_LIFE), Answer):
+                begun = True
                 yield _line({} if event is None else {"text": event})
+            facts.answered(event)
+            ended = None
             yield _line({"answer": told(event)})
-        except BusyError:
-            raise
+        except BusyError as error:
+            ended = error
+            if not begun:
+                raise
+            # lines without an end, of which a shell that has seen no text yet does without this server
         except KvtoolError as error:
-            facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-            yield _line({"error": facts})
+            ended = error
+            yield _line({"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}})
+        finally:
+            if ended is not None:
+                facts.failed(ended, status_of(ended))
 
 
 def _line(value: Mapping[str, Any]) -> str:

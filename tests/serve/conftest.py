@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -22,6 +23,7 @@ from kvtool.serve.app import make_app
 from kvtool.serve.beside import leave, listen, socket_path
 from kvtool.serve.certificate import Certificate
 from kvtool.serve.engine import Engine
+from kvtool.serve.noting import Notes
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, server_of
 from kvtool.serve.shell import shell_app
@@ -94,9 +96,10 @@ def serving(
     beside = listen(socket_path(store))
     served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
-    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, served.log.append)
+    notes = Notes(engine, served.log.append)
+    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, notes)
     reached = [Listener(app, bound, tls, patience=wanted.client_timeout)] + (
-        [Listener(shell_app(engine), beside)] if beside is not None else []
+        [Listener(shell_app(engine, notes), beside)] if beside is not None else []
     )
     servers = [server_of(each, drain=1) for each in reached]
     threads = [
@@ -117,6 +120,32 @@ def serving(
         if beside is not None:
             leave(socket_path(store))
         engine.close()
+
+
+@contextmanager
+def turned(served: Served) -> Iterator[threading.Semaphore]:
+    """Each turn of the engine takes a permit."""
+    permits, scheduler = threading.Semaphore(0), served.engine.scheduler
+    turn = scheduler._turn
+
+    def wait(together: Any) -> None:
+        permits.acquire()
+        turn(together)
+
+    scheduler._turn = wait  # type: ignore[method-assign]
+    try:
+        yield permits
+    finally:
+        permits.release(10**6)
+
+
+def metrics_in(text: str) -> dict[tuple[Any, ...], float]:
+    """What `/metrics` says: values by name and labels."""
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 @pytest.fixture(scope="session")

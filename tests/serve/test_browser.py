@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cli.working import QUESTION
-from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
-from tests.serve.test_hostile import turned
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
 
 PAGE = """<!doctype html><title>A page</title><script>
 const tell = (what) => fetch("/told", {method: "POST", body: JSON.stringify(what)});

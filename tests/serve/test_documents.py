@@ -10,12 +10,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import kvtool
 from tests.cli.working import QUESTION, write_corpus
-from tests.serve.conftest import Served, serving, wait_until
-from tests.serve.test_hostile import turned
+from tests.serve.conftest import Served, metrics_in, serving, turned, wait_until
 
 JSON = {"Content-Type": "application/json"}
 CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
@@ -221,11 +219,7 @@ def test_metrics_and_log(ready: Path) -> None:
         client.get("/v1/nowhere/at/all")
         text = client.get("/metrics").text
         rows = served.logged(4)
-    values = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    values = metrics_in(text)
     assert values["kvtool_requests_total", ("path", CHAT), ("status", "200")] == 1
     assert values["kvtool_requests_total", ("path", "other"), ("status", "404")] == 1
     assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generation_seconds_count",)] == 1

@@ -6,9 +6,7 @@ import asyncio
 import json
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,12 @@ from kvtool.core.agent.key import read_key
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.facts import Facts, facts_of
-from kvtool.serve.guard import Noted, Patience
+from kvtool.serve.guard import Patience
 from kvtool.serve.key import is_key, key_file
+from kvtool.serve.noting import Noted
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
-from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
 
 CHAT = "/v1/chat/completions"
 PAGE = "http://localhost:3000"
@@ -268,23 +267,6 @@ def test_a_warning_that_nobody_hears(tmp_path: Path) -> None:
 
 
 # ---- clients that leave; the engine takes as many turns as a test lets it ----
-
-
-@contextmanager
-def turned(served: Served) -> Iterator[threading.Semaphore]:
-    """Each turn of the engine takes a permit."""
-    permits, scheduler = threading.Semaphore(0), served.engine.scheduler
-    turn = scheduler._turn
-
-    def wait(together: Any) -> None:
-        permits.acquire()
-        turn(together)
-
-    scheduler._turn = wait  # type: ignore[method-assign]
-    try:
-        yield permits
-    finally:
-        permits.release(10**6)
 
 
 def test_an_answer_that_nobody_waits_for_is_given_up(ready: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,16 @@ from typing import Any
 import pytest
 
 from kvtool.cli import query
+from kvtool.core.cache.store import Store
+from kvtool.core.common.types import warn_nobody
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.asked import read_asked
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.retrieval.finder import Finder
 from kvtool.serve import client, shell
 from kvtool.serve.beside import connect, leave, listen, socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
-from tests.serve.conftest import Served, serving
+from tests.serve.conftest import Served, metrics_in, serving, turned, wait_until
 
 IMPORTED = """
 import sys
@@ -70,6 +76,51 @@ def test_the_server_answers_with_all_options(served: Served, ready: Path) -> Non
 def test_an_answer_is_the_same_with_a_server_and_without(served: Served, ready: Path) -> None:
     asked = ("query", QUESTION, "--store", ready, *SHORT, "--json")
     assert facts(kvtool(*asked)) == facts(kvtool(*asked, "--no-server"))
+
+
+def test_what_a_shell_asks_is_noted_and_counted_as_what_others_ask(store: Path, tmp_path: Path) -> None:
+    asked = ("query", "--store", store, *SHORT, "--json")
+    with serving(store) as served:
+        found = kvtool(*asked, QUESTION).fine().json
+        kvtool(*asked, "zzyzx").failed(1, "no chunk matches")
+        kvtool(*asked, QUESTION, "--dtype", "bfloat16")  # the server declines
+        row, failed, declined = served.logged(3)
+        with served.client as other:
+            text = other.get("/metrics").text
+    assert (row["type"], row["client"], row["path"], row["status"]) == ("request", "shell", client.PATH, 200)
+    chunks = [chunk["id"] for chunk in found["chunks"]]
+    assert (row["chunks"], row["hits"], row["tokens"]) == (chunks, len(chunks), found["tokens"])
+    assert QUESTION not in str(served.log)
+    assert (failed["status"], declined["status"]) == (404, 409)
+    assert "no chunk matches" in failed["error"]
+    values = metrics_in(text)
+    for status in ("200", "404", "409"):
+        assert values["kvtool_requests_total", ("path", client.PATH), ("status", status)] == 1
+    assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generation_seconds_count",)] == 1
+    assert values["kvtool_chunks_total", ("status", "hit")] == len(chunks)
+
+    journal = tmp_path / "serve.log"  # what `store warm --from` reads
+    journal.write_text("".join(json.dumps(row) + "\n" for row in served.log))
+    with Store.open(store) as opened:
+        seen = read_asked(journal, opened, Finder(opened, warn_nobody), QueryOptions(), time.time())
+    assert {chunk.hex() for chunk in seen.warmth} == set(chunks)
+
+
+def test_a_shell_that_leaves_is_noted(store: Path) -> None:
+    with serving(store) as served, turned(served) as permits:
+        connected = connect(socket_path(store))
+        assert connected is not None
+        question = {"question": QUESTION, "chunks": [], "documents": [], "options": {}, "model": vars(ModelOptions())}
+        data = json.dumps(question | {"folder": os.getcwd()}).encode()
+        head = f"POST {client.PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connected.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        wait_until(lambda: served.engine.scheduler.waiting == 1)
+        connected.close()
+        (row,) = served.logged(1)
+        permits.release(10)
+        wait_until(lambda: served.engine.scheduler.waiting == 0)
+    assert (row["status"], row["client"]) == (499, "shell")
+    assert served.warnings == []
 
 
 def test_the_shell_imports_no_model(served: Served, ready: Path) -> None:
