@@ -13,7 +13,7 @@ import pytest
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
 from kvtool.core.model.resolve import resolve
-from samples import plan_of_scale
+from samples import layer_bytes, plan_of_scale
 from tests.cli.working import built, tiny
 from tests.families import save_tiny
 
@@ -151,6 +151,13 @@ def test_windows_read_less_and_latents_keep_less() -> None:
     assert float(gemma[4]) == pytest.approx((4 * 8 + 22 * 4) / (26 * 8), abs=0.01)
     assert deepseek[1:3] == ["27 full, latents", "31,104"]  # 27 layers of 512 + 64
     assert deepseek[4].startswith("1.00")
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-4-e4b", "gemma-4-26b-a4b"])
+def test_the_bytes_of_kinds_of_layers_are_those_that_the_page_has(name: str) -> None:
+    page = layer_bytes.PAGE.read_text(encoding="utf-8")
+    assert f"{layer_bytes.HEAD}\n| qwen2.5-0.5b" in page
+    assert layer_bytes.row(name, 4096, 512) in page
 
 
 def test_a_window_is_laid_over_every_second_layer(tmp_path: Path) -> None:

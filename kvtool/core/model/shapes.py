@@ -116,16 +116,30 @@ def _gemma3_ropes(factor: float) -> dict[str, Any]:
     return {_SLIDING: {**_ROPE, "rope_theta": 1e4}, _FULL: {**stretched, "rope_theta": 1e6}}
 
 
-# Gemma 4 E2B: four windowed layers, then a full one with wider heads; the last 20 keep no keys and values of their own,
-# and have twice the MLP. A quarter of a full layer's head turns with the position.
-_E2B_ROPES = {
+# Gemma 4: four or five windowed layers, then a full one with wider heads, of which a quarter turns with the position.
+_GEMMA4_ROPES = {
     _SLIDING: {**_ROPE, "rope_theta": 1e4},
     _FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-_E2B: dict[str, Any] = {
-    "layer_types": [_FULL if layer % 5 == 4 else _SLIDING for layer in range(35)],
-    **{"sliding_window": 512, "global_head_dim": 512, "num_kv_shared_layers": 20, "use_double_wide_mlp": True},
-    **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "final_logit_softcapping": 30.0},
+
+
+def _gemma4(layers: int, every: int, window: int, inputs: int) -> dict[str, Any]:
+    """Each layer may have an input of its own, of so many numbers a token."""
+    types = [_FULL if layer % every == every - 1 else _SLIDING for layer in range(layers)]
+    return {
+        **{"layer_types": types, "sliding_window": window, "global_head_dim": 512, "final_logit_softcapping": 30.0},
+        **{"hidden_size_per_layer_input": inputs, "vocab_size_per_layer_input": 262144},
+    }
+
+
+# The small ones' last layers keep no keys and values of their own, and E2B's have twice the MLP. Full layers of the
+# large ones have fewer heads, and keys that are their values, too; 26B has 128 experts beside an MLP, a token takes 8.
+_E2B = _gemma4(35, 5, 512, 256) | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
+_E4B = _gemma4(42, 6, 512, 256) | {"num_kv_shared_layers": 18}
+_31B = _gemma4(60, 6, 1024, 0) | {"attention_k_eq_v": True, "num_global_key_value_heads": 4}
+_26B = _gemma4(30, 6, 1024, 0) | {
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
 }
 
 _GPT_OSS_YARN = {
@@ -138,22 +152,24 @@ _GPT_OSS_YARN = {
 }
 _GPT_OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
 _NO_WINDOW, _NO_BIAS = {"use_sliding_window": False}, {"attention_bias": False}
+
+
+def _qwen3(hidden: int, layers: int, heads: int, mlp: int, tied: bool = False) -> Shape:
+    sizes = (hidden, layers, heads, 8, 128, mlp, 151936, 40960, 1e6)
+    return Shape("Qwen3Config", *sizes, epsilon=1e-6, tied=tied, more=_NO_WINDOW | _NO_BIAS)
+
+
 SHAPES: dict[str, Shape] = {
     "tiny": Shape("LlamaConfig", 64, 4, 4, 2, 16, 128, 512, 131072, 5e5),
     # Qwen/Qwen2.5-0.5B: biases on Q, K and V, as all of its family.
     "qwen2.5-0.5b": Shape("Qwen2Config", 896, 24, 14, 2, 64, 4864, 151936, 32768, 1e6, epsilon=1e-6, more=_NO_WINDOW),
-    # Qwen/Qwen3-0.6B.
-    "qwen3-0.6b": Shape(
-        "Qwen3Config", 1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e6, epsilon=1e-6, more=_NO_WINDOW | _NO_BIAS
-    ),
-    # Qwen/Qwen3-14B.
-    "qwen3-14b": Shape(
-        "Qwen3Config",
-        *(5120, 40, 40, 8, 128, 17408, 151936, 40960, 1e6),
-        epsilon=1e-6,
-        tied=False,
-        more=_NO_WINDOW | _NO_BIAS,
-    ),
+    # Qwen/Qwen3-0.6B, 1.7B, 4B, 8B, 14B and 32B.
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
     # meta-llama/Llama-3.2-1B.
     "llama-3.2-1b": Shape("LlamaConfig", 2048, 16, 32, 8, 64, 8192, 128256, 131072, 5e5, _llama3(32.0), more=_NO_BIAS),
     # mistralai/Mistral-7B-v0.3: no sliding window.
@@ -167,16 +183,37 @@ SHAPES: dict[str, Shape] = {
         epsilon=1e-6,
         more=_gemma3(26, 512),
     ),
-    # The text of google/gemma-3-4b-it.
+    # The text of google/gemma-3-4b-it, 12b and 27b.
     "gemma-3-4b": Shape(
         "Gemma3TextConfig",
         *(2560, 34, 8, 4, 256, 10240, 262208, 131072, 1e6, _gemma3_ropes(8.0)),
         epsilon=1e-6,
         more=_gemma3(34, 1024),
     ),
-    # The text of google/gemma-4-E2B-it.
+    "gemma-3-12b": Shape(
+        "Gemma3TextConfig",
+        *(3840, 48, 16, 8, 256, 15360, 262208, 131072, 1e6, _gemma3_ropes(8.0)),
+        epsilon=1e-6,
+        more=_gemma3(48, 1024),
+    ),
+    "gemma-3-27b": Shape(
+        "Gemma3TextConfig",
+        *(5376, 62, 32, 16, 128, 21504, 262208, 131072, 1e6, _gemma3_ropes(8.0)),
+        epsilon=1e-6,
+        more=_gemma3(62, 1024) | {"query_pre_attn_scalar": 168},
+    ),
+    # The text of google/gemma-4-E2B-it, E4B, 26B-A4B and 31B.
     "gemma-4-e2b": Shape(
-        "Gemma4TextConfig", 1536, 35, 8, 1, 256, 6144, 262144, 131072, 1e6, _E2B_ROPES, epsilon=1e-6, more=_E2B
+        "Gemma4TextConfig", 1536, 35, 8, 1, 256, 6144, 262144, 131072, 1e6, _GEMMA4_ROPES, epsilon=1e-6, more=_E2B
+    ),
+    "gemma-4-e4b": Shape(
+        "Gemma4TextConfig", 2560, 42, 8, 2, 256, 10240, 262144, 131072, 1e6, _GEMMA4_ROPES, epsilon=1e-6, more=_E4B
+    ),
+    "gemma-4-26b-a4b": Shape(
+        "Gemma4TextConfig", 2816, 30, 16, 8, 256, 2112, 262144, 262144, 1e6, _GEMMA4_ROPES, epsilon=1e-6, more=_26B
+    ),
+    "gemma-4-31b": Shape(
+        "Gemma4TextConfig", 5376, 60, 32, 16, 256, 21504, 262144, 262144, 1e6, _GEMMA4_ROPES, epsilon=1e-6, more=_31B
     ),
     # openai/gpt-oss-20b: full and windowed layers take turns.
     "gpt-oss-20b": Shape(

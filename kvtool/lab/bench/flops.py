@@ -55,11 +55,12 @@ class Architecture:
         )
 
 
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def _expert_share(config: Any) -> float:
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = next(filter(None, (getattr(config, name, None) for name in _CHOSEN)), None)
     experts = next(filter(None, (getattr(config, name, None) for name in _EXPERTS)), None)
     return chosen / experts if chosen and experts else 1.0
 

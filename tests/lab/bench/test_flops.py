@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decoder import Decoder
@@ -11,6 +12,8 @@ from kvtool.core.model.shapes import SHAPES, build_shape, parameter_count, shape
 from kvtool.lab.bench.flops import Architecture, LayerWork, flops, full_work, keys_seen
 from kvtool.lab.bench.limits import Machine, limit_of
 from kvtool.lab.bench.memory import own_pages, peak_memory
+from tests.fusion.making import decoder_of
+from tests.model.gguf_models import IN_GGUF
 
 # Of the tiny shape: hidden 64, 4 heads and 2 KV heads of 16, MLP 128, vocabulary 512, 4 layers.
 LINEAR = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # Q, K and V, O, the MLP's three
@@ -26,6 +29,12 @@ def test_the_architecture_is_read_off_the_model(tiny: Architecture) -> None:
     assert [(layer.used, layer.held) for layer in tiny.layers] == [(LINEAR, LINEAR)] * 4
     assert tiny.head_channels == 64
     assert tiny.lm_head == HEAD
+
+
+def test_of_experts_those_are_used_that_a_token_is_sent_to() -> None:
+    config = IN_GGUF["gemma4-moe"].config()  # two of four
+    layers = Architecture.of(decoder_of(AutoModelForCausalLM.from_config(config))).layers
+    assert all(layer.held - layer.used == 2 * (256 * 256 + 256 * 128) for layer in layers)
 
 
 def test_full_prefill_by_hand(tiny: Architecture) -> None:
@@ -69,12 +78,21 @@ def test_the_roofline_takes_the_slower_of_products_and_weights(tiny: Architectur
         ("llama-3.2-1b", 1_235_814_400),
         ("mistral-7b", 7_248_023_552),
         ("llama-3.1-8b", 8_030_261_248),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
         ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
         ("deepseek-v2-lite", 15_706_484_224),
     ],
 )
 def test_shapes_have_the_published_sizes(name: str, published: int) -> None:
     assert parameter_count(name) == published
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gemma-4-26b-a4b", 25.2), ("gemma-4-31b", 30.7)])
+def test_shapes_have_the_sizes_that_are_told_of_them(name: str, billions: float) -> None:
+    assert round(parameter_count(name) / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize("name", SHAPES)
