@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kvtool.core.corpus.split import SplitSettings  # noqa: E402
+from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
+from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
+from kvtool.core.fusion.selectors.union import Union  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
 from kvtool.core.model.load import quiet  # noqa: E402
@@ -29,6 +33,7 @@ from kvtool.core.model.text import text_part  # noqa: E402
 from kvtool.core.session.apart_law import check_apart  # noqa: E402
 from kvtool.core.session.identity import LeadInIds, StoreIdentity  # noqa: E402
 from kvtool.core.session.laws import TOLERANCE, check_laws  # noqa: E402
+from samples.layer_bytes import kept, prompt, read  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, decoder_of  # noqa: E402
 from tests.model.gguf_models import IN_GGUF  # noqa: E402
@@ -45,7 +50,7 @@ NAMED = {  # of the families, in README.md
     "Kimi": "kimi-k2.5",
 }
 _LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
-PROMPT = 4096
+PROMPT, CHUNK = 4096, 512  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 APART = "`full`, `prefix`; approximate `reuse`, `epic`"
 _HEAD = (
@@ -56,10 +61,10 @@ _HEAD = (
     "`samples/families.py` writes this page from them.\n\n"
     "- **KV** is what one token takes in a store, in bytes of bfloat16, of that tiny model: 512 with plain keys and "
     "values of two heads of 16 in four layers.\n"
-    "- **Read** is what `reuse` reads of a prompt, relative to the same model if every layer saw all tokens: windowed "
-    "layers are read as far back as a row can see. A window is taken as an eighth of the prompt here. "
-    "`union` may come to choose any row, "
-    "so it reads all; the sizes of real models and what they read of 4,096 tokens are in [what kinds of layers store "
+    f"- **`reuse`** and **`union`** are the bytes that these modes (the second with 15 %) read of a prompt of "
+    f"{PROMPT:,} tokens in chunks of {CHUNK}, and what share that is of the prompt's. Windowed layers are read as far "
+    "back as a row can see, a window being an eighth of the prompt here; `union` may come to choose any row, so it "
+    "reads all. States are not counted. The sizes of real models and what they read are in [what kinds of layers store "
     "and read](../../samples/results/layers.md).\n"
     "- **Tested** in full, with every mode in float32 and bfloat16, are those that differ in a kind of layer; the "
     "others with the modes that differ in what they do.\n"
@@ -68,9 +73,9 @@ _HEAD = (
     "- *Approximate* modes of a model with recurrent layers are off unless asked for by name, after `ingest --lead-in "
     "warm`: [concepts](concepts.md#models-with-recurrent-layers).\n"
 )
-_ROW = "| {name} | `{config}` | {layers} | {kv} | {read} | {modes} | {tested} | {gguf} |"
-_TABLE = """| family | configuration | layers | KV | read | modes | tested | GGUF |
-| --- | --- | --- | --- | --- | --- | --- | --- |"""
+_ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
+_TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 _LEFT = """## What is refused, and what it would need
 
 | what | would need |
@@ -168,10 +173,17 @@ def row(name: str) -> str:
 
 
 def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> str:
-    kv, read = 2 * sum(shape.numbers for shape in decoder.shapes), _percent(*read_of(decoder))
-    kind, layers = type(config).__name__, layers_of(decoder)
-    gguf = f"`{IN_GGUF[name].architecture}`" if name in IN_GGUF else "–"
-    return _ROW.format(name=name, config=kind, layers=layers, kv=kv, read=read, modes=modes, tested=tested, gguf=gguf)
+    return _ROW.format(
+        name=name,
+        config=type(config).__name__,
+        layers=layers_of(decoder),
+        kv=kept(decoder),
+        reuse=_read(decoder, Reuse()) if "reuse" in modes or modes == ALL else "–",
+        union=_read(decoder, Union(0.15)) if modes == ALL else "–",
+        modes=modes,
+        tested=tested,
+        gguf=f"`{IN_GGUF[name].architecture}`" if name in IN_GGUF else "–",
+    )
 
 
 def layers_of(decoder: Decoder) -> str:
@@ -214,15 +226,12 @@ def _shapes(decoder: Decoder) -> Iterator[str]:
         yield "experts"
 
 
-def read_of(decoder: Decoder) -> tuple[int, int]:
-    """Rows that `reuse` reads over all layers, and those of layers that see all tokens; nothing of states."""
+def _read(decoder: Decoder, selector: Selector) -> str:
+    """What a mode reads of the prompt, windows being an eighth of it; nothing of states."""
     own = [kind for kind in decoder.kinds if kind.source is None]
-    rows = sum(PROMPT if kind.window is None else PROMPT // 8 for kind in own)
-    return rows, PROMPT * len(own)
-
-
-def _percent(some: int, whole: int) -> str:
-    return "–" if not whole else f"{some / whole:.0%}".replace("%", " %")
+    kinds = [kind if kind.window is None else replace(kind, window=PROMPT // 8) for kind in own]
+    some, whole = read(kinds, prompt(PROMPT, CHUNK), selector), PROMPT * kept(decoder)
+    return f"{some / 1e6:.2f} MB, {some / whole:.0%}".replace("%", " %")
 
 
 if __name__ == "__main__":
