@@ -65,8 +65,7 @@ def test_what_windows_hide_is_not_counted(name: str) -> None:
     """Records are read layer by layer; a token that half of the layers read costs half of one that all do."""
     windowed, selector = case("gemma2"), SELECTORS[name]()
     plan = windowed.plan(lead_in=PREFIX)
-    kinds = windowed.decoder.kinds
-    shares = Reach.of(plan, selector, kinds, "cpu").shares(plan, kinds)
+    shares = Reach.of(plan, selector, windowed.decoder.windows).shares(plan)
     spans = [Span.of(one, shares={name: share}) for one, share in zip(plan.segments, shares, strict=True)]
     read = windowed.fuse(plan, selector).reach.read
     rows = sum(segment.stop - segment.start for layer in read for segment in layer)

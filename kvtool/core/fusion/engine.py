@@ -139,7 +139,7 @@ def fuse_into(
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(cache.unhook)  # also where it fails: others go on from the rows that stand
-        reach = Reach.of(plan, selector, decoder.kinds[: decoder.stored_layers], decoder.device)
+        reach = Reach.of(plan, selector, decoder.windows, decoder.device)
         reach.clear(cache)
         loader = stack.enter_context(Loader(decoder, reach.read, cache, source, timeline, patience=patience))
         first = _first_rows(decoder, plan, selector, cache, loader, timeline)

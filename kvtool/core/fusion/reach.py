@@ -11,7 +11,6 @@ import torch
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.model.flash.tiling import KEYS
-from kvtool.core.model.kinds import LayerKind
 from kvtool.core.model.prompt_cache import PromptCache
 
 
@@ -31,18 +30,23 @@ class Reach:
     blank: tuple[tuple[slice, ...], ...]
 
     @classmethod
-    def of(cls, plan: Plan, selector: Selector, kinds: Sequence[LayerKind], device: str) -> Reach:
-        """What a selector's pass over a plan needs, whichever rows it comes to choose on the way."""
-        layers = len(kinds)
+    def of(cls, plan: Plan, selector: Selector, windows: Sequence[int | None], device: str = "cpu") -> Reach:
+        """What a selector's pass over a plan needs, whichever rows it comes to choose on the way.
+
+        Parameters
+        ----------
+        windows : how many positions a row sees at each layer that has records; None: all before it.
+        """
+        layers = len(windows)
         # What is there whole although its records are not is computed at every layer.
         needed = tuple(one for one in selector.reads(plan, layers) if one.kept == one.source.kept)
-        windows = () if selector.looked_into else {kind.window for kind in kinds}
-        seen = {window: _Seen.through(window, plan, selector, layers) for window in windows if window is not None}
+        sizes = () if selector.looked_into else {*windows}
+        seen = {size: _Seen.through(size, plan, selector, layers) for size in sizes if size is not None}
         read: list[tuple[Segment, ...]] = []
         spared: list[tuple[Segment, ...]] = []
         blank: list[tuple[slice, ...]] = []
-        for kind in kinds:
-            through = None if kind.window is None else seen.get(kind.window)
+        for window in windows:
+            through = None if window is None else seen.get(window)
             if through is None:
                 read.append(needed)
                 spared.append(())
@@ -69,10 +73,10 @@ class Reach:
         """How many records were read, and how many no computed row could see."""
         return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.spared))}
 
-    def shares(self, plan: Plan, kinds: Sequence[LayerKind]) -> list[float]:
-        """Which share of the layers that keep something reads each segment of a plan."""
-        own = [{one.start for one in read} for kind, read in zip(kinds, self.read, strict=True) if kind.source is None]
-        return [sum(segment.start in read for read in own) / len(own) for segment in plan.segments]
+    def shares(self, plan: Plan) -> list[float]:
+        """Which share of the layers reads each segment of a plan."""
+        starts = [{one.start for one in read} for read in self.read]
+        return [sum(segment.start in read for read in starts) / len(starts) for segment in plan.segments]
 
     def clear(self, cache: PromptCache) -> None:
         """Make numbers of what nothing is put into: weighed with nothing, what memory held might still not be one."""

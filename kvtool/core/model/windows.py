@@ -37,6 +37,16 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
         )
 
 
+def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    """The windows of the first layers of a model that is not built, by its configuration; None: a layer has none.
+
+    One that its family does not know (Llama) is none. Whoever builds the model has the word of its layers
+    (`model/kinds.py`), and of a family that knows the setting and does not heed it they say otherwise.
+    """
+    known = hasattr(type(config), "sliding_window")
+    return tuple(_stated_window(config, layer) if known else None for layer in range(layers))
+
+
 def _told(window: int | None) -> str:
     return "all tokens" if window is None else f"a window of {window}"
 

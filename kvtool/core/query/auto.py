@@ -50,7 +50,7 @@ def choose(session: Session, asked: Asked, options: QueryOptions) -> Choice:
     laid_out = _at_levels(session, asked, options)
     lossless = [selector_for(options, mode) for mode, kind in SELECTORS.items() if kind.lossless]
     selector = selector_for(options, WEIGHED)
-    spans = {level: _spans(session, variant.plan, [selector, *lossless]) for level, variant in laid_out.items()}
+    spans = {level: spans_of(session, variant.plan, [selector, *lossless]) for level, variant in laid_out.items()}
     levels = known(span.level for variant in spans.values() for span in variant)
     chunk_ids = [segment.source.chunk_id for segment in asked.plan.cached]
     laid_out_at = time.perf_counter()
@@ -65,13 +65,13 @@ def choose(session: Session, asked: Asked, options: QueryOptions) -> Choice:
     return Choice(asked, chosen, decision, (measured - laid_out_at) * 1e3, decide_ms)
 
 
-def _spans(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Span]:
-    """A prompt's segments, with what each mode reads of them where some layers look through a window."""
-    decoder, shares = session.decoder, [dict[str, float]() for _ in plan.segments]
-    if any(kind.window is not None for kind in decoder.kinds):
+def spans_of(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Span]:
+    """A prompt's segments, with what each mode reads of them where some layers look through a window; loads no
+    model."""
+    windows, shares = session.windows, [dict[str, float]() for _ in plan.segments]
+    if any(window is not None for window in windows):
         for mode in modes:
-            reach = Reach.of(plan, mode, decoder.kinds, decoder.device)
-            for share, of_mode in zip(shares, reach.shares(plan, decoder.kinds), strict=True):
+            for share, of_mode in zip(shares, Reach.of(plan, mode, windows).shares(plan), strict=True):
                 share[mode.name] = of_mode
     pairs = zip(plan.segments, shares, strict=True)
     return [Span.of(segment, session.holds(segment), share) for segment, share in pairs]

@@ -185,6 +185,17 @@ class Session:
 
         return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
 
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many positions a row sees at each layer that has records; None: all before it. Where the model is not
+        loaded this is what its configuration states."""
+        from kvtool.core.model.load import supported_config
+        from kvtool.core.model.windows import stated_windows
+
+        if self.is_loaded:
+            return self.decoder.windows
+        return stated_windows(supported_config(self.files), self.layers)
+
     @property
     def parts(self) -> PromptParts:
         """The store's own beginning of a prompt, and its answer header."""
@@ -290,4 +301,5 @@ class Session:
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of a segment's KV is held in memory."""
-        return isinstance(self.source, HotSource) and self.source.holds(segment, self.layers)
+        source = self.__dict__.get("source")  # one that is not there yet holds nothing, and would load the model
+        return isinstance(source, HotSource) and source.holds(segment, self.layers)

@@ -51,7 +51,7 @@ class Architecture:
             layers=tuple(_weights(layer, share) for layer in decoder.layers),
             head_channels=decoder.config.num_attention_heads * sum(widths) // (2 * len(decoder.shapes)),
             lm_head=decoder.model.get_output_embeddings().weight.numel(),
-            windows=windows_of(decoder),
+            windows=decoder.windows,
         )
 
 
@@ -80,13 +80,10 @@ class LayerWork:
     keys: int
 
 
-Windows = tuple[int | None, ...]
+Windows = tuple[
+    int | None, ...
+]  # of layers that keep something; of those behind one row is computed, which is left out
 Work = tuple[LayerWork, ...]  # by layer, the first ones; layers behind are not computed
-
-
-def windows_of(decoder: Decoder) -> Windows:
-    """The window of each layer that keeps keys and values; of those behind one row is computed, which is left out."""
-    return tuple(kind.window for kind in decoder.kinds if kind.source is None)
 
 
 def keys_seen(positions: Sequence[int], window: int | None = None) -> int:

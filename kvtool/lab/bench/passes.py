@@ -18,7 +18,7 @@ from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.lab.bench.flops import Work, full_work, fused_work, windows_of
+from kvtool.lab.bench.flops import Work, full_work, fused_work
 from kvtool.lab.bench.limits import synchronize
 from kvtool.lab.bench.memory import peak_memory
 from kvtool.lab.bench.prompts import BenchPrompt
@@ -82,7 +82,7 @@ class Answerer:
 
     def facts(self, prompt: BenchPrompt, mode: str) -> Facts:
         """One pass that is not timed."""
-        device, windows = self.decoder.device, windows_of(self.decoder)
+        device, windows = self.decoder.device, self.decoder.windows
         if mode == PLAIN:
             with peak_memory(device) as peak:
                 self._plain(prompt)

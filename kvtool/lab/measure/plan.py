@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.fusion.cost import PromptRows, Span
+from kvtool.core.fusion.cost import PromptRows
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.fusion.speeds import Speeds
 from kvtool.core.query.answer import reply_chunks
+from kvtool.core.query.auto import spans_of
 from kvtool.core.query.defer import spans
 from kvtool.core.query.layout import Asked
 
@@ -40,7 +41,7 @@ def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Sp
     value: dict[str, Any] = {"chunks": chunks, "tokens": _tokens(plan)}
     if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
         return value | {"expected_ms": None, "break_even": None}
-    expected = expected_ms(plan, speeds, options)
+    expected = expected_ms(session, plan, speeds, options)
     lead_in, lengths = len(session.identity.lead_in.ids), [len(segment.ids) for segment in plan.chunks]
     ingest = sum(1e3 * speeds.passes.seconds(length, _seen(lead_in, length)) for length in lengths)
     return value | {"expected_ms": expected, "break_even": _break_even(ingest, expected, chunks)}
@@ -89,11 +90,12 @@ def _break_even(
     }
 
 
-def expected_ms(plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
-    """Expect the TTFT of every mode, without retrieval, from the speeds that the controller decides by."""
-    spans = [Span.of(segment) for segment in plan.segments]
-    prompt = PromptRows(spans, speeds)
-    return {mode: 1e3 * prompt.expected(selector_for(options, mode)) for mode in MODES}
+def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
+    """Expect the TTFT of every mode, without retrieval, from the speeds that the controller decides by, and from what
+    it counts as read."""
+    selectors = {mode: selector_for(options, mode) for mode in MODES}
+    prompt = PromptRows(spans_of(session, plan, [*selectors.values()]), speeds)
+    return {mode: 1e3 * prompt.expected(selector) for mode, selector in selectors.items()}
 
 
 def _seen(before: int, tokens: int) -> int:

@@ -17,7 +17,7 @@ from kvtool.core.model.resolve import resolve
 from kvtool.core.model.stepping import Stepper, stepper_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.levels import ProfileShelf
-from kvtool.lab.bench.flops import Architecture, flops, fused_work, windows_of
+from kvtool.lab.bench.flops import Architecture, flops, fused_work
 from kvtool.lab.bench.peers.plain import built
 from kvtool.lab.bench.peers.prepare import STORE
 from kvtool.lab.bench.peers.runner import About
@@ -60,7 +60,7 @@ class FusedRunner:
     def about(self, prompt: PeerPrompt) -> About:
         assert self._fused is not None
         assert self._stepper is not None
-        work = flops(Architecture.of(self._decoder), fused_work(self._fused, self._selector, windows_of(self._decoder)))
+        work = flops(Architecture.of(self._decoder), fused_work(self._fused, self._selector, self._decoder.windows))
         why = f" ({self._stepper.why})" if self._stepper.why else ""
         build = f"{built()}, decoding: {self._stepper.name}{why}"
         return About(kvtool.__version__, build, bytes_read=self._fused.bytes_read, flops=work)
