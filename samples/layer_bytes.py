@@ -73,7 +73,8 @@ def kept(decoder: Decoder) -> int:
 
 def read(kinds: Sequence[LayerKind], plan: Plan, selector: Selector) -> int:
     """Bytes of the records that a pass over layers that keep something reads."""
-    tokens = [sum(len(segment.ids) for segment in layer) for layer in Reach.of(plan, selector, kinds, "cpu").read]
+    reach = Reach.of(plan, selector, [kind.window for kind in kinds])
+    tokens = [sum(len(segment.ids) for segment in layer) for layer in reach.read]
     return sum(BYTES * kind.shape.numbers * count for kind, count in zip(kinds, tokens, strict=True))
 
 
