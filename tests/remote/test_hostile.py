@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 import random
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -77,11 +76,16 @@ def store(built: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def blobs(built: Path, tmp_path: Path) -> Iterator[Blobs]:
-    """A tier to do as one likes with."""
-    shutil.copytree(built / "shared", tmp_path / "shared")
-    with closing(open_blobs(f"file://{tmp_path / 'shared'}")) as opened:
+def blobs(built: Path, url: str) -> Iterator[Blobs]:
+    """A tier to do as one likes with, of each kind."""
+    with closing(open_blobs(f"file://{built / 'shared'}")) as shared, closing(open_blobs(url)) as opened:
+        names = [name for name in shared.names() if name != "head.lock"]
+        opened.put({name: value for name, value in zip(names, shared.get(names), strict=True) if value is not None})
         yield opened
+
+
+# What a value that has come says is read by the same code, whatever it came by: of that a folder is enough.
+in_a_folder = pytest.mark.parametrize("url", ["file"], indirect=True)
 
 
 def text_of(catalogue: Catalogue) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
     return value
 
 
+@in_a_folder
 def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
     """What is wrong with it is one damage; what is not, a reader can live with."""
     value = one_of_each(read_catalogue(blobs))
@@ -149,6 +154,7 @@ def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
             pull(tmp_path / f"p{number}", blobs)
 
 
+@in_a_folder
 def test_every_part_of_a_root(blobs: Blobs, tmp_path: Path) -> None:
     """As of a catalogue; and a shard describes what belongs into it, and nothing else."""
     (head,) = blobs.get([HEAD])
@@ -194,13 +200,16 @@ def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None
     assert not (tmp_path / "other").exists()
 
 
-def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"secret")
+def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked for by a name that leads out of it, be it a folder's or a bucket's."""
+    (tmp_path / "secret").write_bytes(b"secret")
+    asked: list[str] = []
+    monkeypatch.setattr(blobs, "get", lambda names, real=blobs.get: (asked.extend(names), real(names))[1])
     head = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": "../../secret"}).encode())
     blobs.put({HEAD: head})
     with pytest.raises(DamagedError):
         read_catalogue(blobs)
+    assert {*asked} == {HEAD}
 
 
 # ---- values ----
@@ -247,6 +256,7 @@ def file_of(entry: FileEntry, *documents: DocumentEntry, key: str = "f0") -> byt
 ENTRY = FileEntry("f0", 1, 2, "digest", "settings", ("f0",))
 
 
+@in_a_folder
 @pytest.mark.parametrize(
     "value",
     [
@@ -322,9 +332,9 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_packs")
-def test_records_of_another_shape_or_size(store: Store, tmp_path: Path) -> None:
+def test_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path) -> None:
     """Each whole in itself, and none what the catalogue or the chunk's description says."""
-    with closing(open_blobs(f"file://{tmp_path / 'alone'}")) as blobs:
+    with closing(open_blobs(url)) as blobs:
         push(store, blobs)
         check_records_of_another_shape_or_size(blobs, tmp_path)
 
