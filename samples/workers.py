@@ -4,8 +4,9 @@
 
 Both ingest the same files, or compress a store of them to a level, in turns, each into a store of its own. What is
 timed is from the first file or chunk that is taken to the last that is written, and read back: loading, and Ray's own
-start, are told apart from it. The plan takes what was measured here of a worker and of the writer (everything that the
-one process does).
+start, are told apart from it. Of a compression it tells how much of the work is encoding, which workers can do, in
+seconds of processors, which depend little on what else the machine does. The plan takes what was measured here of a
+worker and of the writer (everything that the one process does).
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ Job = Callable[..., tuple[float, float]]  # path, who → how much was done, and
 @dataclass(frozen=True)
 class Run:
     """What one run did, in tokens or in MB of exact KV, and its seconds: before the first of it, from there to the
-    last, waiting for workers in between, and computing, by all cores together."""
+    last, waiting for workers in between, computing, by all cores together, and of this process on processors."""
 
     amount: float
     before: float
     seconds: float
     waited: float
     computing: float
+    own: float
 
 
 def main() -> int:
@@ -74,6 +76,8 @@ def main() -> int:
                 runs[name].append(_run(job, who))
                 print(f"{name}: {runs[name][-1]}", flush=True)
     _tell(runs, unit)
+    if given.compress is not None:
+        _tell_shares(runs)
     _plan(runs["workers"], given.plan, unit)
     return 0
 
@@ -106,17 +110,20 @@ def _run(job: Job, who: dict[str, Any]) -> Run:
     with tempfile.TemporaryDirectory() as folder, _clocks() as clocks:
         amount, computing = job(Path(folder) / "store", **who)
     first, last = clocks["first"][0], clocks["last"][-1]
-    return Run(amount, first - started, last - first, sum(clocks["wait"]), computing)
+    own = clocks["own last"][-1] - clocks["own first"][0]
+    return Run(amount, first - started, last - first, sum(clocks["wait"]), computing, own)
 
 
 @contextmanager
 def _clocks() -> Iterator[dict[str, list[float]]]:
-    """When something was taken, when all was done, and how long each wait for a worker was."""
-    clocks: dict[str, list[float]] = {"first": [], "last": [], "wait": []}
+    """When something was taken, when all was done, by the clock and on processors, and how long each wait for a worker
+    was."""
+    clocks: dict[str, list[float]] = {"first": [], "last": [], "own first": [], "own last": [], "wait": []}
 
     def at(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
             clocks[name].append(time.perf_counter())
+            clocks[f"own {name}"].append(time.process_time())
             return plain(*args)
 
         return wrapped
@@ -152,6 +159,13 @@ def _tell(runs: dict[str, list[Run]], unit: str) -> None:
         print(f"{name}: {statistics.median(rates):,.0f} {unit}/s {spread}, {before:.1f} s before the first")
     ratios = [far.seconds / own.seconds for own, far in zip(runs["one process"], runs["workers"], strict=True)]
     print(f"time of the workers : of one process, pair by pair: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+
+
+def _tell_shares(runs: dict[str, list[Run]]) -> None:
+    """By processors: one process encodes within its own time, workers beside it."""
+    for name, beside in (("one process", 0.0), ("workers", 1.0)):
+        shares = [run.computing / (run.own + beside * run.computing) for run in runs[name]]
+        print(f"{name}: {statistics.median(shares):.0%} of the processors' time is encoding")
 
 
 def _plan(runs: list[Run], counts: list[int], unit: str) -> None:
