@@ -161,11 +161,11 @@ class Out:
             self._stderr.write(text.rstrip() + "\n")
             self._stderr.flush()
 
-    def warning(self, text: str, hint: str = "", **facts: Any) -> None:
-        """Say what the user should know although the work goes on."""
+    def warning(self, text: str, hint: str = "", *, even_quiet: bool = False, **facts: Any) -> None:
+        """Say what the user should know although the work goes on; with --quiet too where the exit code says so."""
         text, hint = scrubbed(text), scrubbed(hint)
         self.event("warning", message=text, hint=hint, **facts)
-        if self.verbosity >= 0:
+        if self.verbosity >= 0 or even_quiet:
             self._say(text, label="warning", colour=33)
             if hint:
                 self._say(hint, label="hint", colour=36)

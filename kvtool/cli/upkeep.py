@@ -12,7 +12,7 @@ from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.sizes import shown_size as sized
-from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError, UsageError
+from kvtool.core.errors import EXIT_NO_SPACE, KvtoolError
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def forget(run: Run, targets: Targets) -> None:
     run.out.report(value, human=show)
 
 
-def _warn_of(run: Run, refusal: UsageError | None) -> None:
+def _warn_of(run: Run, refusal: KvtoolError | None) -> None:
     if refusal is not None:
         run.out.warning(f"without --dry-run this is refused: {refusal.message}", refusal.hint)
 
@@ -102,8 +102,8 @@ def prune(run: Run) -> int | None:
     from kvtool.core.upkeep.job import prune as run_prune
 
     report = run_prune(run.folder, run.get(PruneOptions))
-    if not report.reached:
-        run.out.warning(*_what_stays(report))
+    if report.shortfall is not None:
+        run.out.warning(report.shortfall.message, report.shortfall.hint, even_quiet=True)
     _warn_of(run, report.refusal)
     if report.spared:
         run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
@@ -111,33 +111,6 @@ def prune(run: Run) -> int | None:
         run.out.warning(*_what_is_lost(report))
     run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
     return None if report.reached else EXIT_NO_SPACE
-
-
-_PARTS = {
-    "pinned": "pinned",
-    "text": "of text",
-    "chunks": "known of chunks beside their KV",
-    "beginning": "of KV of the prompt's own beginning",
-    "profiles": "of the codec's profile",
-    "beside": "of index and logs",
-    "free": "free in the file",
-    "other": "of other KV and of what finds it",
-}
-_HELPS = {
-    "pinned": "`kvtool store unpin` lets what is pinned go",
-    "text": "--unused 30d or --max-age forgets documents",
-    "free": "without --no-compact free pages go back to the disk",
-}
-
-
-def _what_stays(report: PruneReport) -> tuple[str, str]:
-    way = report.in_the_way
-    parts = ", ".join(f"{sized(size)} {_PARTS[part]}" for part, size in way.items() if size)
-    helps = [_HELPS[part] for part in _HELPS if way[part]]
-    return (
-        f"the store holds {sized(report.after)}, over {sized(report.limit or 0)}: {parts}",
-        "; ".join(helps) or "a store of this model is not smaller",
-    )
 
 
 def _what_is_lost(report: PruneReport) -> tuple[str, str]:

@@ -143,6 +143,12 @@ def damages(path: Path) -> list[str]:
         return [damage.reason for damage in find_damage(store, Fraction(1))]
 
 
+def emptied(path: Path) -> Done:
+    """Prune a store to the smallest size that it gets to."""
+    said = kvtool("store", "prune", "--max-size", "1", "--dry-run", "--json", "--store", path).json
+    return kvtool("store", "prune", "--max-size", said["smallest"], "--yes", "--json", "--store", path).fine()
+
+
 def state(path: Path) -> tuple[object, ...]:
     """What a store holds, when it was used aside; compare before and after."""
     documents = listing(path)

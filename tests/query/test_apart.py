@@ -15,7 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.common.turns import Turns
 from kvtool.core.session.alone import AloneMaker
-from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, kvtool, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, emptied, kvtool, write_corpus
 from tests.families import save_tiny
 from tests.query.test_chains import FIRST, SECOND, flip, keys_of, stretches
 
@@ -192,7 +192,7 @@ def test_a_flipped_bit_is_found_and_the_chunk_computed(kind: bytes, store: Path)
 def test_prune_takes_them_and_a_question_makes_them_again(store: Path) -> None:
     whole = ask(store).json
     kvtool("store", "pin", "mill3.md", "--store", store).fine()
-    kvtool("store", "prune", "--max-size", "1kB", "--yes", "--store", store)
+    emptied(store)
     left = stretches(store)["alone"]
     assert 0 < left == stretches(store)["count"]  # of what is pinned
     assert statuses(ask(store).json) == ["miss"] * len(whole["chunks"])

@@ -14,7 +14,7 @@ from kvtool.core.cache.notes import Served
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
-from tests.cli.working import CHUNKS, SHORT, Done, kvtool, write_corpus
+from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus
 from tests.families import save_tiny
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
@@ -205,7 +205,7 @@ def test_a_changed_document_is_computed_from_where_it_changed(made: Path, store:
 def test_prune_takes_stretches_first(store: Path) -> None:
     ask(store, FIRST)
     assert stretches(store)["count"] > 0
-    row = kvtool("store", "prune", "--max-size", "1kB", "--yes", "--store", store, "--json").json
+    row = emptied(store).json
     assert row["steps"][0]["step"] == "stretches"
     assert row["steps"][0]["stretches"] > 0
     assert stretches(store) == {"count": 0, "bytes": 0, "alone": 0}

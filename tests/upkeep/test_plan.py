@@ -124,6 +124,23 @@ def test_of_two_exact_records_the_larger_goes() -> None:
     assert left(stock, plan) == {"a": ["lossless"]}
 
 
+def test_the_profile_goes_once_nothing_is_left_that_needs_it() -> None:
+    def profiles(stock: Inventory, goal: int, fetched: bool = False) -> list[bytes]:
+        return [one for step in plan_prune(stock, Wanted(goal, fetched=fetched)).steps for one in step.profiles]
+
+    beginning = chunk_of("begin")
+    stock = inventory(held("a", ("raw", "2")), held("b", ("4",)))
+    chunks = {**stock.chunks, beginning: Holding(beginning, {"raw": MB})}
+    stock = replace(stock, chunks=chunks, beginning=beginning, used=stock.used + 6 * MB, profile=(b"profile", 5 * MB))
+    assert profiles(stock, 2 * MB) == [b"profile"]
+    assert plan_prune(stock, Wanted(goal=2 * MB)).expected == MB + 2000
+    assert profiles(stock, 7 * MB) == []  # small enough with it
+    assert profiles(stock, 2 * MB, fetched=True) == []
+    assert profiles(replace(stock, beginning=b""), 2 * MB) == []  # any other record would be compressed with it
+    coded = {**chunks, beginning: Holding(beginning, {"4": MB})}
+    assert profiles(replace(stock, chunks=coded), 2 * MB) == []
+
+
 def test_pins_are_never_touched() -> None:
     stock = inventory(held("a", ALL, used=1, pinned=True), held("b", ALL, used=2))
     for wanted in (Wanted(goal=0), Wanted(goal=0, unused_before=9), Wanted(cold_before=9, unused_before=9)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache import space
+from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.verify import verify
@@ -21,8 +23,8 @@ from kvtool.core.upkeep.compact import compact
 from kvtool.core.upkeep.job import PruneReport, prune
 from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.pins import pin, unpin
-from tests.cache.making import add_file, check_file, id_of, make_store
-from tests.cli.working import QUESTION, SHORT, damages, environment, kvtool, prefix_chunk
+from tests.cache.making import add_file, check_file, id_of, make_store, noise
+from tests.cli.working import QUESTION, SHORT, damages, emptied, environment, kvtool, prefix_chunk
 from tests.compress.making import chunks_in, levels_in, refit, replace_record
 from tests.upkeep.watching import bytes_in
 
@@ -93,7 +95,7 @@ def test_nothing_says_how_far(tmp_path: Path) -> None:
 def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     kvtool("store", "pin", "f1", id_of("f2.0").hex()[:10], "--store", path).fine()
-    done = kvtool("store", "prune", "--store", path, "--max-size", "10kB", "--yes", "--json")
+    done = kvtool("store", "prune", "--store", path, "--max-size", "200kB", "--dry-run", "--json")
     assert done.code == 14
     assert done.json["in_the_way"]["pinned"] > 3 * 30_000
     assert not done.json["reached"]
@@ -101,8 +103,12 @@ def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
     assert sum(way.values()) == pytest.approx(done.json["bytes_after"], rel=0.1)
     assert min(way["text"], way["chunks"], way["beside"]) > 0
     assert way["free"] == way["profiles"] == 0
-    assert "kvtool store unpin" in done.err
+    assert done.json["refused"].startswith("the store cannot get down to")
+    assert "for 200.0 kB, `kvtool store unpin` lets what is pinned go" in done.err
+    assert "--unused" not in done.err  # there is not so much text
     assert "--no-compact" not in done.err  # which would change nothing
+    assert len(with_kv(path)) == 6
+    emptied(path)
     with Store.open(path) as store:
         check_file(store, "f1", dim=DIM)
         assert store.levels(id_of("f2.0")) == ["raw"]
@@ -112,8 +118,68 @@ def test_what_is_pinned_stands_in_the_way(tmp_path: Path) -> None:
     unpin(path, ["f1", id_of("f2.0").hex()])
     with pytest.raises(UsageError, match="not pinned"):
         unpin(path, ["f1"])
-    pruned(path, 10_000)
+    emptied(path)
     assert with_kv(path) == []
+
+
+def test_a_size_that_cannot_be_reached_lets_nothing_go(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=6, dim=DIM)
+    before = bytes_in(path)
+    refused = kvtool("store", "prune", "--store", path, "--max-size", "10kB", "--yes", "--quiet")
+    refused.failed(14, "the store cannot get down to 10.0 kB, so nothing is dropped")
+    assert len(with_kv(path)) == 6
+    assert bytes_in(path) == pytest.approx(before, abs=500)
+    for way in ("unpin", "--unused", "--no-compact"):
+        assert way not in refused.err  # none of which would help
+    (size,) = re.findall(r"--max-size (\S+) is as small as it gets", refused.err)
+    done = kvtool("store", "prune", "--store", path, "--max-size", size, "--yes", "--json").fine().json
+    assert (done["reached"], done["smallest"]) == (True, None)
+    assert with_kv(path) == []
+    with pytest.raises(NoSpaceError, match="cannot get down"):
+        pruned(path, 10_000)
+
+
+def test_documents_are_named_only_where_forgetting_them_would_do(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", dim=DIM)
+    with Store.open(path) as store, store.writer() as pen:
+        entry = FileEntry("long", 1, 2, "digest", "settings", ("long",))
+        pen.commit_file(entry, [DocumentEntry("long", "text", noise("long", 400_000).hex(), ())])
+    for size, named in (("300kB", True), ("10kB", False)):
+        done = kvtool("store", "prune", "--store", path, "--max-size", size, "--yes")
+        done.failed(14, "of text")
+        assert ("for 300.0 kB, --unused 30d or --max-age forgets documents" in done.err) is named
+    with Store.open(path) as store:
+        assert len(store.sources()) == 3
+    later = time.time() + 100 * 86400
+    assert prune(path, PruneOptions(max_size=300_000, unused=86400, yes=True), now=later).reached
+
+
+@pytest.mark.parametrize("pinned", [(), ("f3",), ("f1", "f4", "f8", "f9", "f14")])
+def test_the_smallest_size_is_one_that_is_reached(pinned: tuple[str, ...], tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=16, chunks=20, dim=64)
+    if pinned:
+        pin(path, pinned)
+    said = prune(path, PruneOptions(max_size=1, dry_run=True))
+    assert said.smallest is not None
+    done = pruned(path, said.smallest)
+    assert done.reached
+    assert 0.85 * said.after <= done.after <= said.after + 4096
+    with Store.open(path) as store:
+        assert verify(store) == []
+
+
+def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) -> None:
+    """As from cron, for a budget that the texts alone are above."""
+    path = measured(fitted)
+    kvtool("store", "budget", "10kB", "--store", path).fine()
+    done = kvtool("store", "prune", "--cold", "0s", "--quiet", "--store", path)
+    assert done.code == 14
+    assert "so nothing went for the size" in done.err
+    assert {tuple(levels_in(path)[chunk]) for chunk in chunks_in(path)} == {("4",)}
+    row = kvtool("store", "prune", "--cold", "0s", "--dry-run", "--json", "--store", path).json
+    assert (row["steps"], row["refused"], row["reached"]) == ([], None, False)
+    assert row["smallest"] > 10_000
+    kvtool("store", "prune", "--yes", "--store", path).failed(14, "cannot get down to 10.0 kB")
 
 
 def test_a_pin_of_a_lone_chunk_keeps_it_from_being_collected(tmp_path: Path) -> None:
@@ -172,8 +238,13 @@ def test_levels_go_from_exact_to_coarse_and_questions_go_on(fitted: Path) -> Non
     some = levels_in(path)
     assert {len(some[chunk]) for chunk in chunks} <= {4, 5}
     assert "raw" not in some[chunks[0]] or "raw" not in some[chunks[-1]]
-    pruned(path, 1, cold=0.0)
-    kvtool("store", "prune", "--store", path, "--max-size", "1", "--yes").fine(14)
+    with Store.open(path) as store:
+        assert store.codec_state()["profile"]
+        assert store.profile_digests()
+    assert emptied(path).json["steps"][-1]["step"] == "profile"
+    with Store.open(path) as store:
+        assert store.codec_state()["profile"] == ""
+        assert store.profile_digests() == []
     assert {chunk: levels for chunk, levels in levels_in(path).items() if levels} == {prefix: ["raw"]}
     assert damages(path) == []
     answered = kvtool("query", QUESTION, "--store", path, *SHORT, "--json").fine().json
@@ -198,8 +269,9 @@ def test_chunks_that_lose_their_levels_one_by_one_are_asked_for_too(fitted: Path
     """What goes last of a chunk is its smallest level: nearly all questions would miss, for few bytes."""
     measured(fitted)
     before = levels_in(fitted)
+    smallest = prune(fitted, PruneOptions(max_size=1, dry_run=True)).smallest
     with pytest.raises(UsageError, match="would go"):
-        prune(fitted, PruneOptions(max_size=1))
+        prune(fitted, PruneOptions(max_size=smallest))
     assert levels_in(fitted) == before
 
 
@@ -249,9 +321,10 @@ def test_where_a_prune_has_no_room_for_a_copy_it_says_what_is_gone(
         raise NoSpaceError("the store's file cannot shrink")
 
     path = make_store(tmp_path / "store", files=4, dim=DIM)
+    smallest = prune(path, PruneOptions(max_size=1, dry_run=True)).smallest
     monkeypatch.setattr(space, "check_copy", full)
     with pytest.raises(NoSpaceError, match=r"^0 documents and 8 levels of chunks are dropped, but the store's file"):
-        pruned(path, 1)
+        pruned(path, smallest)
     assert with_kv(path) == []
 
 

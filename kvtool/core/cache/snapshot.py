@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.nodes import Leaf
 from kvtool.core.cache.pages import META_PAGES
 from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.tree import Found, Tree
+from kvtool.core.cache.tree import BIG_HEADER_BYTES, Found, Tree
 from kvtool.core.cache.tree_check import damaged_pages
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -117,6 +118,24 @@ class Snapshot:
     def damaged_pages(self) -> Iterator[str]:
         """What is wrong with the pages that hold the keys, and with the list of free ones."""
         return damaged_pages(self._tree)
+
+    def live_bytes_without(self, goes: Callable[[bytes, bytes], bool]) -> int:
+        """How many bytes the pages in use would have, about and at most, without the rows of which `goes` says so, by
+        table and key. A page of which some row stays is counted whole, though it may be put together with its
+        neighbour; of pages beside each other that become empty, one may get rows of its neighbour and stay."""
+        page_bytes, gaps, beside = self._tree.meta.page_size, 0, 0
+        way: list[int] = []  # pages from the root down to the one that is looked at
+        pages: set[int] = set()
+        stays = True
+        for page, depth, node in self._tree.pages(1):
+            way[depth - 1 :] = [page]
+            if isinstance(node, Leaf):
+                staying = [row for key, row in zip(node.keys, node.values, strict=True) if not goes(key[:1], key[1:])]
+                gaps += stays and not staying
+                stays = bool(staying)
+                pages.update(way if stays else ())
+                beside += sum(-(-(BIG_HEADER_BYTES + size) // page_bytes) for _, size, big in staying if big)
+        return (META_PAGES + len(pages) + gaps + beside) * page_bytes
 
     def live_bytes(self) -> int:
         """How many bytes the pages in use have, LMDB's two meta pages too; free pages in the file are not counted."""

@@ -289,12 +289,13 @@ class Writer:
             self._commit([], [*chain.from_iterable(doomed)], thins=thins)
         return dropped
 
-    def drop_profiles(self, digests: Iterable[bytes]) -> int:
-        """Drop codec profiles or learned lead-ins. Returns how many were there."""
+    def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
+        """Drop codec profiles or learned lead-ins; where a `state` is given, it is what is known of the codec levels
+        from then on, in the same transaction. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             doomed = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if doomed:
-            self._commit([], doomed)
+            self._commit([] if state is None else [meta_row(keys.CODEC_KEY, state)], doomed)
         return len(doomed)
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:

@@ -25,6 +25,13 @@ def shown_size(amount: int) -> str:
     return f"{amount / 1e3:,.1f} kB"
 
 
+def size_from(amount: int) -> str:
+    """The least size of those that people write, and options take, that is not below these bytes: `5.3MB`."""
+    unit, scale = next((unit for unit in (("GB", 10**9), ("MB", 10**6)) if amount >= unit[1]), ("kB", 10**3))
+    tenths = -(-amount * 10 // scale)
+    return f"{tenths // 10}.{tenths % 10}{unit}"
+
+
 def counted(number: int, one: str, more: str = "") -> str:
     """A number of things: `1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"

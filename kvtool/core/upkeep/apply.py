@@ -12,6 +12,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.upkeep.inventory import kept_always
 from kvtool.core.upkeep.plan import Drop, Plan
+from kvtool.core.upkeep.profiles import without_profile
 
 
 def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
@@ -25,6 +26,8 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
     for step in plan.steps:
         if step.stretches:
             writer.drop_stretches(step.stretches)
+        if step.profiles:
+            writer.drop_profiles(step.profiles, without_profile(store.codec_state()))
         if step.sources:
             writer.remove_documents(step.sources)
         if step.sources or step.loose:

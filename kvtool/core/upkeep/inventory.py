@@ -83,6 +83,8 @@ class Inventory:
     free : bytes of them that a compaction gives back as things are.
     shared : chunks of these documents to which documents that are not in this inventory refer as well.
     others : how many documents are not in it.
+    beginning : the chunk before every prompt's first, which stays.
+    profile : digest and bytes of the codec's current profile; None: there is none, or it is not looked at.
     """
 
     documents: tuple[Held, ...]
@@ -93,6 +95,8 @@ class Inventory:
     stretches: tuple[tuple[bytes, int, int], ...] = ()
     shared: frozenset[bytes] = frozenset()
     others: int = 0
+    beginning: bytes = b""
+    profile: tuple[bytes, int] | None = None
 
 
 def take_inventory(store: Store) -> Inventory:
@@ -124,8 +128,16 @@ def take_inventory(store: Store) -> Inventory:
     texts = _texts(store)
     documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
-    stretches = _stretches(store, used, chunks)
-    return Inventory(documents, chunks, tuple(sorted(loose)), space.folder_bytes(store.path), free, stretches)
+    return Inventory(
+        documents,
+        chunks,
+        tuple(sorted(loose)),
+        space.folder_bytes(store.path),
+        free,
+        _stretches(store, used, chunks),
+        beginning=_beginning(store),
+        profile=_profile(store),
+    )
 
 
 def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
@@ -172,6 +184,18 @@ def _stretches(
     return tuple((one, times.get(one, 0), sizes.get(one, 0)) for one in in_turn(whole, times))
 
 
+def _beginning(store: Store) -> bytes:
+    identity = StoreIdentity.from_manifest(store.manifest())
+    return identity.prefix_id if identity is not None else b""
+
+
+def _profile(store: Store) -> tuple[bytes, int] | None:
+    digest = bytes.fromhex(str(store.codec_state().get("profile", "")))
+    with store.snapshot() as snapshot:
+        sizes = [size for key, size in snapshot.sizes(tables.PROFILES, digest) if key == digest]
+    return (digest, pages(sizes[0])) if sizes else None
+
+
 def turns(store: Store) -> dict[bytes, float]:
     """Chunk id → what it goes by, as `Holding.turn`."""
     found = store.warmth()
@@ -182,9 +206,8 @@ def turns(store: Store) -> dict[bytes, float]:
 
 def kept_always(store: Store) -> set[bytes]:
     """Chunks that stay though no document may have them: the prompt's own beginning, and those that are pinned."""
-    identity = StoreIdentity.from_manifest(store.manifest())
     pinned = {bytes.fromhex(chunk) for chunk in store.pins()["chunks"]}
-    return pinned | ({identity.prefix_id} if identity is not None else set())
+    return pinned | ({beginning} if (beginning := _beginning(store)) else set())
 
 
 def pinned_with_documents(store: Store) -> set[bytes]:

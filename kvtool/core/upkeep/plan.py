@@ -16,11 +16,12 @@ class Step:
 
     Attributes
     ----------
-    name : `unreferenced`, `stretches`, `cold`, `exact`, `level N`, `kv`, `documents`.
+    name : `unreferenced`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
     drops : levels of chunks.
     sources : documents that are forgotten whole.
     loose : chunks that nobody refers to, or nobody then, of which everything goes.
     stretches : of answered prompts, and of chunks alone.
+    profiles : of the codec, by digest.
     size : bytes that the step gives back once the store is compacted.
     """
 
@@ -30,6 +31,12 @@ class Step:
     loose: tuple[bytes, ...] = field(default=(), repr=False)
     size: int = 0
     stretches: tuple[bytes, ...] = field(default=(), repr=False)
+    profiles: tuple[bytes, ...] = field(default=(), repr=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing goes by it."""
+        return not (self.drops or self.sources or self.loose or self.stretches or self.profiles)
 
     @property
     def chunks(self) -> int:
@@ -80,6 +87,9 @@ class Plan:
         return sum(step.size for step in self.steps)
 
 
+NOTHING = Plan((), 0)
+
+
 @dataclass(slots=True)
 class Growing:
     """A step as it is put together, a document at a time."""
@@ -90,8 +100,9 @@ class Growing:
     loose: list[bytes] = field(default_factory=list)
     size: int = 0
     stretches: list[bytes] = field(default_factory=list)
+    profiles: list[bytes] = field(default_factory=list)
 
     def done(self) -> Step:
         """The step."""
         lists = (tuple(self.drops), tuple(self.sources), tuple(self.loose))
-        return Step(self.name, *lists, self.size, tuple(self.stretches))
+        return Step(self.name, *lists, self.size, tuple(self.stretches), tuple(self.profiles))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kvtool.core.cache.identity import ids_digest, learned_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import profiled
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.session.levels import losses_by_maker
 
 _PROFILE_BYTES = 16  # of a codec profile's digest; a learned lead-in's is longer
+
+
+def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a store knows of the codec levels without its current profile; what was measured with it stays known."""
+    return {**state, "profile": "", "losses": losses_by_maker(state)}
 
 
 def old_profiles(store: Store) -> list[bytes]:

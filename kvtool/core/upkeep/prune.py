@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtool.core.codec.levels import exact, known, lossy
+from kvtool.core.codec.levels import exact, known, lossy, profiled
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
 from kvtool.core.upkeep.plan import Growing, Plan, Step
 
@@ -33,6 +33,12 @@ class Wanted:
     as_needed: bool = False
     fetched: bool = False
 
+    @property
+    def whatever_the_size(self) -> bool:
+        """Whether something is asked for that does not hang on the goal."""
+        ages = self.unused_before is not None or self.added_before is not None
+        return self.cold_before is not None or (ages and not self.as_needed)
+
     def forgets(self, document: Held) -> bool:
         """Whether a document may be forgotten."""
         unused = self.unused_before is not None and document.used < self.unused_before
@@ -46,9 +52,10 @@ def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
     What nobody refers to goes first, then documents that are to be forgotten whatever the size, then stretches of
     answered prompts, and those of chunks alone, that are cold or in the way, then the fine levels of what is cold. Only
     then, and only as far as the goal asks: exact records where a level with a measured loss stands, finer levels before
-    coarser, all KV of chunks whose text stays, and last the documents that may be forgotten. Of a store in front of a
-    tier all of a chunk's KV goes at once: a coarse level that is left there saves less fetching than the KV of a chunk
-    that is asked for more often (samples/results/front.md).
+    coarser, all KV of chunks whose text stays, the codec's profile where no KV is left, and last the documents that may
+    be forgotten. Of a store in front of a tier all of a chunk's KV goes at once: a coarse level that is left there
+    saves less fetching than the KV of a chunk that is asked for more often (samples/results/front.md); its profile
+    stays, since what is fetched next names it.
     """
     return Planner(inventory, wanted).plan()
 
@@ -65,7 +72,7 @@ class Planner:
         self.referring.update(inventory.shared)
 
     def plan(self) -> Plan:
-        steps = [step for step in self._steps() if step.drops or step.sources or step.loose or step.stretches]
+        steps = [step for step in self._steps() if not step.is_empty]
         return Plan(tuple(steps), self.expected, self.wanted.goal)
 
     def _steps(self) -> Iterator[Step]:
@@ -83,6 +90,8 @@ class Planner:
                 for level in lossy(stored)[:-1]:
                     yield self._levels(f"level {level}", _finer(level), in_turn)
             yield self._levels("kv", lambda levels, measured: list(levels), in_turn)
+            if not self.wanted.fetched:
+                yield self._profile()
             if self.wanted.as_needed:
                 yield self.documents(self.wanted.forgets)
 
@@ -122,6 +131,20 @@ class Planner:
                 break
             self._take(step, chunk, ladder(self.left[chunk], held.measured))
         return step.done()
+
+    def _profile(self) -> Step:
+        """The codec's, where no record is left that names it, and none that could be made smaller with it."""
+        step = Growing("profile")
+        profile = self.inventory.profile
+        if profile is not None and not self._enough and not any(map(self._needs_profile, self.left)):
+            step.profiles.append(profile[0])
+            self._free(step, profile[1])
+        return step.done()
+
+    def _needs_profile(self, chunk: bytes) -> bool:
+        """The prompt's own beginning is never compressed."""
+        levels = self.left[chunk]
+        return bool(profiled(levels) if chunk == self.inventory.beginning else levels)
 
     def documents(self, forgets: Callable[[Held], bool]) -> Step:
         """Forget documents, the coldest first, with the chunks that nobody refers to then."""

@@ -1,15 +1,119 @@
-"""What a store that is still too large is made of, in bytes; see `PruneReport.in_the_way`."""
+"""What a store that is too large is made of, in bytes, how small a plan can make it, and what else would help."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
 from kvtool.core.cache import tables
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.keys import name_key, split_record_key
+from kvtool.core.cache.rows import BY_CHUNK
 from kvtool.core.cache.store import Store
-from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.upkeep.inventory import Inventory, pages
+from kvtool.core.common.sizes import shown_size
+from kvtool.core.errors import DamagedError
+from kvtool.core.upkeep.inventory import Held, Inventory, pages
+from kvtool.core.upkeep.plan import NOTHING, Plan
+
+_PARTS = {
+    "pinned": "pinned",
+    "text": "of text",
+    "chunks": "known of chunks beside their KV",
+    "beginning": "of KV of the prompt's own beginning",
+    "profiles": "of the codec's profile",
+    "beside": "of index and logs",
+    "free": "free in the file",
+    "other": "of other KV and of what finds it",
+}
+_WAYS = {
+    "free": "without --no-compact free pages go back to the disk",
+    "pinned": "`kvtool store unpin` lets what is pinned go",
+    "text": "--unused 30d or --max-age forgets documents",
+}
 
 
-def remaining(store: Store, inventory: Inventory, size: int) -> dict[str, int]:
-    """Take apart what a prune has left.
+def left_by(store: Store, inventory: Inventory, plan: Plan, profiles: Collection[bytes]) -> int:
+    """Bytes of the folder's files once a plan is carried out and the store compacted, at most; closer than the plan's
+    own sum, which leaves the pages out that find what goes.
+
+    Parameters
+    ----------
+    profiles : digests of those that go beside the plan's own.
+    """
+    drops = {drop for step in plan.steps for drop in step.drops}
+    loose, names = _loose(plan), frozenset(map(name_key, plan.sources))
+    going = dict.fromkeys(BY_CHUNK, loose) | dict.fromkeys((tables.DOCUMENTS, tables.FILES), names)
+    going[tables.STRETCHES] = frozenset(one for step in plan.steps for one in step.stretches)
+    going[tables.PROFILES] = frozenset(profiles) | _profiles(plan)
+
+    def goes(table: bytes, key: bytes) -> bool:
+        if key[:ID_BYTES] in going.get(table, ()) or key in going.get(table, ()):
+            return True
+        return table in (tables.RECORDS, tables.LEVELS) and (key[:ID_BYTES], _level(table, key)) in drops
+
+    with store.snapshot() as snapshot:
+        return inventory.used - store.environment.file_bytes() + snapshot.live_bytes_without(goes)
+
+
+def _level(table: bytes, key: bytes) -> str:
+    try:
+        return key[ID_BYTES:].decode("ascii") if table == tables.LEVELS else split_record_key(key)[1]
+    except (DamagedError, UnicodeDecodeError):  # found by verify
+        return ""
+
+
+def _profiles(plan: Plan) -> frozenset[bytes]:
+    return frozenset(profile for step in plan.steps for profile in step.profiles)
+
+
+def _loose(plan: Plan) -> frozenset[bytes]:
+    return frozenset(chunk for step in plan.steps for chunk in step.loose)
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What stays of a store.
+
+    Attributes
+    ----------
+    parts : bytes by what they are (:func:`remaining`).
+    ways : by which of these more would go so that the limit is met: one of several that do, or all together; none where
+        all together do not.
+    """
+
+    parts: Mapping[str, int]
+    ways: tuple[tuple[str, ...], ...] = ()
+
+    def told(self) -> str:
+        """The parts, in words."""
+        return ", ".join(f"{shown_size(size)} {_PARTS[part]}" for part, size in self.parts.items() if size)
+
+    def advice(self) -> str:
+        """The ways, in words; empty where there is none."""
+        return ", or ".join(" and ".join(_WAYS[name] for name in names) for names in self.ways)
+
+
+def remaining(
+    store: Store,
+    inventory: Inventory,
+    size: int,
+    limit: int,
+    *,
+    plan: Plan = NOTHING,
+    profiles: Collection[bytes] = (),
+    compacts: bool = True,
+    fetched: bool = False,
+) -> Remains:
+    """Take apart what a prune has left, or would leave.
+
+    Parameters
+    ----------
+    inventory : of what is stored now.
+    size, limit : bytes that the folder has afterwards, and may have.
+    plan, profiles : what is still to go of the inventory.
+    compacts : whether free pages are given back.
+    fetched : the store is in front of a tier: its profile stays.
 
     Returns
     -------
@@ -22,19 +126,44 @@ def remaining(store: Store, inventory: Inventory, size: int) -> dict[str, int]:
     `free` : free pages of the data file, where it was not to be compacted.
     `other` : of `size` bytes what is none of these: KV that stays, and the pages that find everything.
     """
+    gone, loose = _profiles(plan).union(profiles), _loose(plan)
     with store.snapshot() as snapshot:
-        chunks, profiles = (
-            sum(pages(length) for _, length in snapshot.sizes(table)) for table in (tables.CHUNKS, tables.PROFILES)
-        )
-    identity = StoreIdentity.from_manifest(store.manifest())
-    first = inventory.chunks.get(identity.prefix_id) if identity is not None and identity.prefix else None
+        infos = {chunk: pages(length) for chunk, length in snapshot.sizes(tables.CHUNKS) if chunk not in loose}
+        kept = {digest: pages(length) for digest, length in snapshot.sizes(tables.PROFILES) if digest not in gone}
+    forgotten = set(plan.sources)
+    documents = [document for document in inventory.documents if document.source not in forgotten]
+    first = inventory.chunks.get(inventory.beginning)
     parts = {
         "pinned": sum(sum(each.levels.values()) for each in inventory.chunks.values() if each.pinned),
-        "text": sum(document.size for document in inventory.documents),
-        "chunks": chunks,
+        "text": sum(document.size for document in documents),
+        "chunks": sum(infos.values()),
         "beginning": sum(first.levels.values()) if first is not None and not first.pinned else 0,
-        "profiles": profiles,
+        "profiles": sum(kept.values()),
         "beside": max(0, inventory.used - store.environment.file_bytes()),
-        "free": inventory.free,
+        "free": 0 if compacts else inventory.free,
     }
-    return parts | {"other": max(0, size - sum(parts.values()))}
+    current = inventory.profile[0] if inventory.profile is not None and not fetched else b""
+
+    def gives(names: Collection[str]) -> int:
+        given = parts["free"] if "free" in names else 0
+        if "pinned" in names:
+            given += parts["pinned"] + kept.get(current, 0)  # which goes where no KV is left
+        if "text" in names:
+            given += _of_documents(documents, infos, "pinned" in names)
+        return given
+
+    ways = next(filter(None, (_enough(gives, count, size - limit) for count in range(1, len(_WAYS) + 1))), ())
+    return Remains(parts | {"other": max(0, size - sum(parts.values()))}, ways)
+
+
+def _enough(gives: Callable[[Collection[str]], int], count: int, short: int) -> tuple[tuple[str, ...], ...]:
+    """Which so many ways together give as much as is short."""
+    return tuple(names for names in combinations(_WAYS, count) if gives(names) >= short)
+
+
+def _of_documents(documents: Sequence[Held], infos: Mapping[bytes, int], unpinned: bool) -> int:
+    """Bytes that go when all documents are forgotten that are not pinned, or `unpinned` before."""
+    going = [document for document in documents if unpinned or not document.pinned]
+    staying = {chunk for document in documents if document.pinned and not unpinned for chunk in document.refs}
+    chunks = {chunk for document in going for chunk in document.refs} - staying
+    return sum(document.size for document in going) + sum(infos.get(chunk, 0) for chunk in chunks)
