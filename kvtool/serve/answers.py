@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.serve.asking import Wanted, read_chat, read_completion
 from kvtool.serve.engine import Engine
 from kvtool.serve.facts import facts_of
-from kvtool.serve.job import Answer, LeftError
+from kvtool.serve.job import Answer, Ask, LeftError
 from kvtool.serve.listening import listening, while_there
 from kvtool.serve.telling import WAITING, Telling
 from kvtool.serve.wire import Refusal, body_of, status_of
@@ -59,19 +60,21 @@ class Answers:
         if wanted.model not in ("", _ANY_NAME, name):
             hint = f"this server has {name!r}" if name else "nothing is ingested yet"
             raise Refusal(404, "model_not_found", f"there is no model {wanted.model!r}", hint, "model")
+        address = request.client.host if request.client else ""
+        ask = replace(wanted.ask, client=(address, wanted.user))
         telling = Telling(chat, name or _ANY_NAME, wanted.usage)
         if wanted.stream:
-            events = self._streamed(request, wanted, telling)
+            events = self._streamed(request, ask, telling)
             first = await while_there(request, anext(events))  # what fails before it has a status of its own
             return EventStream.of(first, events, "text/event-stream")
-        async with listening(self._engine, wanted.ask) as heard:
+        async with listening(self._engine, ask) as heard:
             answer = await while_there(request, heard.whole())
         facts_of(request).answered(answer)
         return JSONResponse(telling.whole(answer))
 
-    async def _streamed(self, request: Request, wanted: Wanted, telling: Telling) -> AsyncGenerator[str]:
+    async def _streamed(self, request: Request, ask: Ask, telling: Telling) -> AsyncGenerator[str]:
         """The events of a streamed answer; the first comes when the answer has begun, or is long in coming."""
-        async with listening(self._engine, wanted.ask) as heard:
+        async with listening(self._engine, ask) as heard:
             event = await heard.next(_BEFORE_HEADERS)
             left: KvtoolError | None = LeftError("the client has left")
             try:

@@ -40,10 +40,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # What is about the client and its account alone.
 _IGNORED = (
-    *("user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    *("metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
     *("prediction", "verbosity", "reasoning_effort"),
 )
-_KNOWN = ("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "seed", "stop")
+_USER = ("user", "safety_identifier")  # whom a client asks for, by its older and its newer name
+_KNOWN = (
+    *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "seed", "stop"),
+    *_USER,
+)
 _MOST_STOPS = 16
 
 
@@ -53,7 +57,7 @@ class Wanted:
 
     Attributes
     ----------
-    model : that the client names; "" where it names none.
+    model : that the client names, `user` whom it asks for; "" where it names none.
     usage : whether a stream ends with a count of tokens.
     """
 
@@ -61,6 +65,7 @@ class Wanted:
     stream: bool
     usage: bool
     model: str
+    user: str
 
 
 def read_chat(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
@@ -111,6 +116,7 @@ def _wanted(
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),
+        user=next(filter(None, [taken(value, name, str, "") for name in _USER]), ""),
     )
 
 

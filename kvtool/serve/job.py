@@ -44,6 +44,8 @@ class EndedError(KvtoolError):
 
 
 Turns = tuple[tuple[str, str], ...]
+Client = tuple[str, str]
+"""Who asks: an address, and the `user` that it names, "" where it names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,14 @@ class Ask:
     ----------
     stop : texts that end the answer.
     turns : questions and answers before it; None: it is a single question, and none will follow.
+    client : whose it is: clients come to their turns one after another.
     """
 
     request: Request
     options: QueryOptions
     stop: tuple[str, ...] = ()
     turns: Turns | None = None
+    client: Client = ("", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import ModelError, StoreFormatError
 from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell, as_error
+from kvtool.serve.line import Line
 from kvtool.serve.resident import Resident
 from kvtool.serve.talks import Talk, Talks, begun_for
 
@@ -27,7 +28,7 @@ _ENDED = "the server has ended"
 
 
 class Scheduler:
-    """Answers jobs in the order in which they come.
+    """Answers jobs, one of each client after another (`Line`).
 
     A turn takes one prompt to its first token, where an answer may begin, and then one step of every answer that was
     begun. Between the layers of the prompt, too, such steps are taken, so that no answer waits for the end of another,
@@ -44,9 +45,9 @@ class Scheduler:
         self, resident: Resident, warn: Warn, parallel: int, queue: int, patience: float, talks: Talks
     ) -> None:
         self._resident, self._warn = resident, warn
-        self._parallel, self._queue, self._patience, self._talks = parallel, queue, patience, talks
+        self._parallel, self._patience, self._talks = parallel, patience, talks
         self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
+        self._waiting = Line(queue)
         self._running: list[Job] = []
         self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
         self._stepped = self._step_took = 0.0  # when the last step ended, by `time.monotonic()`, and its seconds
@@ -72,20 +73,24 @@ class Scheduler:
         return len(self._running)
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Take a question in.
+        """Take a question in. Where too many wait, one of the client that has most waiting is told that it is too busy.
 
         Raises
         ------
-        BusyError : too many wait already, or the server is about to end.
+        BusyError : this one is it, or the server is about to end.
         """
         job = Job(ask, tell, self._patience)
         with self._changed:
             if not self._taking:
                 raise BusyError("the server is about to end", _RETRY_AFTER[0])
-            if len(self._waiting) >= self._queue:
-                raise BusyError(f"{len(self._waiting)} questions wait already", self._retry_after)
-            self._waiting.append(job)
+            last = self._waiting.add(job)
+            busy = BusyError(f"{len(self._waiting)} questions wait already", self._retry_after)
             self._changed.notify_all()
+        if last is job:
+            raise busy
+        if last is not None:
+            self._tell(last, busy)
+            last.ended = True
         return job
 
     @property
@@ -139,8 +144,9 @@ class Scheduler:
             return not self._stopped
 
     def _turn(self, together: Together) -> None:
-        self._drop_lost(together)
-        if (job := self._next()) is not None:
+        job = self._next()
+        self._drop_lost(together)  # whoever left before the next one came: what it held of a conversation is free then
+        if job is not None and not job.ended:
             self._begin(job, together)
         self._step(together)
         while self._unkept:
@@ -192,7 +198,7 @@ class Scheduler:
         with self._changed:
             if not self._waiting or len(self._running) >= self._parallel:
                 return None
-            job = self._waiting.popleft()
+            job = self._waiting.take()
             self._running.append(job)
             return job
 
@@ -273,7 +279,7 @@ class Scheduler:
     def _end(self, job: Job, event: Event) -> None:
         """Tell a job its last event; of one that has ended already nothing more is told."""
         with self._changed:
-            jobs: deque[Job] | list[Job] = self._running if job in self._running else self._waiting
+            jobs: Line | list[Job] = self._running if job in self._running else self._waiting
             if job not in jobs:
                 return
             jobs.remove(job)

@@ -29,7 +29,7 @@ from kvtool.serve.noting import Notes
 from kvtool.serve.wire import Refusal, body_of, refused, status_of, texts
 
 _SIGN_OF_LIFE = 10.0  # seconds
-_CLIENT = "shell"  # in the log, where others have an address
+_CLIENT = "shell"  # where others have an address
 
 
 def shell_app(engine: Engine, notes: Notes) -> ASGIApp:
@@ -74,7 +74,7 @@ def _names_the_same(value: Mapping[str, Any]) -> bool:
 def _ask(value: Mapping[str, Any]) -> Ask:
     question = Question(value["question"], texts(value, "chunks"), texts(value, "documents"))
     try:
-        return Ask(question, QueryOptions.of(value["options"]))
+        return Ask(question, QueryOptions.of(value["options"]), client=(_CLIENT, ""))
     except UsageError as error:  # options of another version, or of plugins that are not here
         raise Refusal(409, "other_options", error.message, error.hint) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import threading
@@ -27,7 +28,7 @@ from kvtool.serve.noting import Notes
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, server_of
 from kvtool.serve.shell import shell_app
-from tests.cli.working import built, tiny
+from tests.cli.working import QUESTION, built, tiny
 from tests.retrieval.conftest import static_model
 
 __all__ = ["built", "static_model", "tiny"]
@@ -137,6 +138,12 @@ def turned(served: Served) -> Iterator[threading.Semaphore]:
         yield permits
     finally:
         permits.release(10**6)
+
+
+def of_shell(**options: Any) -> dict[str, Any]:
+    """A question as a shell sends it by the socket."""
+    asked = {"question": QUESTION, "chunks": [], "documents": [], "options": options, "model": vars(ModelOptions())}
+    return asked | {"folder": os.getcwd()}
 
 
 def metrics_in(text: str) -> dict[tuple[Any, ...], float]:

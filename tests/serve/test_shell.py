@@ -19,14 +19,13 @@ import pytest
 from kvtool.cli import query
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import warn_nobody
-from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.asked import read_asked
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.retrieval.finder import Finder
 from kvtool.serve import client, shell
 from kvtool.serve.beside import connect, leave, listen, socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
-from tests.serve.conftest import Served, metrics_in, serving, turned, wait_until
+from tests.serve.conftest import Served, metrics_in, of_shell, serving, turned, wait_until
 
 IMPORTED = """
 import sys
@@ -110,8 +109,7 @@ def test_a_shell_that_leaves_is_noted(store: Path) -> None:
     with serving(store) as served, turned(served) as permits:
         connected = connect(socket_path(store))
         assert connected is not None
-        question = {"question": QUESTION, "chunks": [], "documents": [], "options": {}, "model": vars(ModelOptions())}
-        data = json.dumps(question | {"folder": os.getcwd()}).encode()
+        data = json.dumps(of_shell()).encode()
         head = f"POST {client.PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connected.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
         wait_until(lambda: served.engine.scheduler.waiting == 1)
@@ -250,7 +248,7 @@ def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> N
     for options in ({"from_the_future": 1}, {"fusion": "of a plugin"}):
         connected = connect(socket_path(ready))
         assert connected is not None
-        asked = {"question": QUESTION, "chunks": [], "documents": [], "options": options, "model": vars(ModelOptions())}
+        asked = of_shell(**options)
         with pytest.raises(client.Declined, match="409"):
             list(client.ask(connected, asked))
     assert served.warnings == []

@@ -1,0 +1,166 @@
+"""Whose turn it is among several clients, and who gives way where too many wait; counted, not timed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve import client
+from kvtool.serve.beside import connect, socket_path
+from kvtool.serve.job import Ask, Job
+from kvtool.serve.line import Line
+from kvtool.serve.scheduler import Scheduler
+from tests.serve.conftest import Served, of_shell, serving, turned, wait_until
+from tests.serve.test_hostile import CHAT, body, posted
+
+
+def job(user: str, name: str = "") -> Job:
+    return Job(Ask(Request(name), QueryOptions(), client=("", user)), lambda event: None, 1.0)
+
+
+def names(line: Line) -> list[str]:
+    """The questions in the order of their turns."""
+    return [line.take().ask.request.question for _ in range(len(line))]
+
+
+def filled(most: int, *questions: str) -> Line:
+    """A line of questions, each named by its client and a number."""
+    line = Line(most)
+    for name in questions:
+        assert line.add(job(name[0], name)) is None
+    return line
+
+
+def test_clients_take_turns_and_each_ones_questions_keep_their_order() -> None:
+    line = filled(9, "a1", "a2", "a3", "a4", "b1", "c1", "c2")
+    assert [each.ask.request.question for each in line] == ["a1", "a2", "a3", "a4", "b1", "c1", "c2"]
+    assert names(line) == ["a1", "b1", "c1", "a2", "c2", "a3", "a4"]
+    assert len(line) == 0
+    assert not list(line)
+
+
+def test_who_comes_again_stands_behind_the_others() -> None:
+    line = filled(9, "a1", "b1", "b2")
+    assert line.take().ask.request.question == "a1"
+    line.add(job("a", "a2"))
+    assert names(line) == ["b1", "a2", "b2"]
+
+
+def test_who_leaves_gives_the_place_up() -> None:
+    line = filled(3, "a1", "b1", "a2")
+    line.remove(next(iter(line)))
+    line.remove(next(each for each in line if each.ask.client == ("", "b")))
+    assert [len(line), *names(line)] == [1, "a2"]
+
+
+def test_a_full_line_turns_the_newest_of_the_longest_away() -> None:
+    line = filled(4, "a1", "a2", "a3", "b1")
+    for coming, going in [("c1", "a3"), ("a4", "a4"), ("b2", "b2"), ("d1", "a2"), ("e1", "e1"), ("a5", "a5")]:
+        last = line.add(job(coming[0], coming))
+        assert last is not None
+        assert last.ask.request.question == going
+        assert len(line) == 4
+    assert names(line) == ["a1", "b1", "c1", "d1"]
+
+
+def test_one_place_is_who_has_it() -> None:
+    line = filled(1, "a1")
+    assert [line.add(late) is late for late in (job("b"), job("a"))] == [True, True]
+
+
+def test_nobody_has_two_turns_between_two_of_another_who_waits() -> None:
+    chance = random.Random(7)
+    line, served, waited = Line(12), Counter[str](), dict[str, Counter[str]]()
+    for _, step in itertools.product(range(3000), ("come", "come", "go")):
+        if step == "come":
+            line.add(job(chance.choice("aaaaabbc")))
+        elif len(line):
+            taken = line.take().ask.client[1]
+            served[taken] += 1
+            here = {each.ask.client[1] for each in line}
+            waited = {other: turns for other, turns in waited.items() if other in here and other != taken}
+            for other in here:
+                turns = waited.setdefault(other, Counter())
+                turns[taken] += other != taken
+                assert max(turns.values()) <= 1
+    assert max(served.values()) <= 2 * min(served.values())  # though one asks five times as often
+
+
+# ---- in a server ----
+
+
+def begun(served: Served, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The clients of the questions in the order in which they are begun."""
+    seen: list[tuple[str, str]] = []
+    scheduler: Scheduler = served.engine.scheduler
+    begin = scheduler._begin
+
+    def begins(job: Job, together: Any) -> None:
+        seen.append(job.ask.client)
+        begin(job, together)
+
+    patch.setattr(scheduler, "_begin", begins)
+    return seen
+
+
+def test_a_question_waits_for_one_of_each_client_and_not_for_all_of_one(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(store, asking=QueryOptions(max_tokens=2)) as served, turned(served) as permits:
+        order, scheduler = begun(served, monkeypatch), served.engine.scheduler
+        asked = []
+        for user in ({"user": "ann"}, {"user": "ann"}, {"user": "ann"}, {}, {"safety_identifier": "bob"}):
+            asked.append(posted(served, body(**user)))
+            wait_until(lambda: scheduler.waiting == len(asked))
+        connected = connect(socket_path(store))
+        assert connected is not None
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(lambda: list(client.ask(connected, of_shell())))
+            wait_until(lambda: scheduler.waiting == 6)
+            permits.release(10**6)
+            assert isinstance(beside.result()[-1], dict)
+        for each in asked:
+            with each:
+                assert b"200 OK" in each.recv(4096)
+    here = "127.0.0.1"
+    assert order == [(here, "ann"), (here, ""), (here, "bob"), ("shell", ""), (here, "ann"), (here, "ann")]
+
+
+def test_a_client_that_fills_the_queue_keeps_no_other_out(ready: Path) -> None:
+    with serving(ready, queue=2) as served, turned(served) as permits:
+        scheduler, many = served.engine.scheduler, []
+        for _ in range(2):
+            many.append(posted(served, body(user="many")))
+            wait_until(lambda: scheduler.waiting == len(many))
+        few = posted(served, body(user="few"))
+        with many[0], many[1], few:
+            turned_away = many[1].recv(4096)
+            assert b" 429 " in turned_away
+            assert b"retry-after: " in turned_away.lower()
+            assert scheduler.waiting == 2
+            with served.client as other:
+                assert other.post(CHAT, json=body(user="many")).status_code == 429
+            permits.release(10**6)
+            assert b"200 OK" in many[0].recv(4096)
+            assert b"200 OK" in few.recv(4096)
+        lines = served.logged(4)
+    assert sorted(line["status"] for line in lines) == [200, 200, 429, 429]
+    assert "many" not in str(lines)
+    assert served.warnings == []
+
+
+@pytest.mark.parametrize("name", ["user", "safety_identifier"])
+@pytest.mark.parametrize("value", [5, True, ["a"], {"a": "b"}])
+def test_a_user_that_is_no_text(served: Served, name: str, value: Any) -> None:
+    with served.client as other:
+        answer = other.post(CHAT, json=body(**{name: value}))
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("wrong_type", name)
