@@ -4,8 +4,8 @@
 
 makes a virtual environment in FOLDER with this package, its extras but `peers`, and every library at its lower bound
 (`newest`: with what pip takes by itself), and runs the quick tests of what leans on them in it. `--pin` holds a library
-to a version, `--extend` goes on with what FOLDER has; what stands behind `--` goes to pytest. It takes some gigabytes,
-where pip knows no torch without CUDA.
+to a version, `--brief` takes fewer tests, which touch every library all the same, `--extend` goes on with what FOLDER
+has; what stands behind `--` goes to pytest. It takes some gigabytes, where pip knows no torch without CUDA.
 """
 
 from __future__ import annotations
@@ -30,8 +30,22 @@ QUICK = (
     *("tests/cli/test_app.py", "tests/cli/test_help.py", "tests/cli/test_out.py", "tests/cli/test_chat.py"),
     *("tests/corpus", "tests/cli/test_documents.py", "tests/faults/test_watch.py"),
     *("tests/retrieval/test_vectors.py", "tests/remote/test_transfer.py", "tests/serve", "tests/agent"),
+    *("tests/remote/test_blobs.py", "tests/remote/test_objects.py", "tests/crew", "tests/ingest/test_ray.py"),
 )
-TESTING = ("pytest", "pytest-xdist", "hypothesis", "openai")
+# What each library is for, once.
+BRIEF = (
+    *("tests/model/test_load.py", "tests/model/test_gguf.py::test_converted_model_is_the_original"),
+    *("tests/model/test_gguf.py::test_two_at_once", "tests/native/test_objects.py"),
+    "tests/fusion/test_against_transformers.py::test_what_is_broken_is_caught",
+    *("tests/codec/test_levels.py", "tests/cache/test_store.py"),
+    *("tests/cli/test_startup.py", "tests/cli/test_help.py", "tests/cli/test_out.py", "tests/cli/test_chat.py"),
+    *("tests/cli/test_completion.py", "tests/corpus", "tests/cli/test_documents.py", "tests/faults/test_watch.py"),
+    *("tests/retrieval/test_vectors.py", "tests/remote/test_blobs.py", "tests/serve/test_openai.py"),
+    *("tests/serve/test_process.py", "tests/agent", "tests/crew"),
+    "tests/remote/test_objects.py::test_credentials_of_a_profile",
+    "tests/ingest/test_ray.py::test_workers_make_what_one_process_makes",
+)
+TESTING = ("pytest", "pytest-xdist", "hypothesis", "openai", "trustme", "flask", "flask-cors", "moto[s3]")
 NOT_BUILT = ("peers", "dev")
 # Old libraries may say that their own libraries have moved on since, which is nothing to their user.
 QUIET = [f"-Wignore::{name}" for name in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")]
@@ -62,6 +76,7 @@ def main() -> int:
     parser.add_argument("which", choices=("oldest", "newest"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--pin", action="append", default=[], metavar="LIBRARY==VERSION")
+    parser.add_argument("--brief", action="store_true", help="fewer tests, of every library")
     parser.add_argument("--extend", action="store_true", help="install into FOLDER's environment as it is")
     parser.add_argument("pytest", nargs="*", help="more arguments of pytest")
     given = parser.parse_args()
@@ -73,7 +88,8 @@ def main() -> int:
     package = f"{HERE}[{','.join(extras())}]"
     subprocess.run([python, "-m", "pip", "install", package, *pins, *given.pin, *TESTING], check=True)
     subprocess.run([python, "-m", "pip", "list"], check=True)
-    tests = [python, "-m", "pytest", "-q", *QUIET, "-m", "not slow and not model", *QUICK, *given.pytest]
+    tests = [python, "-m", "pytest", "-q", *QUIET, "-m", "not slow and not model"]
+    tests += [*(BRIEF if given.brief else QUICK), *given.pytest]
     return subprocess.run(tests, cwd=HERE).returncode
 
 
