@@ -112,8 +112,9 @@ _REFUSED = (
         "a layer of the prompt cache for each of these",
     ),
     (
-        "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, and of "
-        "StableLM with normed queries and keys",
+        "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, of "
+        "StableLM with normed queries and keys, and of Qwen3.5-MoE where the two halves of an expert are packed "
+        "otherwise",
         "a reader that knows their names and layouts; the model's original safetensors are taken",
     ),
     ("positions that are no rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvtool.core.cache.stretches import Place
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import DamagedError, GateError
+from kvtool.core.errors import DamagedError, GateError, ModelError
 from kvtool.core.fusion.apart import Stored, fuse_apart
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.plan import Candidate, build_plan
@@ -208,6 +208,15 @@ def test_states_that_are_carried_wrongly_are_found(name: str, monkeypatch: pytes
 def test_a_model_that_begins_anew_at_every_pass_is_refused() -> None:
     (name,) = {*HYBRIDS} - {*GOES_ON}
     assert not check_apart(identity(WARM), decoder(name), CHUNKS[:2], QUESTION, 1e-3).passed
+
+
+def test_what_one_identity_cannot_tell_is_refused_with_what_it_would_need() -> None:
+    with pytest.raises(ModelError, match=r"4 x 2 are carried by more than one number; that would need"):
+        alone._carry(torch.arange(8.0).view(1, 1, 4, 2))
+    states = {("recurrent", 0): torch.zeros(1, 1, 2, 2)}
+    with pytest.raises(ModelError, match=r"not known here; that would need") as caught:
+        alone._own(states, states, [])
+    assert "--fusion prefix" in caught.value.hint
 
 
 def test_other_passes_through_the_layers_are_left_alone() -> None:

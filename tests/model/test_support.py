@@ -6,18 +6,20 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import transformers as t
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model import rotary
 from kvtool.core.model.support import check_supported, context_limit, keeps_states, kept_layers
 from kvtool.core.model.text import text_part
 from kvtool.core.model.windows import stated_windows
 from kvtool.core.session.laws import check_laws
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
-from tests.wrappers import WRAPPERS
+from tests.wrappers import WRAPPERS, text_model
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -92,6 +94,25 @@ def test_a_window_that_a_family_does_not_know_is_none() -> None:
 def test_windows_are_told_without_building_the_model(name: str) -> None:
     decoder = decoder_of(tiny_model(name))
     assert stated_windows(text_part(FAMILIES[name]()), kept_layers(text_part(FAMILIES[name]()))) == decoder.windows
+
+
+def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in ("_by_halves", "_by_pairs"):
+        monkeypatch.setattr(rotary, known, lambda query, key, cos, sin: (query * 0, key * 0))
+    with pytest.raises(ModelError, match=r"not known here; that would need"):
+        decoder_of(tiny_model("minicpm3"))
+
+
+def test_a_position_of_three_parts_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model("qwen2-vl")
+    own = type(model.model.rotary_emb).forward
+
+    def forward(module: Any, like: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return own(module, like, position_ids + (position_ids.ndim == 3))
+
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
+    with pytest.raises(ModelError, match=r"otherwise than by one number; that would need"):
+        decoder_of(model)
 
 
 def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

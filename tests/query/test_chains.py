@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.notes import Served
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
+from kvtool.core.records.parts import encode_part
 from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus
 from tests.families import save_tiny
 
@@ -250,6 +252,24 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
     assert told(ask(store, SECOND).json) == told(whole)  # it was stored anew
     with Store.open(store) as opened:
         assert verify(opened) == []
+
+
+def test_a_state_that_is_no_number_is_computed_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest is right: it was written so."""
+
+    def overflowed(tensors: Mapping[str, torch.Tensor]) -> bytes:
+        wrong = {name: one * torch.nan if name.startswith("recurrent") else one for name, one in tensors.items()}
+        return encode_part(wrong)
+
+    monkeypatch.setattr("kvtool.core.fusion.stretch.encode_part", overflowed)
+    ask(store, FIRST)
+    monkeypatch.undo()
+    done = ask(store, SECOND)
+    assert "is damaged, and was computed again" in done.err
+    assert done.json["answer"] == ask(store, SECOND, "--fusion", "full").json["answer"]
+    again = ask(store, SECOND)
+    assert "damaged" not in again.err
+    assert again.json["tokens"]["reused"] > 0
 
 
 def test_what_is_left_of_others_is_looked_for_once_a_writer(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
