@@ -105,13 +105,15 @@ def taken(step: str, path: Path, url: str) -> dict[str, object]:
 def catalogue_row(chunks: int) -> str:
     """What a catalogue of made-up chunks takes, eight in a pack, and what a document of ten other chunks changes."""
     ids = [digest_of(number.to_bytes(8, "little")) + "00000000" for number in range(chunks + CHUNKS)]
-    made = {key: described(number, key) for number, key in enumerate(ids[:chunks])}
+    in_order = sorted(enumerate(ids[:chunks]), key=lambda pair: pair[1])  # as a store tells its chunks
+    made = {key: described(number, key) for number, key in in_order}
     files = {
         key: File(digest_of(key.encode()), number, made[key].place) for number, key in enumerate(ids[:chunks:CHUNKS])
     }
     before, taken_s = timed(lambda: sharded(Catalogue({}, files=files, chunks=made), None))
     seconds = time.process_time()
-    kept = {key: chunk for number, (key, chunk) in enumerate(made.items()) if not 0 < number <= CHUNKS}
+    gone = {*ids[:CHUNKS]}
+    kept = {key: chunk for key, chunk in made.items() if key not in gone}
     new = {key: described(number, key) for number, key in enumerate(ids[chunks:], chunks)}
     _, changed = sharded(Catalogue({}, files=files, chunks=kept | new), before[0])
     row = (

@@ -57,6 +57,11 @@ class Chunks(Opened):
         with self.snapshot() as snapshot:
             return _info_of(snapshot, chunk_id)
 
+    def sealed_info(self, chunk_id: bytes) -> memoryview | None:
+        """What :meth:`chunk_info` reads, in the envelope that it is stored in, unchecked."""
+        with self.snapshot() as snapshot:
+            return snapshot.get(tables.CHUNKS, keys.check_chunk_id(chunk_id))
+
     def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
         """How many of these chunks each arithmetic has computed; None: those of which it was not noted, or that are
         damaged or not there.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache import keys, space, tables
@@ -73,6 +74,7 @@ class Commits:
         environment = self._store.environment
         thinned = any(table in _OF_CHUNKS for table, _ in doomed) if thins is None else thins
         rows = [*rows, *self._revision_rows({*doomed, *((table, key) for table, key, _ in rows)}, thinned)]
+        rows, doomed = sorted(rows, key=itemgetter(0, 1)), sorted(doomed)  # a page is then met once, not once a key
         with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
             snapshot.touch([*doomed, *((table, key) for table, key, _ in rows)])
 

@@ -58,9 +58,13 @@ class Documents(Opened):
 
     def document(self, source: str) -> DocumentEntry | None:
         """The document of this source. Raises DamagedError."""
-        with self.snapshot() as snapshot:
-            payload = snapshot.payload(tables.DOCUMENTS, keys.name_key(source), Kind.DOCUMENT, "a document")
+        payload = self.document_bytes(source)
         return None if payload is None else DocumentEntry.from_bytes(payload)
+
+    def document_bytes(self, source: str) -> memoryview | None:
+        """The document of this source as :meth:`DocumentEntry.to_bytes` gave it. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            return snapshot.payload(tables.DOCUMENTS, keys.name_key(source), Kind.DOCUMENT, "a document")
 
     def document_mark(self, source: str) -> bytes | None:
         """A mark of a document's entry, as of files; None: there is none."""

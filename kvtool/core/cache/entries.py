@@ -153,6 +153,12 @@ class ChunkInfo:
             return cls(ids, bytes(data[lead_at:side_at]), layers, bytes(data[side_at:end]), arithmetic)
 
 
+def layers_in(data: bytes | memoryview) -> int:
+    """The layers that :meth:`ChunkInfo.to_bytes` states, of a million chunks without their ids. Raises DamagedError."""
+    with _reading("chunk"):
+        return int(_CHUNK.unpack_from(data)[2])
+
+
 _TROUBLE = (
     ValueError,
     KeyError,

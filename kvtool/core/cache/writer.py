@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import keys, tables
@@ -178,7 +179,7 @@ class Writer:
         """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return."""
         self._check_open()
         with self._store.environment.read() as snapshot:
-            rows = [row for chunk_id, info in infos.items() for row in info_rows(snapshot, chunk_id, info)]
+            rows = [row for chunk_id, info in sorted(infos.items()) for row in info_rows(snapshot, chunk_id, info)]
         if rows:
             self._commit(rows)
             self._fresh.update(infos)
@@ -218,16 +219,27 @@ class Writer:
         ValueError : a document names a chunk that was never put, or the entry names other documents.
         NoSpaceError : the file was not stored, and all chunks still buffered are forgotten.
         """
+        self.commit_files([(entry, documents)])
+
+    def commit_files(self, files: Sequence[tuple[FileEntry, Sequence[DocumentEntry]]]) -> None:
+        """As :meth:`commit_file`, of several files: all of them, or none."""
         self._check_open()
-        if sorted(entry.documents) != sorted(document.source for document in documents):
-            raise ValueError("a file entry must name exactly its documents")
-        hollow = self._check_references(documents)
-        self._loosen(entry.path)
+        documents = [document for _, of_file in files for document in of_file]
+        for entry, of_file in files:
+            if sorted(entry.documents) != sorted(document.source for document in of_file):
+                raise ValueError("a file entry must name exactly its documents")
         needed = {ref.chunk_id for document in documents for ref in document.chunks}
+        hollow = self._check_references(needed)
         others = {place: pending for place, pending in self._pending.items() if place[0] not in needed}
+        doomed: list[Doomed] = []
+        for entry, _ in files:
+            self._loosen(entry.path)
+            doomed += self._stale_documents(entry.path, set(entry.documents))
         try:
-            rows = self._pending_rows(needed) + [document_row(document) for document in documents] + [file_row(entry)]
-            self._commit(rows, self._stale_documents(entry.path, set(entry.documents)), thins=hollow or None)
+            rows = (
+                self._pending_rows(needed) + [*map(document_row, documents)] + [file_row(entry) for entry, _ in files]
+            )
+            self._commit(rows, doomed, thins=hollow or None)
         except BaseException:
             others = {}
             raise
@@ -391,7 +403,7 @@ class Writer:
     def _pending_rows(self, only: set[bytes] | None = None) -> list[Row]:
         with self._store.environment.read() as snapshot:
             rows: list[Row] = []
-            for (chunk_id, level), pending in self._pending.items():
+            for (chunk_id, level), pending in sorted(self._pending.items(), key=itemgetter(0)):
                 if only is not None and chunk_id not in only:
                     continue
                 rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace)
@@ -404,18 +416,16 @@ class Writer:
             old = None
         return [(tables.DOCUMENTS, keys.name_key(s)) for s in (old.documents if old else ()) if s not in kept]
 
-    def _check_references(self, documents: Sequence[DocumentEntry]) -> bool:
+    def _check_references(self, chunk_ids: Iterable[bytes]) -> bool:
         """Refuse chunks that were never put. Returns whether any is there without its KV: documents that come from
         elsewhere may be without what this store had of them before."""
         hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:
-            for ref in (ref for document in documents for ref in document.chunks):
-                if ref.chunk_id in waiting:
-                    continue
-                if not snapshot.has(tables.CHUNKS, ref.chunk_id):
-                    raise ValueError(f"chunk {ref.chunk_id.hex()} was never put")
-                hollow = hollow or not self._store.has_chunk(ref.chunk_id)
+            for chunk_id in sorted({*chunk_ids} - waiting):  # neighbours stand on one page
+                if not snapshot.has(tables.CHUNKS, chunk_id):
+                    raise ValueError(f"chunk {chunk_id.hex()} was never put")
+                hollow = hollow or not self._store.has_chunk(chunk_id)
         return hollow
 
     def fold_access(self) -> None:

@@ -99,7 +99,7 @@ class Shard(NamedTuple):
         return f"shard/{self.digest}"
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes | memoryview) -> str:
     """What names a value by its content: 16 bytes in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 

@@ -80,12 +80,15 @@ def packs_of(members: Iterable[Member], records_of: Callable[[Member], list[byte
 def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
     """Chunks in the order in which documents have them, each where it comes first; then those that none has."""
     order: dict[str, None] = {}
+    wanted = dict.fromkeys(chunks)
     for source in store.sources():
+        if len(order) == len(wanted):  # of a change: the others are not read
+            break
         with suppress(DamagedError):  # told elsewhere
             document = store.document(source)
-            order |= {ref.chunk_id.hex(): None for ref in (document.chunks if document is not None else ())}
-    wanted = dict.fromkeys(chunks)
-    return [key for key in {**order, **wanted} if key in wanted]
+            ids = (ref.chunk_id.hex() for ref in (document.chunks if document is not None else ()))
+            order |= {key: None for key in ids if key in wanted}
+    return [*{**order, **wanted}]
 
 
 def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:

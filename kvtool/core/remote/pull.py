@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, StoreNotFoundError
+from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
 from kvtool.core.remote.catalogue import Catalogue
@@ -25,7 +25,11 @@ from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
 from kvtool.core.remote.wanted import Bundle, Within, check_share, only_here, wanted_files, wanted_records, with_bases
 
-_DESCRIBED_AT_ONCE = 1024
+_COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
+_HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
+_HELD_OF_EACH = (
+    2**9
+)  # so much for each, a quarter of what the catalogue takes in memory: pages are met a few times then
 _SMALL_AT_ONCE = 2048  # descriptions that are asked for together
 
 
@@ -166,6 +170,22 @@ class _Pull:
         for group, (value,) in self._fetched(ordered, _SMALL_AT_ONCE):
             yield group, value
 
+    def _in_order(self, groups: Sequence[Group]) -> Iterator[list[tuple[Group, bytes]]]:
+        """Small values, some for a transaction, by their keys as far as they can be held. Keys are digests: those of a
+        document stand on as many pages of the store, each of which is read, checked and written for it alone. Where the
+        tier stops answering, what has come is given first."""
+        most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
+        held, size, failure = list[tuple[Group, bytes]](), 0, list[RemoteError]()
+        for group, value in _until(self._single(groups), failure):
+            held.append((group, value))
+            size += len(value)
+            if size > most:
+                yield from _parts(held)
+                held, size = [], 0
+        yield from _parts(held)
+        for error in failure:
+            raise error
+
     # ---- the parts ----
 
     def _manifest(self, catalogue: Catalogue, new: bool) -> None:
@@ -220,19 +240,14 @@ class _Pull:
             for key, chunk in catalogue.chunks.items()
             if key not in known
         ]
-        infos: dict[bytes, ChunkInfo] = {}
-        size = 0
-        for group, value in self._single(groups):
-            chunk_id = bytes.fromhex(group.key)
-            with self._noted(group):
-                infos[chunk_id] = values.open_chunk(
-                    chunk_id, value, catalogue.identity, catalogue.chunks[group.key].layers
-                )
-                size += len(value)
-            if len(infos) == _DESCRIBED_AT_ONCE or size > MOST_BYTES // 64:
-                self.writer.describe(infos)
-                infos, size = {}, 0
-        self.writer.describe(infos)
+        for some in self._in_order(groups):
+            infos: dict[bytes, ChunkInfo] = {}
+            for group, value in some:
+                chunk_id = bytes.fromhex(group.key)
+                with self._noted(group):
+                    layers = catalogue.chunks[group.key].layers
+                    infos[chunk_id] = values.open_chunk(chunk_id, value, catalogue.identity, layers)
+            self.writer.describe(infos)
 
     def _records(self, catalogue: Catalogue, levels: Sequence[str] | None) -> None:
         wanted, self.report.chunks.unchanged = wanted_records(self.store, catalogue, levels)
@@ -265,12 +280,26 @@ class _Pull:
         wanted = wanted_files(self.store, catalogue, newer)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         files = [(key, catalogue.files[key]) for key in wanted]
-        for group, value in self._single(
-            single(key, f"file {key}", described_by(file_name(key, file), file.place)) for key, file in files
-        ):
-            with self._noted(group):
-                self.writer.commit_file(*values.open_file(bytes.fromhex(group.key), value))
-                self.report.files.moved += 1
+        groups = [single(key, f"file {key}", described_by(file_name(key, file), file.place)) for key, file in files]
+        for some in self._in_order(groups):
+            opened = list[tuple[Group, FileEntry, list[DocumentEntry]]]()
+            for group, value in some:
+                with self._noted(group):
+                    opened.append((group, *values.open_file(bytes.fromhex(group.key), value)))
+            self._commit(opened)
+
+    def _commit(self, files: Sequence[tuple[Group, FileEntry, list[DocumentEntry]]]) -> None:
+        """Files with their documents in one transaction, which costs as much as one of a single file; where that
+        cannot be, each alone, so that what one of them is does not keep the others out."""
+        try:
+            if files:
+                self.writer.commit_files([(entry, documents) for _, entry, documents in files])
+                self.report.files.moved += len(files)
+        except (ValueError, NoSpaceError):
+            for group, entry, documents in files:
+                with self._noted(group):
+                    self.writer.commit_file(entry, documents)
+                    self.report.files.moved += 1
 
     @contextmanager
     def _noted(self, group: Group) -> Iterator[None]:
@@ -287,6 +316,27 @@ class _Pull:
             self.report.removed += self.writer.remove_file(path)
         outside = [chunk_id for chunk_id in self.store.chunk_ids() if not within(chunk_id.hex())]
         self.writer.collect(keep=[*map(bytes.fromhex, catalogue.chunks), *outside])
+
+
+def _until(fetched: Iterator[tuple[Group, bytes]], failure: list[RemoteError]) -> Iterator[tuple[Group, bytes]]:
+    """What is fetched, as far as it comes; what ended it is noted."""
+    try:
+        yield from fetched
+    except RemoteError as error:
+        failure.append(error)
+
+
+def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
+    """By key, as many as go into one transaction."""
+    some, size = list[tuple[Group, bytes]](), 0
+    for group, value in sorted(held, key=lambda pair: pair[0].key):
+        some.append((group, value))
+        size += len(value)
+        if len(some) == _COMMITTED_AT_ONCE or size > MOST_BYTES // 64:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:

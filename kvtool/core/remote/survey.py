@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.chunks import read_record
-from kvtool.core.cache.record import DIGEST_BYTES, decode_record
+from kvtool.core.cache.entries import layers_in
+from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.codec.nested import base_level, check_of, stated_check
@@ -19,6 +20,8 @@ from kvtool.core.remote.entries import Chunk, File, Level, digest_of
 
 Damaged = Callable[[str, str], None]  # what, why
 _Described = TypeVar("_Described", File, Chunk)
+_T = TypeVar("_T")
+_AT_ONCE = 256  # chunks or files
 
 
 def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
@@ -80,36 +83,53 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue
     known : of the tier: a level of the same size is taken for the same there, unless another lossy one differs.
     damaged : told what cannot be sent.
     """
-    files = {}
-    for entry in store.files():
-        try:
-            key, file = (
-                keys.name_key(entry.path).hex(),
-                File(digest_of(values.file_value(store, entry)), entry.mtime_ns),
-            )
-            files[key] = _as_known(file, known.files.get(key) if known is not None else None)
-        except DamagedError as error:
-            damaged(entry.path, error.message)
-    chunks = {}
-    for chunk_id in store.chunk_ids():
-        try:
-            known_chunk = known.chunks.get(chunk_id.hex()) if known is not None else None
-            chunk = survey_chunk(store, chunk_id, known_chunk, damaged)
-        except DamagedError as error:
-            damaged(f"chunk {chunk_id.hex()}", error.message)
-        else:
-            if chunk is not None:
-                chunks[chunk_id.hex()] = chunk
+    files = _survey_files(store, known.files if known is not None else {}, damaged)
+    chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged)
     meta = {name: digest_of(values.meta_value(store, name)) for name in values.META}
     profiles = tuple(digest.hex() for digest in store.profile_digests())
     return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
 
 
+def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
+    files = dict[str, File]()
+    named = sorted((keys.name_key(entry.path), entry) for entry in store.files())  # documents stand in that order
+    for name, entry in _in_views(store, named):
+        try:
+            file = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
+            files[name.hex()] = _as_known(file, known.get(name.hex()))
+        except DamagedError as error:
+            damaged(entry.path, error.message)
+    return files
+
+
+def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged) -> dict[str, Chunk]:
+    chunks = dict[str, Chunk]()
+    for chunk_id in _in_views(store, store.chunk_ids()):
+        key = chunk_id.hex()
+        try:
+            chunk = survey_chunk(store, chunk_id, known.get(key), damaged)
+        except DamagedError as error:
+            damaged(f"chunk {key}", error.message)
+        else:
+            if chunk is not None:
+                chunks[key] = chunk
+    return chunks
+
+
+def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
+    """Items; what is read of the store until the next one is asked for is read in a view of some. A view of all would
+    hold on to all that a writer replaces meanwhile."""
+    for at in range(0, len(items), _AT_ONCE):
+        with store.view():
+            yield from items[at : at + _AT_ONCE]
+
+
 def survey_chunk(store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged) -> Chunk | None:
     """One chunk of it; None: it is described nowhere. `known_chunk` is what `known` says of it. Raises DamagedError."""
-    info = store.chunk_info(chunk_id)
-    if info is None:
+    data = store.sealed_info(chunk_id)
+    if data is None:
         return None
+    mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # such is its value, byte for byte
     sizes = store.level_sizes(chunk_id)
     known = known_chunk.levels if known_chunk is not None else {}
     same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
@@ -118,12 +138,12 @@ def survey_chunk(store: Store, chunk_id: bytes, known_chunk: Chunk | None, damag
     levels = {}
     for level, size in sizes.items():
         try:
-            stored = same.get(level) or _survey_level(store, chunk_id, level, info.layers, size)
+            stored = same.get(level) or _survey_level(store, chunk_id, level, layers, size)
             maker = store.made_with(chunk_id, level)
             levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
-    return _as_known(Chunk(digest_of(values.chunk_value(chunk_id, info)), info.layers, levels), known_chunk)
+    return _as_known(Chunk(mark, layers, levels), known_chunk)
 
 
 def _as_known(mine: _Described, known: _Described | None) -> _Described:

@@ -165,7 +165,7 @@ def _drop_stale(
     """Drop lossy records that are others than the tier's by now: what is fetched may refine just those. What is the
     same in the catalogue of the last time was looked at then."""
     doomed: dict[str, list[bytes]] = {}
-    for chunk_id in store.chunk_ids():
+    for chunk_id in store.ids_here():  # of the others there are no records
         key = chunk_id.hex()
         new = now.chunks.get(key) if within(key) else None
         old = then.chunks.get(key) if then is not None else None

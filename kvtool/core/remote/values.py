@@ -56,14 +56,14 @@ _CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of, "lead-in": checks
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
-    """A file's entry and its documents. Raises DamagedError where one of them is lost."""
-    parts = [entry.to_bytes()]
+    """A file's entry and its documents, as they are stored. Raises DamagedError where one of them is lost."""
+    parts: list[bytes | memoryview] = [entry.to_bytes()]
     for source in entry.documents:
-        document = store.document(source)
+        document = store.document_bytes(source)
         if document is None:
             raise DamagedError(f"the document {source} is lost")
-        parts.append(document.to_bytes())
-    payload = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+        parts.append(document)
+    payload = b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
     return seal(keys.name_key(entry.path), Kind.FILE, payload)
 
 

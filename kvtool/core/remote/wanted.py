@@ -69,6 +69,8 @@ def wanted_records(
     store: Store, catalogue: Catalogue, levels: Sequence[str] | None
 ) -> tuple[list[tuple[str, Bundle]], int]:
     """Which KV of a tier a store lacks, by chunk, and how many chunks at a level it has already."""
+    if levels is not None and not levels:  # descriptions only: what is stored of a million chunks is not looked up
+        return [], 0
     wanted: list[tuple[str, Bundle]] = []
     known = 0
     for key, chunk in catalogue.chunks.items():

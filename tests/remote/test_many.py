@@ -1,0 +1,171 @@
+"""A shared store of many chunks: what a push, an opening and a commit do for each of them, counted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache import tables, tree
+from kvtool.core.cache.entries import DocumentEntry, FileEntry
+from kvtool.core.cache.environment import Environment
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import RemoteError
+from kvtool.core.remote import pull as pulling
+from kvtool.core.remote import shards
+from kvtool.core.remote.arrivals import Arrivals
+from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.push import push
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import add_file, check_file, id_of, put
+from tests.remote.test_sharing import MANIFEST
+
+CHUNKS = 4  # of a file
+
+
+def made(path: Path, files: int) -> Path:
+    """A store of so many files."""
+    with Store.create_or_open(path) as store, store.writer() as writer:
+        writer.set_manifest(MANIFEST)
+        entries = []
+        for number in range(files):
+            name = f"f{number}"
+            refs = tuple(put(writer, f"{name}.{chunk}") for chunk in range(CHUNKS))
+            entries.append((FileEntry(name, 1, 2, "d", "s", (name,)), [DocumentEntry(name, "text", "x" * 99, refs)]))
+        writer.commit_files(entries)
+    return path
+
+
+def calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> list[tuple[object, ...]]:
+    """What a function is called with from now on."""
+    seen: list[tuple[object, ...]] = []
+    before: Callable[..., object] = getattr(owner, name)
+
+    def counted(*given: object, **named: object) -> object:
+        seen.append(given)
+        return before(*given, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+    return seen
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Pages that are read, of which few are kept: a small store is then to its reader what a large one is."""
+    monkeypatch.setattr(tree, "_LEAVES", 4)
+    return calls(monkeypatch, tree, "parse_page")
+
+
+def pushed(tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, str]:
+    url = f"file://{tmp_path / f'shared{files}'}"
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "writer"))
+    store = Store.open(made(tmp_path / f"store{files}", files))
+    with closing(open_blobs(url)) as blobs:
+        push(store, blobs)
+    return store, url
+
+
+def test_opening_reads_pages_for_documents_and_not_for_each_of_their_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
+) -> None:
+    counts = []
+    for files in (100, 400):
+        store, url = pushed(tmp_path, files, monkeypatch)
+        monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
+        parsed.clear()
+        written = calls(monkeypatch, Environment, "write")
+        open_shared(url).close()
+        counts.append(len(parsed))
+        assert len(written) < 12
+        store.close()
+    assert counts[1] < 400 * CHUNKS
+    assert counts[1] < 4 * 1.3 * counts[0], counts  # less than n log n
+
+
+def test_a_push_of_a_change_begins_few_transactions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
+) -> None:
+    """What has not changed is found the same without a look at KV, and in the order in which it stands."""
+    store, url = pushed(tmp_path, 200, monkeypatch)
+    with store, closing(open_blobs(url)) as blobs:
+        with store.writer() as writer:
+            add_file(writer, "f0", ["new 0", "new 1"])
+        parsed.clear()
+        begun = calls(monkeypatch, Environment, "begin")
+        decoded = calls(monkeypatch, pulling.survey, "records_of")
+        assert push(store, blobs).files.moved == 1
+    assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}
+    assert len(begun) < 200 * CHUNKS / 2
+    assert len(parsed) < 200 * CHUNKS
+
+
+def test_rows_are_put_in_the_order_of_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So each page is met once in a transaction, and not once a row."""
+    touched = calls(monkeypatch, tree.Tree, "touch")
+    made(tmp_path / "store", 30)
+    runs = [key for _, key in touched]
+    commits = sum(before > after for before, after in pairwise(runs))
+    assert runs.count(tables.META + b"revision") >= commits
+    assert len(runs) > 30 * CHUNKS * 4
+
+
+def test_files_are_committed_together_or_not_at_all(tmp_path: Path) -> None:
+    with Store.create_or_open(tmp_path / "store") as store:
+        with store.writer() as writer:
+            ref = put(writer, "a.0")
+            sound = FileEntry("a", 1, 2, "d", "s", ("a",)), [DocumentEntry("a", "text", "a", (ref,))]
+            other = FileEntry("b", 1, 2, "d", "s", ("b",)), [DocumentEntry("c", "text", "c", (ref,))]
+            with pytest.raises(ValueError, match="exactly its documents"):
+                writer.commit_files([sound, other])
+            assert [*store.files()] == []
+            writer.commit_files([sound])
+        assert [entry.path for entry in store.files()] == ["a"]
+
+
+@pytest.mark.parametrize("came", [30, 90])
+def test_what_has_come_stays_when_the_tier_stops_answering(
+    came: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of descriptions that wait to be put into order, too; the next opening asks for the others."""
+    store, url = pushed(tmp_path, 20, monkeypatch)
+    store.close()
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
+    take, left = Arrivals.take, [came]
+
+    def failing(arrivals: Arrivals, timeout: float) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RemoteError("gone")
+        return take(arrivals, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arrivals, "take", failing)
+        open_shared(url).close()
+    with Store.open(local_place(url)) as here:
+        assert len(here.chunk_ids()) == min(came - 1, 20 * CHUNKS)  # the manifest came first
+        assert len([*here.files()]) == max(0, came - 1 - 20 * CHUNKS)
+    with open_shared(url) as opened:
+        for number in range(20):
+            check_file(opened, f"f{number}", CHUNKS)
+
+
+def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while a catalogue is read nor while it is put into shards; afterwards it is as it was."""
+    store, url = pushed(tmp_path, 20, monkeypatch)
+    searching = []
+    for name in ("rows_of", "entries_of"):
+        before = getattr(shards, name)
+        monkeypatch.setattr(
+            shards, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
+        )
+    with store, closing(open_blobs(url)) as blobs:
+        with store.writer() as writer:
+            add_file(writer, "f0", ["new 0", "new 1"])
+        push(store, blobs)
+    assert searching
+    assert not any(searching)
+    assert gc.isenabled()
