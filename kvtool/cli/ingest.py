@@ -21,7 +21,9 @@ from kvtool.core.ingest.options import IngestOptions
 
 _NOTICED_S = 3.0  # seconds beside the work from which on they are explained
 _PHASES = {
-    "model_files": "reading the model's files, of which a GGUF file is converted the first time",
+    "model_download": "downloading the model, once",
+    "model_unpack": "unpacking the model from its GGUF file, once",
+    "model_files": "reading the model's settings and tokenizer",
     "model_load": "loading the model",
     "lead_in": "computing what stands before every chunk",
     "index": "indexing words",

@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvtool.cli.ingest import is_mostly_beside, time_of
+from kvtool.core.common.progress import Events
+from kvtool.core.ingest import account
 from kvtool.core.ingest.ingest_report import IngestReport
-from tests.cli.working import write_corpus
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.files import DOWNLOAD
+from tests.cli.working import kvtool, write_corpus
+from tests.model.gguf_files import write_gguf
 
 
 def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, tmp_path: Path) -> None:
@@ -17,6 +24,37 @@ def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, 
     assert all(seconds > 0 for seconds in first["phases"].values())
     assert sum(first["phases"].values()) + first["prefill_seconds"] <= first["seconds"]
     assert set(fresh(folder).fine().json["phases"]) == {"model_files"}
+
+
+def test_the_first_use_of_a_gguf_file_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    """Half a minute of the packaged model, which was taken for the reading of settings."""
+    model, folder = write_gguf(tmp_path / "tiny.gguf"), write_corpus(tmp_path / "in", 1, 1)
+    first, second = (
+        kvtool("ingest", folder, "--store", tmp_path / store, "--model", model, "--json", "-v").fine()
+        for store in ("first", "second")
+    )
+    phases = first.json["phases"]
+    assert phases["model_unpack"] > 0
+    assert all(seconds >= 0 for seconds in phases.values())
+    assert sum(phases.values()) <= first.json["seconds"]  # none counts twice
+    assert "unpacking the model from its GGUF file, once" in first.err
+    assert second.json["phases"].keys() == phases.keys() - {"model_unpack"}
+    assert "unpacking" not in second.err
+
+
+def test_a_phase_within_a_phase_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[str]()
+    monkeypatch.setattr(account.time, "perf_counter", lambda: now[0])
+    kept = account.Account(IngestOptions(), Events(status=told.append))
+    with kept.phase("model_files"):
+        now[0] += 1
+        with kept.once(DOWNLOAD):
+            now[0] += 20
+        now[0] += 2
+    with kept.phase("model_files"):
+        now[0] += 4
+    assert kept.report.phases == {"model_download": 20, "model_files": 7}
+    assert told == ["downloading the model, once"]
 
 
 def test_a_run_explains_itself_where_most_of_it_was_no_chunk() -> None:

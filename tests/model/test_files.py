@@ -165,10 +165,13 @@ def test_impossible_hub_names(name: str) -> None:
 
 HUB = """
 import sys
+from contextlib import nullcontext
 from kvtool.core.errors import ModelError
 from kvtool.core.model.resolve import resolve
 try:
-    print(resolve("org/model").folder)
+    told = []
+    once = lambda what: told.append(what) or nullcontext()
+    print(resolve("org/model", once=once).folder, *told)
 except ModelError as error:
     print("refused:", error.message, "|", error.hint)
 assert "torch" not in sys.modules
@@ -248,8 +251,9 @@ def served(folder: Path) -> Iterator[str]:
 def test_download_then_cached(served: str, folder: Path, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
         (folder / name).write_text("not wanted")
-    text, _ = ask_hub(served, tmp_path / "hub")
+    text, *told = ask_hub(served, tmp_path / "hub")[0].split()
     snapshot = Path(text)
+    assert told == ["model_download"]
     assert snapshot.name == Hub.commit
     assert {path.name for path in snapshot.iterdir()} == {
         "config.json",
@@ -261,7 +265,7 @@ def test_download_then_cached(served: str, folder: Path, tmp_path: Path) -> None
     }
     assert ask_hub("http://127.0.0.1:9", tmp_path / "hub")[0] == text  # whole, so the hub is not asked again
     (snapshot / "model.safetensors").unlink()
-    assert ask_hub(served, tmp_path / "hub")[0] == text  # finished where it was cut off
+    assert ask_hub(served, tmp_path / "hub")[0].split() == [text, *told]  # finished where it was cut off
 
 
 def test_unknown_on_the_hub(served: str, folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,12 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.model.files import DOWNLOAD, UNPACK
+
+_ONCE = {
+    DOWNLOAD: "downloading the model, once",
+    UNPACK: "unpacking the model from its GGUF file, once",
+}
 
 
 class Account:
@@ -27,12 +33,22 @@ class Account:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside of this towards a phase of the run (`IngestReport.phases`)."""
-        started = time.perf_counter()
+        """Count the time inside of this towards a phase of the run (`IngestReport.phases`), that of a phase in it to
+        that one alone."""
+        phases = self.report.phases
+        started, others = time.perf_counter(), sum(phases.values())
         try:
             yield
         finally:
-            self.report.phases[name] = self.report.phases.get(name, 0.0) + time.perf_counter() - started
+            within = sum(phases.values()) - others
+            phases[name] = phases.get(name, 0.0) + time.perf_counter() - started - within
+
+    @contextmanager
+    def once(self, name: str) -> Iterator[None]:
+        """Count what is done the first time that a model is used (`model/files.py`), and tell it: it may take long."""
+        self.events.status(_ONCE[name])
+        with self.phase(name):
+            yield
 
     def warn(self, text: str, hint: str = "") -> None:
         """Tell of something that the user should know."""

@@ -11,7 +11,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL
 from kvtool.core.model.resolve import resolve
@@ -24,20 +24,24 @@ _NO_LEAD_IN = "none"
 class Choices:
     """Decides on the model, the prompt's fixed parts, the lead-in and the way documents are cut.
 
+    Parameters
+    ----------
+    once : entered while a model that is used for the first time is downloaded or unpacked.
+
     Attributes
     ----------
     known : the store's identity before this run; None where there is no store yet.
     """
 
-    def __init__(self, store: Store | None, options: IngestOptions) -> None:
-        self._store, self._options = store, options
+    def __init__(self, store: Store | None, options: IngestOptions, once: Once = unnoticed) -> None:
+        self._store, self._options, self._once = store, options, once
         self.known = StoreIdentity.from_manifest(store.manifest()) if store is not None else None
 
     @cached_property
     def files(self) -> ModelFiles:
         """The model's files."""
         ref = self._options.model or (self.known.model if self.known else DEFAULT_MODEL)
-        return resolve(ref, offline=self._options.offline)
+        return resolve(ref, offline=self._options.offline, once=self._once)
 
     @cached_property
     def tokenizer(self) -> Any:

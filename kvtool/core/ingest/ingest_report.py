@@ -35,8 +35,8 @@ class IngestReport:
     Attributes
     ----------
     skipped : how many files were passed over, by kind; nothing is wrong with them.
-    phases : seconds of what comes beside reading and prefill: `model_files` (its settings and tokenizer, a GGUF file
-        converted), `model_load`, `lead_in`, `index`, `gate`.
+    phases : seconds of what comes beside reading and prefill: `model_download`, `model_unpack` (a GGUF file, converted
+        at its first use), `model_files` (settings and tokenizer), `model_load`, `lead_in`, `index`, `gate`.
     failures : what should have been read and was not.
     not_read_again : how many of these could not be read before, lie there as they did, and were not tried again.
     """

@@ -130,7 +130,7 @@ class _Job:
     ) -> None:
         self.options, self._model = options, kept or KeptModel()
         self.account = Account(options, events)
-        self.choices = Choices(store, options)
+        self.choices = Choices(store, options, self.account.once)
         self.stream = Stream(store, options, self.choices, self.account, reading)
         self._changed = False  # whether any file did
         self._kept = False  # whether the store knows what it is made with

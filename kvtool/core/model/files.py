@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
 )
 SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
 PACKED = "packed.safetensors"  # in such a folder: its weights as the GGUF file has them
+DOWNLOAD, UNPACK = "model_download", "model_unpack"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
@@ -36,6 +37,15 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".pickle", ".pkl"
 _LFS = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000  # the safetensors format's own bound
 _MAX_CONFIG = 50_000_000
+
+
+Once = Callable[[str], AbstractContextManager[None]]
+"""Entered with `DOWNLOAD` or `UNPACK` while that is done for a model which is used for the first time."""
+
+
+def unnoticed(what: str) -> AbstractContextManager[None]:
+    """What is done once, and nobody wants to know of."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvtool.core.common.installing import install_line
 from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import PACKED, SOURCE, reading
+from kvtool.core.model.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
 from kvtool.core.model.gguf_header import GgufHeader, read_header
 from kvtool.core.model.origin import Origin, complete_origin, forget_packed, lacks_digests, note_origin
 
@@ -43,10 +43,14 @@ _LIMITS = {  # what a header may ask for before a model of that size is laid out
 }
 
 
-def converted(gguf: Path) -> Path:
+def converted(gguf: Path, once: Once = unnoticed) -> Path:
     """Find the folder with a GGUF file's model in bfloat16 safetensors; it is made on first use.
 
     The folder is named by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
+
+    Parameters
+    ----------
+    once : entered while it is made.
 
     Raises
     ------
@@ -58,14 +62,14 @@ def converted(gguf: Path) -> Path:
     with reading(gguf):
         folder = cache_dir() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
     if (folder / SOURCE).is_file():
-        _complete(gguf, folder)
+        _complete(gguf, folder, once)
         return folder
     header = read_header(gguf)
     _check_header(gguf, header)
     _check_installed()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
+        with once(UNPACK), FileLock(f"{folder}.lock"):
             if not (folder / SOURCE).is_file():
                 _convert_into(gguf, header, folder)
     except OSError as error:
@@ -73,7 +77,7 @@ def converted(gguf: Path) -> Path:
     return folder
 
 
-def _complete(gguf: Path, folder: Path) -> None:
+def _complete(gguf: Path, folder: Path, once: Once) -> None:
     """Give a folder of an earlier release what it lacks: packed weights, and the digests of its files.
 
     One that cannot be written to does without; so does one whose own weights are damaged, which loading them tells.
@@ -82,7 +86,7 @@ def _complete(gguf: Path, folder: Path) -> None:
         return
     from safetensors import SafetensorError
 
-    with contextlib.suppress(OSError, SafetensorError), FileLock(f"{folder}.lock"):
+    with contextlib.suppress(OSError, SafetensorError), once(UNPACK), FileLock(f"{folder}.lock"):
         if not (folder / PACKED).is_file():
             _pack(gguf, folder)
         complete_origin(folder)

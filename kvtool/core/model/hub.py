@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
-from kvtool.core.model.files import TOKENIZER_FILES, WAYS_OUT, check_folder
+from kvtool.core.model.files import DOWNLOAD, TOKENIZER_FILES, WAYS_OUT, Once, check_folder, unnoticed
 
 _WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
 _WANTED += [*TOKENIZER_FILES, "tokenizer.model.v3", "*.tiktoken"]
@@ -19,10 +19,14 @@ _ANSWER_SECONDS = 6.0  # name resolution, connection and the hub's first answer 
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
-def fetched(name: str, *, offline: bool = False) -> Path:
+def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path:
     """Find the snapshot of a model: the cached one if it is whole, else it is downloaded.
 
     A cached snapshot is used as it is, without asking the hub for a newer one: a store stays with its model.
+
+    Parameters
+    ----------
+    once : entered while it is downloaded.
 
     Raises
     ------
@@ -43,7 +47,8 @@ def fetched(name: str, *, offline: bool = False) -> Path:
             f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
         )
     _check_published(name, _ask(name))
-    folder = _download(name, _WANTED, _SUBFOLDERS)
+    with once(DOWNLOAD):
+        folder = _download(name, _WANTED, _SUBFOLDERS)
     check_folder(folder)
     return folder
 
