@@ -112,7 +112,7 @@ def same(reply: Reply, wanted: Reply) -> None:
     assert torch.equal(reply.fused.logits, wanted.fused.logits)
     assert reply.generated.ids == wanted.generated.ids
     assert reply.fused.reach.to_json() == wanted.fused.reach.to_json()
-    assert reply.bytes_read == wanted.bytes_read
+    assert (reply.bytes_read, reply.bytes_spared) == (wanted.bytes_read, wanted.bytes_spared)
 
 
 def whole(records: list[Record]) -> set[Record]:
@@ -232,6 +232,10 @@ def test_an_objective_has_whole_chunks_streamed(store: Path, in_folder: str) -> 
     assert torch.equal(reply.fused.logits, wanted.fused.logits)
     assert {*asked.first} == whole(reads)
     assert asked.rest == []
+    everything = sum(
+        len(payload) for (chunk, _), payload in payloads(store).items() if (chunk, "raw", 0) in whole(reads)
+    )
+    assert reply.bytes_read + reply.bytes_spared == everything  # what was decoded meanwhile is read
     again, nothing = asking(in_folder, fusion="reuse", slo_ms=600_000.0)
     same(again, wanted)
     assert (nothing.first, nothing.rest) == ([], [])

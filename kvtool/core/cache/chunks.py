@@ -13,10 +13,10 @@ from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, chunks_named, is_id
 from kvtool.core.cache.link import Ahead, KVRead, Link
 from kvtool.core.cache.opened import Opened
-from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, Kind, decode_record, payload_part
+from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, OVERHEAD_BYTES, Kind, decode_record, payload_part
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.codec.levels import level_of
-from kvtool.core.codec.nested import MAKER
+from kvtool.core.codec.nested import MAKER, base_level
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -106,6 +106,31 @@ class Chunks(Opened):
         """How many bytes the records of each level have in this folder alone, whatever a link offers."""
         with self.snapshot() as snapshot:
             return _sizes_of(snapshot, chunk_id)
+
+    def payload_sizes(self, chunk_id: bytes, level: str) -> list[int]:
+        """How many bytes a read of each layer at a level takes, coarser levels that it refines included; no record is
+        read or fetched. Of what a link has as a value for each record, which does not state their lengths, all layers
+        count alike. Empty where there is none, or it cannot be told."""
+        try:
+            sizes, base = self._sizes_and_base(chunk_id, level)
+        except DamagedError:
+            return []
+        below = self.payload_sizes(chunk_id, base) if base is not None else []
+        return [size + coarser for size, coarser in zip(sizes, below or [0] * len(sizes), strict=False)]
+
+    def _sizes_and_base(self, chunk_id: bytes, level: str) -> tuple[list[int], str | None]:
+        first = keys.record_key(chunk_id, level, 0)
+        with self.snapshot() as snapshot:
+            sizes = [size - OVERHEAD_BYTES for _, size in snapshot.sizes(tables.RECORDS, first[:-2])]
+            data = snapshot.beginning(tables.RECORDS, first, HEADER_BYTES + MAKER.stop)
+        if data is not None:
+            return sizes, base_level(level, payload_part(data, slice(0, MAKER.stop)))
+        offer = self.link.offers(chunk_id).get(level) if self.link is not None else None
+        if self.link is None or offer is None:
+            return [], None
+        wanted = self.link.wanted(chunk_id, level)
+        sizes = [(one.most if one.pack else offer.size // len(wanted)) - OVERHEAD_BYTES for one in wanted]
+        return sizes, offer.base
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
         """Digest, in hex, of the profile that a level's records name; None: there are none, or it cannot be told.

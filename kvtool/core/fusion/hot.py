@@ -60,6 +60,11 @@ class HotSource:
         with self._lock:
             return len(self._held.get(_key(segment), {})) == layers
 
+    def held_layers(self, segment: Segment) -> set[int]:
+        """The layers of it that are held."""
+        with self._lock:
+            return {*self._held.get(_key(segment), {})}
+
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         """One layer's keys and values of several segments (KVSource): from memory, else from the source behind it."""
         with self._lock:

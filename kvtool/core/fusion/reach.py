@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,23 @@ class Reach:
     def to_json(self) -> dict[str, int]:
         """How many records were read, and how many no computed row could see."""
         return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.spared))}
+
+    def bytes_spared(self, sizes: Callable[[Segment], Sequence[int]]) -> int:
+        """What the records would have taken that no computed row could see.
+
+        Parameters
+        ----------
+        sizes : bytes of a segment's records, by layer; empty: they would have taken nothing.
+        """
+        spared: dict[int, tuple[Segment, list[int]]] = {}
+        for layer, segments in enumerate(self.spared):
+            for segment in segments:
+                spared.setdefault(segment.start, (segment, []))[1].append(layer)
+        total = 0
+        for segment, layers in spared.values():
+            of_segment = sizes(segment)
+            total += sum(of_segment[layer] for layer in layers if layer < len(of_segment))
+        return total
 
     def shares(self, plan: Plan) -> list[float]:
         """Which share of the layers reads each segment of a plan."""

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import add_span
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.selectors import APART, AUTO, WEIGHED, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
 from kvtool.core.query.apart import answer_apart, check_loss
@@ -270,6 +272,18 @@ def _timing(begun: Begun, said: Generated) -> dict[str, float]:
     }
 
 
+def _bytes_spared(begun: Begun) -> int:
+    """What the records would have taken that no row could see; those in memory, nothing."""
+    session, source = begun.session, begun.streamed.source
+
+    def sizes(segment: Segment) -> Sequence[int]:
+        held = source.held_layers(segment) if isinstance(source, HotSource) else set[int]()
+        read = session.store.payload_sizes(segment.source.chunk_id, segment.source.level or RAW)
+        return [0 if layer in held else size for layer, size in enumerate(read)]
+
+    return begun.outcome.fused.reach.bytes_spared(sizes)
+
+
 def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
     fused, slo_ms = begun.outcome.fused, options.slo_ms
@@ -283,6 +297,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         tokens=_tokens(fused, said),
         timing_ms=timing,
         bytes_read=fused.bytes_read + begun.streamed.bytes_read,
+        bytes_spared=_bytes_spared(begun),
         controller={} if choice is None else choice.decision.to_json(),
         stream=begun.streamed.rows,
         slo={} if slo_ms is None else {"slo_ms": slo_ms, "met": timing["ttft"] <= slo_ms},

@@ -93,6 +93,7 @@ class Reply:
     revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
+    bytes_spared : what the records would have taken beside `bytes_read` that no computed row could see.
     explained : one entry a chunk, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
@@ -127,6 +128,7 @@ class Reply:
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
+    bytes_spared: int = 0
 
     @property
     def asked_mode(self) -> str:
@@ -190,6 +192,7 @@ class Reply:
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
             **self.fused.reach.to_json(),
+            "bytes_spared": self.bytes_spared,
             **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
             **self.scores,
             **self.comparison,

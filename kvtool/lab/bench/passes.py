@@ -12,6 +12,7 @@ import torch
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import RAW
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.hot import HotSource
@@ -24,6 +25,7 @@ from kvtool.lab.bench.memory import peak_memory
 from kvtool.lab.bench.prompts import BenchPrompt
 
 if TYPE_CHECKING:
+    from kvtool.core.fusion.plan import Segment
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
 
@@ -56,7 +58,8 @@ class Facts:
     rows : computed at each layer of the main pass.
     peak_bytes : memory on top of the model, the prompt's cache included; None where it cannot be told.
     held_bytes : the same of a pass whose chunks are held in memory already, so that nothing is read or decoded.
-    records_read, records_spared : of all layers, and those that no computed row sees through its window.
+    records_read, records_spared : of all layers, and those that no computed row sees through its window;
+        `bytes_spared`: what these would have taken.
     """
 
     passes: tuple[Work, ...]
@@ -66,6 +69,7 @@ class Facts:
     held_bytes: int | None
     records_read: int = 0
     records_spared: int = 0
+    bytes_spared: int = 0
 
 
 class Answerer:
@@ -93,12 +97,16 @@ class Answerer:
         _check_whole(fused)
         passes = tuple(fused_work(fused, selector_for(self._options, mode), windows))
         rows, bytes_read, records = fused.tokens.rows, fused.bytes_read, fused.reach.to_json()
+        spared = fused.reach.bytes_spared(self._sizes)
         del fused
         held = HotSource(self._source(), sys.maxsize)
         self._fused(prompt, mode, held)
         with peak_memory(device) as without_reading:
             self._fused(prompt, mode, held)
-        return Facts(passes, rows, bytes_read, peak.bytes, without_reading.bytes, **records)
+        return Facts(passes, rows, bytes_read, peak.bytes, without_reading.bytes, **records, bytes_spared=spared)
+
+    def _sizes(self, segment: Segment) -> list[int]:
+        return self._store.payload_sizes(segment.source.chunk_id, segment.source.level or RAW)
 
     def _source(self) -> StoreSource:
         return StoreSource(self._store, self.decoder, self._profiles)

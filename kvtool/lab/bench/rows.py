@@ -66,6 +66,7 @@ class FusionRow:
     bytes_read: int
     records_read: int
     records_spared: int
+    bytes_spared: int
     rows_by_layer: tuple[int, ...]
     rows_total: int
     flops: int
@@ -182,6 +183,7 @@ def _row(
         bytes_read=facts.bytes_read,
         records_read=facts.records_read,
         records_spared=facts.records_spared,
+        bytes_spared=facts.bytes_spared,
         rows_by_layer=facts.rows,
         rows_total=sum(facts.rows),
         flops=work,
