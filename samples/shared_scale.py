@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -23,8 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kvtool.core.cache import tree
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import chunk_id
 from kvtool.core.cache.record import encode_record
@@ -59,8 +59,8 @@ def main() -> None:
         for chunks in given.catalogue:
             print(catalogue_row(chunks), flush=True)
         return
-    print("| chunks | step | requests | of them reads | MB sent | MB read | CPU s | peak MiB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| chunks | step | requests | of them reads | MB sent | MB read | pages read | CPU s | peak MiB |")
+    print("| --- " * 9 + "|")
     for store in given.stores:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
             steps(store, Path(folder))
@@ -97,8 +97,9 @@ def taken(step: str, path: Path, url: str) -> dict[str, object]:
         "reads": f"{counted.of['get']:,}",
         "sent": f"{counted.sent / 1e6:,.2f}",
         "read": f"{counted.read / 1e6:,.2f}",
+        "pages": f"{counted.of_store:,}",
         "cpu": f"{time.process_time() - started:,.1f}",
-        "peak": f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f}",
+        "peak": f"{peak_mib():,.0f}",
     }
 
 
@@ -125,9 +126,15 @@ def catalogue_row(chunks: int) -> str:
         f"{sum(map(len, changed.values())) / 1e6:.2f}",
         f"{taken_s:.1f}",
         f"{time.process_time() - seconds:.1f}",
-        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:,.0f}",
+        f"{peak_mib():,.0f}",
     )
     return f"| {' | '.join(row)} |"
+
+
+def peak_mib() -> float:
+    """Of this process; what `getrusage` says has the memory of who started it in it."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def timed(job: Callable[[], T]) -> tuple[T, float]:
@@ -146,16 +153,24 @@ def described(number: int, key: str) -> Chunk:
 
 
 class Requests:
-    """What an object store would be asked: by kind, and bytes."""
+    """What an object store would be asked: by kind, and bytes; `of_store`: pages of the local store that are read."""
 
     def __init__(self) -> None:
         self.of = Counter[str]()
-        self.sent = self.read = 0
+        self.sent = self.read = self.of_store = 0
 
     def watch(self) -> None:
-        """Count what is asked of any folder from now on."""
+        """Count what is asked of any folder from now on, and pages of stores that are looked into."""
         get, put, sizes, swap = FolderBlobs.get, FolderBlobs.put, FolderBlobs.sizes, FolderBlobs.swap
         delete, reader = FolderBlobs.delete, FolderBlobs.reader
+
+        parse = tree.parse_page
+
+        def counted_parse(*given: Any) -> Any:
+            self.of_store += 1
+            return parse(*given)
+
+        tree.parse_page = counted_parse
 
         def counted_get(blobs: FolderBlobs, names: Sequence[str]) -> list[bytes | None]:
             values = get(blobs, names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
@@ -169,3 +171,9 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
     assert searching
     assert not any(searching)
     assert gc.isenabled()
+
+
+def test_shared_stores_are_opened_without_torch() -> None:
+    """It takes a second and 200 MB, which a push or a pull has no use for."""
+    code = "import sys, kvtool.core.remote.opening; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

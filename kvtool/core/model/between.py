@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch  # shared stores use this room, and are pushed and opened without it
 
 _does: ContextVar[Callable[[], None] | None] = ContextVar("does", default=None)
 _depth: ContextVar[int] = ContextVar("depth", default=0)
