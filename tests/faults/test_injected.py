@@ -13,20 +13,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = {"flips": 40, "cuts": 10, "kills": 3, "fills": 0, "readers": 0, "threads": 0}
-COMMANDS = {"ingest", "compress", "prune", "compact", "import", "push", "pull"}
+COMMANDS = {"ingest", "compress", "prune", "compact", "import", "push", "pull", "ingest of states", "question"}
 
 
 def run(journal: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which forks."""
     few = [str(word) for name, count in FEW.items() for word in (f"--{name}", count)]
     command = [sys.executable, str(ROOT / "samples/faults.py"), "--journal", str(journal), "--json", *few]
-    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_few_faults_of_every_kind(tmp_path: Path) -> None:
-    done = run(tmp_path / "journal", "--minutes", 4, "--seed", 3)
+    done = run(tmp_path / "journal", "--minutes", 5, "--seed", 3)
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     times = {(row["part"], row["what"]): row["times"] for row in rows}

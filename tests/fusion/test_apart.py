@@ -21,6 +21,7 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.stretch import Found, NewStretch
 from kvtool.core.model import alone
+from kvtool.core.model.states import CONV
 from kvtool.core.records.parts import encode_part
 from kvtool.core.session.alone import AloneMaker
 from kvtool.core.session.apart_law import check_apart
@@ -235,3 +236,12 @@ def test_other_passes_through_the_layers_are_left_alone() -> None:
     assert not watch.differences
     for one, two in zip(plain.state_layers, beside.state_layers, strict=True):
         assert all(torch.equal(state, two.states()[key]) for key, state in one.states().items())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window"), [(1, [0, 0, 0, 4]), (3, [0, 2, 3, 4]), (4, [1, 2, 3, 4]), (9, [1, 2, 3, 4])]
+)
+def test_a_window_at_a_prompts_very_beginning_has_nothing_of_the_lead_in(tokens: int, window: list[int]) -> None:
+    """Of a chunk that is shorter than the window, and stands first in a prompt without a beginning of its own."""
+    own = {(CONV, 0): torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float32)}
+    assert alone.follow({}, own, tokens)[CONV, 0].tolist() == [[window]]

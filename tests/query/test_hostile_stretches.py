@@ -97,6 +97,7 @@ def test_a_prompts_states_carry_nothing(decoder: Decoder) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a prompt's stretches and with chunks computed alone, beside its model."""
+    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hostile")
     write_corpus(folder / "corpus", 3)
     save_tiny("qwen3.5", folder / "model")

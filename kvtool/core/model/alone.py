@@ -111,7 +111,7 @@ def follow(before: Mapping[tuple[str, int], torch.Tensor], own: States, tokens: 
 
     Parameters
     ----------
-    before : empty at a prompt's very beginning.
+    before : empty at a prompt's very beginning, where a window is of zeros.
     own : as `Alone` has it.
     tokens : of the chunk; a shorter one than the window of a convolution leaves some of the window before.
     """
@@ -119,7 +119,7 @@ def follow(before: Mapping[tuple[str, int], torch.Tensor], own: States, tokens: 
     for (what, number), tensor in own.items():
         there = before.get((what, number))
         if what == CONV:
-            joined = tensor if there is None else torch.cat([there, tensor[..., -tokens:]], -1)
+            joined = torch.cat([torch.zeros_like(tensor) if there is None else there, tensor[..., -tokens:]], -1)
             states[what, number] = joined[..., -tensor.shape[-1] :]
         elif what == RECURRENT:
             states[what, number] = tensor if there is None else tensor + carried(own[CARRIED, number], there)

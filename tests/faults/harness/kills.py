@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.faults.harness.children import Ended, in_child
 from tests.faults.harness.works import Bases, Kept, Work, committed, kept_in, leftovers, make_old, size_of
 
+_COMPARED = ("document ", "level ", "stretch ", "answer ")
 _TRIES = 25  # runs for each kill that is wanted: some end before it comes
 SECONDS = 180.0
 
@@ -99,7 +100,7 @@ class Killing:
         strange = [
             name
             for name, digest in now.things.items()
-            if name.startswith(("document ", "passage ", "chunk "))
+            if name.startswith(("document ", "passage ", "chunk ", "stretch "))
             and digest not in (self.before.things.get(name), self.end.things.get(name))
         ]
         self.result.lost += [f"{when}: {one}" for one in (*lost, *strange)]
@@ -119,8 +120,8 @@ class Killing:
 
 
 def _differing(end: Kept, after: Kept) -> list[str]:
-    """Documents and records that an undisturbed run leaves otherwise."""
-    names = {name for name in end.things.keys() | after.things.keys() if name.startswith(("document ", "level "))}
+    """What an undisturbed run leaves otherwise: documents, records, states, and what is answered from them."""
+    names = {name for name in end.things.keys() | after.things.keys() if name.startswith(_COMPARED)}
     return [f"{name} is another than undisturbed" for name in names if end.things.get(name) != after.things.get(name)]
 
 

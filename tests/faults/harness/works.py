@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -16,11 +17,14 @@ from kvtool.cli.app import main
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
+from kvtool.core.records.parts import decode_part
 from tests.cli.working import write_corpus
+from tests.families import save_tiny
 from tests.faults.harness.flips import pulled, verified
-from tests.faults.harness.reading import Known, read_all
+from tests.faults.harness.reading import Facts, Known, read_all
 from tests.faults.harness.subject import LOOK, Subject, copy, kvtool
 
+_EXACT = ("--store-dtype", "float32")  # what is stored is what was computed: answers behind it are those of none
 _TEMPORARY = re.compile(r"\.tmp-.*|\..+-[0-9]+-[0-9a-f]{8}")
 LONG_AGO = 30 * 86400.0  # seconds
 
@@ -35,12 +39,15 @@ class Bases:
     plain: Path  # a store with a profile, whose records are raw and of one level
     thinned: Path  # a store that has forgotten documents
     half_tier: Path
+    states: Path  # as `half`, of a model that keeps states, its chunks computed alone
 
     @classmethod
     def make(cls, subject: Subject, documents: int = 12) -> Bases:
         """Made once, and copied for each kill."""
         folder = subject.folder / "bases"
-        made = cls(subject, folder / "corpus", *(folder / name for name in ("half", "plain", "thinned", "tier")))
+        made = cls(
+            subject, folder / "corpus", *(folder / name for name in ("half", "plain", "thinned", "tier", "states"))
+        )
         if folder.exists():
             return made
         write_corpus(made.corpus, 3, 3)
@@ -51,6 +58,16 @@ class Bases:
         kvtool("compress", "--fit", "--level", "4", "--store", made.plain, "--questions", "0")
         copy(subject.store, made.thinned)
         kvtool("store", "forget", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned)
+        model = (
+            "--model",
+            save_tiny("qwen3.5", folder / "hybrid"),
+            "--chunk-tokens",
+            "64",
+            "--lead-in",
+            "warm",
+            *_EXACT,
+        )
+        kvtool("ingest", made.corpus, "--store", made.states, *model)
         write_corpus(made.corpus, documents, 3)
         (made.corpus / "mill1.md").unlink()
         (made.corpus / "mill0.md").write_text("# Another\n\nThe first mill was sold to nobody in 1901.")
@@ -65,6 +82,7 @@ class Work:
     ----------
     start : makes what it starts from in a folder. `words` : what is run then.
     into : `store` or `tier`: what of the folder it writes.
+    asks : modes in which a question is answered from what it leaves.
     most : bytes that it is to leave at most, where that is its purpose: what it drops then hangs on what was dropped
         already. None: what it leaves after a kill and another run is what an undisturbed run leaves.
     """
@@ -74,6 +92,7 @@ class Work:
     words: Callable[[Bases, Path], list[object]]
     into: str = "store"
     most: Callable[[Bases], int] | None = None
+    asks: tuple[str, ...] = ()
 
     def run(self, bases: Bases, folder: Path, told: Path) -> int:
         """In a child: the exit code; each file that is committed is told, after it is."""
@@ -106,7 +125,7 @@ def works() -> list[Work]:
     from kvtool.cli.store import app
 
     there = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    return [work for work in _ALL if work.name in there or work.name in ("ingest", "compress")]
+    return [work for work in _ALL if work.name in there or work.name in _NOT_OF_STORE]
 
 
 def _half(bases: Bases) -> int:
@@ -118,6 +137,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
+_NOT_OF_STORE = ("ingest", "compress", "ingest of states", "question")
 _ALL = [
     Work(
         "ingest",
@@ -156,7 +176,24 @@ _ALL = [
         lambda b, f: copy(b.half, f / "store"),
         lambda b, f: ["store", "pull", f"file://{b.subject.tier}", "--store", f / "store"],
     ),
+    Work(
+        "ingest of states",
+        lambda b, f: copy(b.states, f / "store"),
+        lambda b, f: ["ingest", b.corpus, "--sync", "--store", f / "store"],
+        asks=("reuse",),
+    ),
+    Work(  # whose prompt's states are kept
+        "question",
+        lambda b, f: copy(b.states, f / "store"),
+        lambda b, f: [*_question("prefix", f), "--keep-states", "1GB"],
+        asks=("prefix",),
+    ),
 ]
+
+
+def _question(mode: str, folder: Path) -> list[object]:
+    asked = ["query", "Who built the third mill?", "--documents", "mill2.md", "--fusion", mode, "--max-tokens", 4]
+    return [*asked, "--store", folder / "store"]
 
 
 # ---- what is there afterwards ----
@@ -180,6 +217,8 @@ def kept_in(work: Work, folder: Path, scratch: Path) -> dict[str, object]:
     else:
         wrong = [] if not _is_made(path) else verified(path)
     things, documents = ({}, []) if not _is_made(path) else _things(path, wrong)
+    for mode in work.asks:
+        things[f"answer {mode}"] = _answered(mode, folder, wrong)
     return {"things": things, "documents": documents, "wrong": wrong}
 
 
@@ -188,11 +227,25 @@ def _is_made(path: Path) -> bool:
     return (path / "store.json").exists() and (path / "current").exists() and (path / "data").exists()
 
 
+def _answered(mode: str, folder: Path, wrong: list[str]) -> str:
+    """An answer from a copy, which keeps nothing of it."""
+    asked = folder.parent / "asked"
+    copy(folder / "store", asked / "store")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*map(str, _question(mode, asked)), "--keep-states", "0", "--json"])
+    if code or "damaged" in err.getvalue():
+        wrong.append(f"exit {code}: {(out.getvalue() + err.getvalue())[-400:]}")
+        return ""
+    return str(json.loads(out.getvalue())["answer"])
+
+
 def _things(path: Path, wrong: list[str]) -> tuple[dict[str, str], list[str]]:
     with closing(Store.open(path)) as store:
         if not store.chunk_ids():
             return {}, []
         facts = read_all(store, Known.of(store), 0)
+        _take_stretches(store, facts)
         wrong += facts.said
         for source in store.sources():
             document = store.document(source)
@@ -201,6 +254,15 @@ def _things(path: Path, wrong: list[str]) -> tuple[dict[str, str], list[str]]:
                     wrong.append(f"a chunk of {source} is lost")
         exact = {name: one for name, one in facts.tensors.items() if "decoded" not in name}
         return facts.passages | exact, store.sources()
+
+
+def _take_stretches(store: Store, facts: Facts) -> None:
+    """What is kept of a model's states: each description; all of its parts are read."""
+    for stretch, info in store.stretches().items():
+        name = f"stretch {stretch.hex()}"
+        facts.take(facts.passages, name, lambda stretch=stretch: store.stretch(stretch))
+        for place in info.places:
+            facts.take({}, name, lambda s=stretch, p=place: decode_part(store.read_part(s, p)).keys())
 
 
 def leftovers(folder: Path) -> list[str]:
