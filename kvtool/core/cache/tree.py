@@ -27,7 +27,7 @@ _NO_PAGE = 2**64 - 1
 BIG_HEADER_BYTES = _BIG_HEADER.size
 _DEEPEST = 32
 _LEAVES = 256  # kept parsed
-_BRANCHES = 4096
+_BRANCHES = 16384  # those of some million chunks: where they were not all kept, a push of these read one for each look
 _NOW = getattr(os, "RWF_NOWAIT", 0)  # Linux: read what is in memory, and wait for nothing
 
 Found = tuple[Leaf, int]  # where a value stands: a leaf, and the number of its key there
