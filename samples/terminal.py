@@ -1,10 +1,11 @@
 """A chat in a real terminal, scene by scene: what is typed, and the screen afterwards.
 
     python samples/terminal.py STORE > screens.md
-    python samples/terminal.py STORE --only korean
+    python samples/terminal.py STORE --only follow-up --max-tokens 40
 
-drives `kvtool chat` in a tmux of its own: a follow-up, Ctrl-C in an answer, a narrow window, Korean, several lines,
-the commands, and the ways out of it. A scene ends with an error where its screen lacks what it should have.
+drives `kvtool chat` in a tmux of its own: a follow-up, Ctrl-C in an answer, a window that becomes narrow while a line
+is typed and while an answer is written, Korean, several lines, the commands, and the ways out of it. A scene ends with
+an error where its screen lacks what it should have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PROMPT = "\n>"
 PATIENCE_S = 300.0
 WIDTH, HEIGHT = 100, 40
 FIRST = "Who founded the observatory at Kellhaven?"
+SECOND = "And when was that?"
 
 
 class Terminal:
@@ -83,7 +85,7 @@ Scene = Callable[[Terminal], None]
 def follow_up(terminal: Terminal) -> None:
     terminal.types(FIRST, "Enter")
     terminal.until("sources: ")
-    terminal.types("And when was that?", "Enter")
+    terminal.types(SECOND, "Enter")
     terminal.until("tokens kept")
 
 
@@ -107,6 +109,18 @@ def narrow(terminal: Terminal) -> None:
     terminal.until("typed on in a narrow window and a wide one")
 
 
+def narrow_answer(terminal: Terminal) -> None:
+    """The window becomes narrow while an answer is written, and wide again while the next one is."""
+    terminal.types(FIRST, "Enter")
+    terminal.until("llhaven", times=2)
+    terminal.resized(40, 20)
+    terminal.until("sources: ")
+    terminal.types(SECOND, "Enter")
+    terminal.until(f"{SECOND}\nThe")
+    terminal.resized(WIDTH, HEIGHT)
+    terminal.until("tokens kept")
+
+
 def korean(terminal: Terminal) -> None:
     """Wide characters: Backspace and the arrows go by whole ones."""
     terminal.types("달여섬 등대에", "BSpace", "Left", "Left", "BSpace")
@@ -116,9 +130,12 @@ def korean(terminal: Terminal) -> None:
 
 
 def several_lines(terminal: Terminal) -> None:
-    terminal.types("the first line", "M-Enter")
-    terminal.types("the second")
-    terminal.until("the second")
+    """Of which Enter makes one question."""
+    terminal.types("Who founded", "M-Enter")
+    terminal.types("the observatory at Kellhaven?")
+    terminal.until("> Who founded\n  the observatory at Kellhaven?")
+    terminal.types("", "Enter")
+    terminal.until("sources: ")
 
 
 def commands(terminal: Terminal) -> None:
@@ -150,6 +167,7 @@ SCENES: dict[str, Scene] = {
     "follow-up": follow_up,
     "ctrl-c": ctrl_c,
     "narrow": narrow,
+    "narrow-answer": narrow_answer,
     "korean": korean,
     "several-lines": several_lines,
     "commands": commands,
@@ -179,10 +197,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
     parser.add_argument("--only", choices=SCENES)
+    parser.add_argument("--max-tokens", default="256", help="of each answer")
     parser.add_argument("--folder", type=Path, default=Path(), help="where the chat works, and /save writes")
     given = parser.parse_args()
+    answers = ("--max-tokens", given.max_tokens)
     for name in [given.only] if given.only else SCENES:
-        print(f"## {name}\n\n```\n{played(name, given.store, given.folder)}\n```\n", flush=True)
+        print(f"## {name}\n\n```\n{played(name, given.store, given.folder, *answers)}\n```\n", flush=True)
 
 
 if __name__ == "__main__":

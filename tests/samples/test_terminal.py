@@ -15,8 +15,9 @@ pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="there is n
 
 
 def test_keys_and_windows(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", 2)
+    corpus = write_corpus(tmp_path / "corpus", 2)
+    (corpus / "kellhaven.md").write_text("The observatory at Kellhaven was founded by a baker.\n")
     model = save_tiny("llama", tmp_path / "model")
-    kvtool("ingest", tmp_path / "corpus", "--model", model, "--store", tmp_path / "store", *CHUNKS).fine()
-    for scene in ("korean", "narrow", "ends"):
-        assert "Enter asks" in played(scene, tmp_path / "store", tmp_path)
+    kvtool("ingest", corpus, "--model", model, "--store", tmp_path / "store", *CHUNKS).fine()
+    for scene in ("korean", "narrow", "several-lines", "ends"):
+        assert "Enter asks" in played(scene, tmp_path / "store", tmp_path, "--max-tokens", "8")
