@@ -13,6 +13,7 @@ import torch
 import kvtool
 from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
+from kvtool.core.errors import RemoteError
 from kvtool.core.query.reply import Reply
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.opening import local_place, open_shared
@@ -163,6 +164,61 @@ def test_records_that_refine_others(store: Path, tmp_path: Path) -> None:
     again, nothing = asking(url, fusion="reuse", level="1")
     same(again, wanted)
     assert (nothing.first, nothing.rest) == ([], [])
+
+
+def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
+    """So many records come of those that no row saw, then this happens, once."""
+    real, rest = Arrivals.take, Tier._fetch_rest
+    errors, left = [error], list[int]()
+
+    def take(self: Arrivals, timeout: float) -> Any:
+        if left and errors:
+            left[0] -= 1
+            if left[0] < 0:
+                raise errors.pop()
+        return real(self, timeout)
+
+    def fetch_rest(self: Tier) -> None:
+        left[:] = [after]
+        rest(self)
+
+    patch.setattr(Arrivals, "take", take)
+    patch.setattr(Tier, "_fetch_rest", fetch_rest)
+
+
+def test_a_tier_that_goes_before_what_others_refine_has_come(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finer record is of no use without the coarser one, and is kept with it alone."""
+    command("compress", "--fit", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
+    url = f"file://{tmp_path / 'shared'}"
+    command("store", "push", url, "--store", store).fine()
+    _, asked = asking(url, fusion="reuse", level="1")
+    here = local_place(url)
+    shutil.rmtree(here)
+    of_last = [level for _, level, layer in asked.rest if layer == LAYERS - 1]
+    interrupted(monkeypatch, len(asked.rest) - of_last.count("2") + 1, RemoteError("it is gone"))
+    told: list[str] = []
+    asking(url, told, fusion="reuse", level="1")
+    assert [text for text in told if "it is gone" in text] != []
+    with Store.open(here) as opened:
+        kept = [{*opened.sizes_here(chunk_id)} for chunk_id in opened.chunk_ids()]
+    assert {"1", "2"} in kept
+    assert [levels for levels in kept if "1" in levels and "2" not in levels] == []
+
+
+def test_ctrl_c_while_the_rest_comes(store: Path, in_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was on its way is asked for again: nothing that comes then is taken for something else, and damaged."""
+    told: list[str] = []
+    interrupted(monkeypatch, 3, KeyboardInterrupt())
+    with kvtool.open(in_folder, warn=lambda text, hint: told.append(text)) as cache:
+        with pytest.raises(KeyboardInterrupt):
+            cache.query(QUESTION, max_tokens=4, top_k=8, fusion="reuse")
+        again = cache.query(QUESTION, max_tokens=4, top_k=8, fusion="reuse")
+    assert told == []
+    same(again, asking(store, fusion="reuse")[0])
+    here = payloads(local_place(in_folder))
+    assert {chunk for chunk, _ in here} >= {one.id for one in again.chunks}
 
 
 def test_what_there_is_no_room_for_is_fetched_as_far_as_it_is_seen(store: Path, in_folder: str) -> None:

@@ -26,6 +26,7 @@ from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
 from kvtool.core.remote.front import bytes_of, make_room, plan_room
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.offers import Offers
+from kvtool.core.remote.survey import base_of
 from kvtool.core.upkeep.budget import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
@@ -148,12 +149,18 @@ class Tier:
     def _take(self, asked: Mapping[Place, Collection[int]], lacking: set[_Record]) -> None:
         """Ask for layers of some chunks, and take what comes until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
-        self._ask(arrivals, asked)
-        while lacking:
-            place, number = self._coming.popleft()
-            if not self.keep(place, number, arrivals.take(self.timeout).value):
-                self._lost.add(place)
-            lacking.discard((place, number))
+        try:
+            self._ask(arrivals, asked)
+            while lacking:
+                place, number = self._coming.popleft()
+                if not self.keep(place, number, arrivals.take(self.timeout).value):
+                    self._lost.add(place)
+                lacking.discard((place, number))
+        except BaseException:  # Ctrl-C, too: nobody knows which of them comes next
+            arrivals.close()
+            self._arrivals = None
+            self._coming.clear()
+            raise
 
     def _ask(self, arrivals: Arrivals, layers: Mapping[Place, Collection[int]]) -> None:
         """Ask for what is not here of some layers of some chunks, layer by layer of all of them."""
@@ -269,15 +276,19 @@ class Tier:
         return written
 
     def _whole(self) -> list[_Fetched]:
-        """Levels of chunks of which all layers, and what they refine, have come or are here."""
-        whole = list[_Fetched]()
-        for (chunk_id, level), layers in self._fetched.items():
+        """Levels of chunks of which all layers, and what they refine, have come or are here; the coarser first. That
+        is asked of the records: the tier may be gone by now, with all that it told."""
+        whole = dict[Place, _Fetched]()
+        for (chunk_id, level), layers in sorted(self._fetched.items(), key=lambda row: level_of(row[0][1]).bits):
             with suppress(DamagedError):  # its description: the next catalogue brings it again
-                info, offer = self._store.chunk_info(chunk_id), self.offers(chunk_id).get(level)
-                alone = offer is None or offer.base is None or self.is_here(chunk_id, offer.base)
-                if info is not None and alone and len(layers) == info.layers:
-                    whole.append((chunk_id, info, level, [layers[layer] for layer in range(info.layers)]))
-        return whole
+                info = self._store.chunk_info(chunk_id)
+                if info is None or len(layers) != info.layers:
+                    continue
+                base = base_of(chunk_id, level, layers[0]) if level_of(level).nested else None
+                if base is None or (chunk_id, base) in whole or base in self._store.sizes_here(chunk_id):
+                    records = [layers[layer] for layer in range(info.layers)]
+                    whole[chunk_id, level] = chunk_id, info, level, records
+        return [*whole.values()]
 
     def _is_in_force(self) -> bool:
         """Whether the catalogue that was taken over last is the one that was fetched by. Writer lock held."""
