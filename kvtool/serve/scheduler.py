@@ -100,9 +100,12 @@ class Scheduler:
         return int(min(most, max(least, self._seconds * len(self._waiting) / self._parallel)))
 
     def leave(self, job: Job) -> None:
-        """Nobody waits for a job any more: it ends before its next token."""
+        """Nobody waits for a job any more: it ends before its next token, and its place in the queue is free."""
         with self._changed:
             job.left = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+                job.ended = True
             self._changed.notify_all()
 
     def warned(self, text: str, hint: str) -> bool:

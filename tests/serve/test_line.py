@@ -157,6 +157,21 @@ def test_a_client_that_fills_the_queue_keeps_no_other_out(ready: Path) -> None:
     assert served.warnings == []
 
 
+def test_who_has_left_takes_no_place_while_another_prompt_is_computed(ready: Path) -> None:
+    with serving(ready, queue=2) as served, turned(served) as permits:
+        scheduler = served.engine.scheduler
+        for number in range(2):
+            with posted(served, body(user=f"gone {number}")):
+                wait_until(lambda: scheduler.waiting == 1)
+            wait_until(lambda: scheduler.waiting == 0)  # no turn has ended meanwhile
+        with posted(served, body()) as stays:
+            wait_until(lambda: scheduler.waiting == 1)
+            permits.release(10**6)
+            assert b"200 OK" in stays.recv(4096)
+        assert sorted(line["status"] for line in served.logged(3)) == [200, 499, 499]
+    assert served.warnings == []
+
+
 @pytest.mark.parametrize("name", ["user", "safety_identifier"])
 @pytest.mark.parametrize("value", [5, True, ["a"], {"a": "b"}])
 def test_a_user_that_is_no_text(served: Served, name: str, value: Any) -> None:
