@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.urls import open_blobs
+from kvtool.core.session.levels import losses_by_maker
 from tests.cache.making import make_store
 
 MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16
@@ -65,6 +68,32 @@ def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: st
     know(store, later, LEAD_IN | {"ids": [3]})
     send(store, url)
     assert seen(url) == (later, LEAD_IN | {"ids": [3]})
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"profile": "", "losses": {}}, {"profile": "", "losses": {NONE: {"1": loss(0.1)}}}]
+)
+def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Path, url: str) -> None:
+    """Of a store that was never compressed, and of one that was pruned of all KV."""
+    digest = hashlib.blake2b(b"profile", digest_size=16).digest()
+    know(store, {"profile": digest.hex(), "losses": {"2": loss(0.001)}}, LEAD_IN)
+    with store.writer() as writer:
+        writer.add_profile(digest, b"profile")
+    send(store, url)
+    with store.writer() as writer:
+        writer.drop_profiles([digest])
+        writer.drop_level(store.chunk_ids(), "raw")
+    know(store, own, LEAD_IN)
+    send(store, url)
+    there, _ = seen(url)
+    assert there["profile"] == digest.hex()
+    assert losses_by_maker(there)[digest.hex()] == {"2": loss(0.001)}
+    assert losses_by_maker(there).get(NONE) == losses_by_maker(own).get(NONE)
+    with closing(open_blobs(url)) as blobs:
+        head = blobs.get([HEAD])
+    send(store, url)
+    with closing(open_blobs(url)) as blobs:
+        assert blobs.get([HEAD]) == head
 
 
 def test_a_store_in_front_that_was_filled_by_an_older_kvtool(store: Store, url: str) -> None:

@@ -10,7 +10,7 @@ from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
-from kvtool.core.remote import survey
+from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, Level, catalogue_name, digest_of
@@ -20,6 +20,7 @@ from kvtool.core.remote.reading import check_same_identity, put_copies, read_hea
 from kvtool.core.remote.rehearsal import Rehearsal
 from kvtool.core.remote.send import Sender
 from kvtool.core.remote.shards import pack_root, sharded
+from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
 from kvtool.core.remote.transfer_report import TransferReport
 
@@ -137,7 +138,25 @@ class _Push:
     def _joined(self, mine: Catalogue, theirs: Catalogue) -> Catalogue:
         joined = join(mine, theirs, self.newer)
         less = without_superseded(joined, mine)
-        return less if less != joined and self._is_whole(mine) else joined
+        return self._with_codec(less if less != joined and self._is_whole(mine) else joined, theirs)
+
+    def _with_codec(self, joined: Catalogue, theirs: Catalogue) -> Catalogue:
+        """With what the tier knows of the codec levels besides, where the store has no profile: it was never
+        compressed, or all KV that needed one has gone from it. Else what the store says is as it is."""
+        state, mark = self.store.codec_state(), theirs.meta.get("codec")
+        if state.get("profile") or mark in (None, joined.meta["codec"]):
+            return joined
+        (value,) = self.blobs.get([f"meta/codec-{mark}"])
+        try:
+            known = values.open_meta("codec", value or b"")
+        except DamagedError:
+            return joined
+        both = join_codec(state, known)
+        if both.get("profile") and both["profile"] not in joined.profiles:
+            return joined
+        sealed = values.sealed_meta("codec", both)
+        self.blobs.put({f"meta/codec-{digest_of(sealed)}": sealed})
+        return replace(joined, meta=joined.meta | {"codec": digest_of(sealed)})
 
     def _is_whole(self, mine: Catalogue) -> bool:
         """Whether nothing is damaged or lost here: else it may be whole there."""
