@@ -283,6 +283,19 @@ def test_nothing_exact_is_left_to_make_another_level_of(plain: Path) -> None:
     assert levels_in(plain)[others[0]] == ["2"]
 
 
+def test_chunks_without_any_record_are_told_apart_from_lossy_ones(plain: Path) -> None:
+    """What `store prune` left without KV comes back by an ingest into the same store; what is lossy alone does not."""
+    bare, lossy, *_ = chunks_in(plain)
+    run(plain, "2", keep_raw=False, chunks=(lossy,))
+    drop(plain, "raw", bare)
+    report = run(plain, "1", chunks=(bare, lossy))
+    assert (report.encoded, report.kept, report.skipped) == (0, 0, 2)
+    assert [text for text in report.warnings if "no exact record" in text and text.startswith("1 chunk")]
+    assert [text for text in report.warnings if "no KV is stored" in text and text.startswith("1 chunk")]
+    alone = run(plain, "1", chunks=(bare,))
+    assert not any("no exact record" in text for text in alone.warnings)
+
+
 def not_decoding(works: Callable[..., Any]) -> Callable[..., Any]:
     def decode(self: Any, items: Any, layer: int = 0, *more: Any) -> Any:
         if layer == 2:

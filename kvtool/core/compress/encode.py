@@ -15,6 +15,7 @@ from kvtool.core.codec.nested import coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
+from kvtool.core.common.sizes import counted
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.compress.encoding import Task
 from kvtool.core.compress.hands import Hands, OwnHands, Plan
@@ -52,6 +53,7 @@ class Encoder:
         self._shelf = ProfileShelf(store)
         self._options, self._report, self._events = options, report, events
         self._there: list[bytes] = []  # chunks that have the levels now, and were not read back
+        self._bare = 0  # chunks passed over that have no record at all: here an ingest computes them again
 
     def run(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
         """Encode what is missing, read all of it back, drop what is exact if asked to."""
@@ -70,9 +72,13 @@ class Encoder:
                 self._take(hands, back)
             self._settle(back, last=True)
             self._report.workers = hands.workers
-        if self._report.skipped:
-            text = f"{self._report.skipped} chunks stay as they are: no exact record of them is left to encode"
+        if lossy := self._report.skipped - self._bare:
+            stay = counted(lossy, "chunk stays as it is", "chunks stay as they are")
+            text = f"{stay}: no exact record is left to encode"
             self._warn(text, "ingest their documents into a new store to encode them anew")
+        if self._bare:
+            text = f"{counted(self._bare, 'chunk')} passed over: no KV is stored, as after `store prune`"
+            self._warn(text, "`kvtool ingest` of their documents computes it again; then compress once more")
 
     def _hands(self, pool: ThreadPoolExecutor) -> Hands:
         if self._options.ray:
@@ -133,6 +139,7 @@ class Encoder:
             return None
         if source is None:
             self._report.skipped += 1
+            self._bare += not stored
             self._events.advance(1)
             return None
         doomed = [level for level in stale if level in wanted]
