@@ -19,6 +19,7 @@ from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.verify import verify
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
+from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.compact import compact
 from kvtool.core.upkeep.job import PruneReport, prune
 from kvtool.core.upkeep.options import PruneOptions
@@ -55,6 +56,26 @@ def with_kv(path: Path) -> list[str]:
     """Files of :func:`make_store` whose chunks have KV."""
     with Store.open(path) as store:
         return [s for s in store.sources() if all(store.has_chunk(id_of(f"{s}.{n}")) for n in range(2))]
+
+
+def test_a_low_watermark_that_cannot_be_reached_costs_nothing(tmp_path: Path) -> None:
+    """The limit can be: no more goes than for it, and nothing of a store within it."""
+    path = make_store(tmp_path / "store", 40, 3, DIM)
+    pin(path, [f"f{number}" for number in range(34)])
+    smallest = prune(path, PruneOptions(max_size=1, dry_run=True)).smallest
+    assert smallest is not None
+    limit = int(smallest / 0.95)
+    keep_budget(path, limit)
+    before = with_kv(path)
+    planned = prune(path, PruneOptions(dry_run=True))
+    done = prune(path, PruneOptions())
+    assert (planned.goal, done.goal, done.reached, done.smallest) == (limit, limit, True, None)
+    assert [step.to_json() for step in planned.steps] == [step.to_json() for step in done.steps]
+    assert 34 < len(with_kv(path)) < len(before) == 40
+    assert done.after <= limit
+    here = with_kv(path)
+    assert prune(path, PruneOptions(yes=True)).steps == []
+    assert with_kv(path) == here
 
 
 def test_down_to_the_budgets_low_watermark_by_use(tmp_path: Path) -> None:

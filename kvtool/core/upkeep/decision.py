@@ -53,6 +53,7 @@ def decide(store: Store, options: PruneOptions, now: float) -> Decision:
 
     A limit that cannot be reached lets nothing go: all KV would have to be computed again, for a store that is too
     large all the same. What was asked for whatever the size is done; where that is nothing, the prune is refused.
+    Where the limit can be reached and its low watermark cannot, it is the limit that is gone down to, likewise.
 
     Raises
     ------
@@ -63,9 +64,10 @@ def decide(store: Store, options: PruneOptions, now: float) -> Decision:
     profiles = tuple(old_profiles(store))
     inventory = take_inventory(store)
     inventory = replace(inventory, free=inventory.free + _size_of(store, profiles))
-    plan = plan_prune(inventory, wanted)
-    if not plan.reaches:
-        plan = replace(plan, expected=min(plan.expected, left_by(store, inventory, plan, profiles)))
+    plan = _planned(store, inventory, wanted, profiles)
+    if limit is not None and not plan.reaches and plan.expected <= limit:
+        wanted = replace(wanted, goal=limit)
+        plan = _planned(store, inventory, wanted, profiles)
     decision = Decision(limit, wanted.goal, wanted, inventory, plan, profiles)
     if limit is not None and plan.expected > limit:
         remains = remaining(
@@ -77,6 +79,13 @@ def decide(store: Store, options: PruneOptions, now: float) -> Decision:
         wanted = replace(wanted, goal=None)
         decision = replace(decision, wanted=wanted, plan=plan_prune(inventory, wanted))
     return decision if options.yes else replace(decision, refusal=_much(inventory, decision.plan))
+
+
+def _planned(store: Store, inventory: Inventory, wanted: Wanted, profiles: tuple[bytes, ...]) -> Plan:
+    plan = plan_prune(inventory, wanted)
+    if plan.reaches:
+        return plan
+    return replace(plan, expected=min(plan.expected, left_by(store, inventory, plan, profiles)))
 
 
 def _wanted(store: Store, options: PruneOptions, now: float) -> tuple[int | None, Wanted]:
