@@ -25,10 +25,19 @@ def test_no_store(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for path in (tmp_path / "none", tmp_path / "none/deeper", empty):
-        with pytest.raises(StoreNotFoundError, match="no store"):
+        with pytest.raises(StoreNotFoundError, match="no store") as caught:
             Store.open(path)
+        assert "make one with `kvtool ingest PATH`" in caught.value.hint
     assert not (tmp_path / "none").exists()
     assert os.listdir(empty) == []
+
+
+def test_where_no_store_can_be_made_none_is_advised(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(StoreNotFoundError, match="no store") as caught:
+        Store.open(tmp_path)
+    assert "make one" not in caught.value.hint
+    assert "an empty or a new folder" in caught.value.hint
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -141,7 +141,6 @@ def read_store_file(root: Path) -> StoreFile:
     ------
     StoreNotFoundError, StoreFormatError, DamagedError, KvtoolError
     """
-    hint = "make one with `kvtool ingest PATH`, or name another with --store"
     try:
         if not stat.S_ISDIR(root.stat().st_mode):
             raise StoreFormatError(f"{root} is a file, not a store's folder", "name a folder with --store")
@@ -149,7 +148,7 @@ def read_store_file(root: Path) -> StoreFile:
     except (FileNotFoundError, NotADirectoryError) as error:
         if (root / "data.mdb").exists():
             raise StoreFormatError(f"{root} holds an LMDB that is not kvtool's", "name another folder") from error
-        raise StoreNotFoundError(f"there is no store at {root}", hint) from error
+        raise StoreNotFoundError(f"there is no store at {root}", _way_to_one(root)) from error
     except OSError as error:
         raise KvtoolError(f"cannot read the store at {root}: {error.strerror}", "check who owns the folder") from error
     return _parse_store_file(root, text)
@@ -184,10 +183,25 @@ def check_foreign(root: Path) -> None:
     ------
     StoreFormatError
     """
+    if _is_foreign(root):
+        raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
+
+
+def _is_foreign(root: Path) -> bool:
+    """Whether a folder holds other things than a store."""
     ours = {LOCK_FILE, HOLDER_FILE}
     others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
-    if others and not (root / STORE_FILE).exists():  # in this order: another process may be making the store
-        raise StoreFormatError(f"{root} is not empty and holds no kvtool store", "name an empty or a new folder")
+    return bool(others) and not (root / STORE_FILE).exists()  # in this order: another process may be making the store
+
+
+def _way_to_one(root: Path) -> str:
+    """What to do where no store is; an ingest would refuse a folder of other things."""
+    try:
+        if _is_foreign(root):
+            return "it holds other things, and a store is made only in an empty or a new folder: name one with --store"
+    except OSError:  # not there, or not to be listed
+        pass
+    return "make one with `kvtool ingest PATH`, or name another with --store"
 
 
 def current_generation(root: Path) -> Path | None:

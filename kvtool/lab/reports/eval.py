@@ -35,7 +35,10 @@ class MakeOptions(Options, settings=False, group=QUESTIONS):
     """Questions where there are none."""
 
     make: int | None = option(
-        None, "Write N questions into the file first, from the store's chunks by its model.", metavar="N", lowest=1
+        None,
+        "Write N questions into the file, from the store's chunks by its model; measure nothing yet.",
+        metavar="N",
+        lowest=1,
     )
 
 
