@@ -233,6 +233,19 @@ def test_what_there_is_no_room_for_is_fetched_as_far_as_it_is_seen(store: Path, 
     assert payloads(local_place(in_folder)) == {}
 
 
+def test_a_store_in_front_that_another_writes_is_sent_what_is_seen(store: Path, in_folder: str) -> None:
+    wanted, reads = read_here(store, fusion="reuse")
+    open_shared(in_folder).close()
+    told: list[str] = []
+    with Store.open(local_place(in_folder)) as front, front.writer():
+        reply, asked = asking(in_folder, told, fusion="reuse")
+    same(reply, wanted)
+    assert sorted(asked.first) == sorted(reads)
+    assert asked.rest == []
+    assert [text for text in told if "is being written" in text] == told != []
+    assert payloads(local_place(in_folder)) == {}
+
+
 def test_what_nobody_saw_is_damaged(store: Path, in_folder: str) -> None:
     """The answer is there; the chunk is not kept, and that is told."""
     wanted, reads = read_here(store, fusion="reuse")

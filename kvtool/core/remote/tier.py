@@ -11,6 +11,7 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.link import Ahead, KVRead, Wanted
+from kvtool.core.cache.lock import writer_lock
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.types import Warn
@@ -18,6 +19,7 @@ from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
     RemoteError,
+    StoreLockedError,
 )
 from kvtool.core.model.between import step_aside
 from kvtool.core.remote.arrivals import Arrivals
@@ -228,10 +230,14 @@ class Tier:
         if not rest or self._there is None or self._store.read_only or not self._fetching.acquire(blocking=False):
             return  # who still waits for the tier has given up on a slow one, which is asked for no more
         try:
+            with writer_lock(self._store.path, 0.0):
+                pass  # where another process writes, which may take hours, nothing will be kept
             self._take(rest, set())
             while self._coming:
                 self._take({}, {self._coming[0]})
                 step_aside()  # a server's other answers go on
+        except StoreLockedError:
+            return  # `write_fetched` tells it
         except RemoteError as error:
             self.give_up(error)
         finally:
