@@ -88,7 +88,9 @@ def serving(given: argparse.Namespace, tree: Path) -> Iterator[None]:
     words = [sys.executable, "-m", "kvtool", "serve", "--store", str(given.store.absolute()), "--port", "0"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen(words, env=environment(tree), cwd=folder, stderr=subprocess.DEVNULL) as server,
+        subprocess.Popen(
+            words, env=environment(tree), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as server,
     ):
         try:
             socket, end = Path(f"{os.path.realpath(given.store)}.sock"), time.monotonic() + _UP_S
