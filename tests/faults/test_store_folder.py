@@ -121,6 +121,19 @@ def test_damaged_store_file(tmp_path: Path, text: bytes) -> None:
             door(path)
 
 
+def test_every_flipped_bit_of_the_store_file_is_told(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store")
+    sound = (path / "store.json").read_bytes()
+    for bit in range(8 * len(sound)):
+        flipped = bytearray(sound)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (path / "store.json").write_bytes(flipped)
+        with pytest.raises(KvtoolError):
+            Store.open(path)
+    (path / "store.json").write_bytes(sound)
+    Store.open(path).close()
+
+
 def test_lost_store_file_loses_no_data(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     (path / "store.json").unlink()

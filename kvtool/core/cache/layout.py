@@ -157,7 +157,8 @@ def read_store_file(root: Path) -> StoreFile:
 def _parse_store_file(root: Path, text: bytes) -> StoreFile:
     try:
         value = json.loads(text)
-        parsed = StoreFile(str(uuid.UUID(value["uuid"])), int(value["format"]))
+        uuid.UUID(value["uuid"])
+        parsed = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
     if parsed.format > FORMAT:
