@@ -93,7 +93,7 @@ def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> N
     assert is_whole(blobs)
 
 
-@pytest.mark.parametrize("moment", [("set_manifest", 1, True), ("put_chunk", 3, True), ("commit_file", 1, True)])
+@pytest.mark.parametrize("moment", [("set_manifest", 1, True), ("put_chunk", 3, True), ("commit_files", 1, True)])
 def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
     """What is there is sound; the next pull does the rest, and fetches nothing again that was taken in."""
     push(store, blobs)
