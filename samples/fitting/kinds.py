@@ -14,6 +14,7 @@ from fitting.prompts import Prompt, Rows
 from fitting.reading import Reading, held, read
 from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.modules import cache_name
 
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -172,5 +173,5 @@ def _prefilled(decoder: Decoder, texts: list[Ids], before: Rows | None = None) -
     ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
     positions = torch.arange(start, start + longest).expand(len(texts), -1)
     with decoder.plain_attention():
-        decoder.base(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        decoder.base(ids, position_ids=positions, use_cache=True, **{cache_name(decoder.base): cache})
     return [(layer.keys, layer.values) for layer in cache.layers]

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache
 
 from fitting.prompts import Prompt, Rows
+from kvtool.core.model.modules import cache_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def read(prompt: Prompt, rows: Rows, temperature: torch.Tensor | float = 1.0) ->
     cache = held(rows, len(texts))
     with decoder.plain_attention():
         states = decoder.base(
-            ids, position_ids=positions, past_key_values=cache, use_cache=True, output_hidden_states=True
+            ids, position_ids=positions, use_cache=True, output_hidden_states=True, **{cache_name(decoder.base): cache}
         ).hidden_states
     real = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
     head: Any = decoder.loaded.model.get_output_embeddings()

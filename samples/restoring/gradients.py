@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.modules import cache_name
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.quantised.native import unpack_rows
@@ -57,9 +58,9 @@ def _loss(case: Case, sides: list[torch.Tensor]) -> torch.Tensor:
     out = case.decoder.model(
         input_ids=ids,
         position_ids=positions[None],
-        past_key_values=kept,
         use_cache=True,
         logits_to_keep=len(case.script),
+        **{cache_name(case.decoder.base): kept},
     )
     log_q = out.logits[0].float().log_softmax(-1)
     log_p = case.logits.log_softmax(-1)

@@ -21,6 +21,7 @@ from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
 from kvtool.core.model.latent import joined
+from kvtool.core.model.modules import cache_name
 from kvtool.core.model.rotary import Table
 from kvtool.core.model.scoring import Scoring, Seen
 from kvtool.core.model.weights import attention_weights
@@ -99,10 +100,10 @@ def _logits(decoder: Decoder, prompts: Sequence[Asked], rows: _Rows) -> torch.Te
         out = decoder.model(
             torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
             position_ids=torch.cat(positions)[None].to(device),
-            past_key_values=DynamicCache(),
             use_cache=True,
             logits_to_keep=torch.cat(kept).to(device),
             rows=rows,
+            **{cache_name(decoder.base): DynamicCache()},
         )
     logits: torch.Tensor = out.logits[0].float()
     return logits

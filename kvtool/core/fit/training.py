@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from kvtool.core.errors import DamagedError
 from kvtool.core.fit.teacher import Target
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.modules import cache_name
 from kvtool.core.model.prefill import LeadIn
 
 _WARM_UP = 20
@@ -95,7 +96,8 @@ class Training:
         for layer, (keys, values) in enumerate(zip(*self.rows(), strict=True)):
             cache.update(*(side[None].expand(len(batch), -1, -1, -1) for side in (keys, values)), layer)
         positions = torch.arange(self._length, self._length + longest, device=decoder.device)
-        decoder.base(ids, position_ids=positions[None].expand(len(batch), -1), past_key_values=cache, use_cache=True)
+        placed = positions[None].expand(len(batch), -1)
+        decoder.base(ids, position_ids=placed, use_cache=True, **{cache_name(decoder.base): cache})
         undo, kept = decoder.rotary.table(positions).inverse(), cache.layers
         sides: list[Any] = [(layer.keys[:, :, self._length :], layer.values[:, :, self._length :]) for layer in kept]
         return [decoder.rotary.rotate(k.float(), undo, n) for n, (k, _) in enumerate(sides)], [v for _, v in sides]

@@ -21,7 +21,7 @@ from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.latent import attend_latents
 from kvtool.core.model.lean import lean_pass
 from kvtool.core.model.load import quiet
-from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
+from kvtool.core.model.modules import attentions_of, base_of, cache_name, layers_of, still
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.model.rowwise.layer import in_team, quicken
@@ -258,9 +258,9 @@ class Decoder:
                 return module(
                     input_ids=ids[None],
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],
-                    past_key_values=cache,
                     use_cache=True,
                     rows=rows,
+                    **{cache_name(self.base): cache},
                     **more,
                 )
         finally:

@@ -11,6 +11,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.core_model_loading import WeightConverter
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvtool.core.model.modules import cache_name
+
 
 @cache
 def headed(decoder: Any, wrapper: str) -> Any:
@@ -43,9 +45,8 @@ def headed(decoder: Any, wrapper: str) -> Any:
             """Logits of the last rows, or of those that are named; 0: of all."""
             out = self.model(input_ids=input_ids, **more)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            return CausalLMOutputWithPast(
-                logits=self.lm_head(out.last_hidden_state[:, kept]), past_key_values=out.past_key_values
-            )
+            name = cache_name(self.model)
+            return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state[:, kept]), **{name: out[name]})
 
     Headed.__name__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
     laid_out = [

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kvtool.core.errors import ModelError
+from kvtool.core.model.modules import cache_name
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 
@@ -57,10 +58,12 @@ class Latents:
         """Whether latents are attended now."""
         return bool(self.attention.config._attn_implementation == self._implementation)
 
-    def __call__(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module does."""
-        cache = _Swapped(past_key_values) if self.serves and past_key_values is not None else past_key_values
-        return type(self.attention).forward(self.attention, *args, past_key_values=cache, **kwargs)
+        name = cache_name(self.attention)
+        if self.serves and kwargs.get(name) is not None:
+            kwargs[name] = _Swapped(kwargs[name])
+        return type(self.attention).forward(self.attention, *args, **kwargs)
 
     def expanded(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stand in for the module's `expand_kv`: key and value of the single head.

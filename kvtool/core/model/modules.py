@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from kvtool.core.errors import ModelError
 
-CACHES = ("past_key_values", "layer_past")  # what layers call the cache that they are given
+# What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
+CACHES = ("past_key_values", "cache", "layer_past")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 HINT = "use a causal language model with ordinary rotary attention"
 
@@ -86,5 +88,10 @@ def _asks(module: Any) -> bool:
 
 def cache_name(module: Any) -> str:
     """Under which name a module's forward takes the cache."""
-    parameters = inspect.signature(type(module).forward).parameters
+    return _cache_name(type(module).forward)
+
+
+@cache
+def _cache_name(forward: Any) -> str:
+    parameters = inspect.signature(forward).parameters
     return next((name for name in CACHES if name in parameters), CACHES[0])

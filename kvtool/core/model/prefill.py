@@ -14,6 +14,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.model.attention import passing
 from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
+from kvtool.core.model.modules import cache_name
 from kvtool.core.model.side_by_side import SideBySide, Watch
 
 _LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
@@ -156,9 +157,9 @@ def prefill_chunks(
         decoder.base(
             input_ids=torch.tensor([tokens], device=decoder.device),
             position_ids=positions[None],
-            past_key_values=_PackedCache(collect, wanted - 1),
             use_cache=True,
             rows=rows,
+            **{cache_name(decoder.base): _PackedCache(collect, wanted - 1)},
         )
     if on_gpu:
         torch.cuda.current_stream(decoder.device).synchronize()

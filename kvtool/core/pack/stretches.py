@@ -68,7 +68,10 @@ def take(store: Store, writer: Writer, pack: Members, report: TransferReport) ->
 
 
 def _is_here(store: Store, stretch: bytes, info: StretchInfo) -> bool:
-    here = store.stretches().get(stretch)
+    try:
+        here = store.stretch(stretch)
+    except DamagedError:  # a sound one takes its place
+        return False
     return here is not None and len(here.states) >= len(info.states)
 
 

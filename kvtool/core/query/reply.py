@@ -223,7 +223,7 @@ def read_batch(path: Path) -> list[Request]:
     except (OSError, UnicodeDecodeError) as error:
         why = str(getattr(error, "strerror", None) or error)
         raise UsageError(
-            f"the batch file {str(path)!r} cannot be read: {why}", "give a UTF-8 JSON-lines file"
+            f"questions cannot be read from {str(path)!r}: {why}", "give a UTF-8 JSON-lines file"
         ) from error
     requests = []
     for number, line in enumerate(lines, 1):
@@ -237,7 +237,7 @@ def read_batch(path: Path) -> list[Request]:
                 'one object a line: {"question"[, "id"][, "answers"][, "documents"][, "sources"]}',
             ) from error
     if not requests:
-        raise UsageError(f"the batch file {str(path)!r} holds no question", "one JSON object a line")
+        raise UsageError(f"{str(path)!r} holds no question", "one JSON object a line")
     return requests
 
 

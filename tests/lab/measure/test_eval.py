@@ -64,6 +64,8 @@ def test_a_source_that_the_store_has_not_is_refused_before_a_model_is_loaded(tmp
     kvtool("eval", file, "--store", store, "--model", "no-such-model").failed(2, "nowhere.md")
     kvtool("eval", "--store", store).failed(2, "needs a file of questions", "--make")
     kvtool("eval", "--make", "3", "--store", store).failed(2, "to write the questions into", "made.jsonl --make 3")
+    both = kvtool("eval", "made.jsonl", "--make", "3", "--runs", "reuse,union:5%", "--store", store)
+    both.failed(2, "measures nothing yet", "eval made.jsonl --runs reuse,union:5%")
     kvtool("eval", tmp_path / "none.jsonl", "--store", store).failed(2, "cannot be read")
 
 

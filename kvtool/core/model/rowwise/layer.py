@@ -16,6 +16,7 @@ import torch
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kernels import isa_here
 from kvtool.core.model.kinds import angles_of
+from kvtool.core.model.modules import cache_name
 from kvtool.core.model.packed import LaidOut
 from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.rowwise.native import Code, code_for
@@ -78,24 +79,25 @@ class QuickLayer:
         hidden_states: torch.Tensor,
         attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         rows: Any = None,
         **more: Any,
     ) -> torch.Tensor:
         """Compute `[1, rows, hidden]` of the same, as the model's decoder calls its layers."""
-        if self._serves(hidden_states, past_key_values, position_embeddings, rows, more):
+        name = cache_name(self.layer)
+        cache = more.pop(name, None)
+        if self._serves(hidden_states, cache, position_embeddings, rows, more):
             assert position_embeddings is not None
-            return self._computed(hidden_states.contiguous(), position_embeddings, past_key_values, rows)
+            return self._computed(hidden_states.contiguous(), position_embeddings, cache, rows)
         out: torch.Tensor = type(self.layer).forward(
             self.layer,
             hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
             position_embeddings=position_embeddings,
+            **{name: cache},
             **({} if rows is None else {"rows": rows}),
             **more,
         )
@@ -295,9 +297,9 @@ def _is_alike(decoder: Decoder, quick: QuickLayer) -> bool:
         out = forward(
             hidden.clone(),
             position_ids=rows.positions[None],
-            past_key_values=cache,
             position_embeddings=tables,
             rows=rows,
+            **{cache_name(quick.layer): cache},
         )
         results.append([side.float() for side in (out, cache.buffers[0].keys, cache.buffers[0].values)])
     return all(_apart(*pair) <= _CLOSE[decoder.dtype] for pair in zip(*results, strict=True))

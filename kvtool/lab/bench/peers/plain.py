@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.model.load import quiet, resolve_dtype
+from kvtool.core.model.modules import cache_name
 from kvtool.core.model.resolve import resolve
 from kvtool.lab.bench.peers.runner import About
 from kvtool.lab.bench.peers.task import PeerPrompt, Task
@@ -42,8 +43,9 @@ class PlainRunner:
     @torch.inference_mode()
     def _compute(self, ids: tuple[int, ...]) -> int:
         given = torch.tensor([ids])
-        out = self._model(input_ids=given, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._cache = out.past_key_values
+        name = cache_name(self._model)
+        out = self._model(input_ids=given, use_cache=True, logits_to_keep=1, **{name: self._cache})
+        self._cache = out[name]
         return int(out.logits[0, -1].argmax())
 
     def about(self, prompt: PeerPrompt) -> About:
