@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from pathlib import Path
 
@@ -9,13 +11,15 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import blobs as blobs_module
-from kvtool.core.remote import sweep
+from kvtool.core.remote import lease, sweep
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.entries import digest_of
+from kvtool.core.remote.folder import FolderBlobs
 from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.redis import RedisBlobs
 from tests.cache.making import add_file
 from tests.remote.backends import WRITABLE
 from tests.remote.test_sharing import after_first, forget, is_whole, new_store, other, pushed_by, store
@@ -127,6 +131,53 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
         blobs.hold("push-own")
     blobs.release("push-own")
     assert push(store, blobs, delete=True).removed == 7
+
+
+def hold_at(blobs: Blobs, name: str, at: float) -> None:
+    """Hold a name as one does whose clock tells this time."""
+    if isinstance(blobs, FolderBlobs):
+        blobs.hold(name)
+        os.utime(blobs._path(f"push/{name}"), (at, at))
+    elif isinstance(blobs, RedisBlobs):
+        blobs._client.zadd(blobs._key("push"), {name: at})
+    else:
+        blobs.put({"push": json.dumps({name: at}).encode()})
+
+
+@pytest.mark.parametrize("what", ["push", "sweep"])
+def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs: Blobs) -> None:
+    """It would stand until that time is there, and whoever pushes beside it would be taken for dead."""
+    push(store, blobs)
+    forget(store, "f2")
+    hold_at(blobs, f"{what}-ghost", time.time() + 10_000_000)
+    blobs.hold("push-running")
+    assert blobs.held() == {"push-running"}
+    blobs.release("push-running")
+    report = push(store, blobs, delete=True)
+    assert (report.removed, report.spared) == (7, 0)
+
+
+def test_a_sweep_that_never_ends_is_waited_for_no_longer_than_a_dead_one(
+    store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.2)
+    monkeypatch.setattr(lease, "_LONGER", 0.0)
+    hold_at(blobs, "sweep-ghost", time.time() + 1000)  # clocks may differ by that
+    push(store, blobs)
+    assert is_whole(blobs)
+
+
+def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hours, of a large tier: a deletion would take what it has found sound, and nobody counts on yet."""
+    push(store, blobs)
+    seen = list[str]()
+    real = type(blobs).get
+    monkeypatch.setattr(lease, "_RENEWED_EVERY", -1.0)
+    monkeypatch.setattr(type(blobs), "hold", lambda self, name: seen.append(name))
+    monkeypatch.setattr(type(blobs), "get", lambda self, names: (seen.append("get"), real(self, names))[1])
+    push(store, blobs, verify=True)
+    inside = seen[seen.index(next(name for name in seen if name != "get")) :]
+    assert "get get" not in " ".join(inside)
 
 
 def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from kvtool.core.cache.link import Wanted
 
 TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
 LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held stands, by what it begins with
+AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Reader(Protocol):
@@ -134,3 +135,9 @@ class Blobs(Protocol):
 def seconds_held(name: str) -> float:
     """How long a name that is held stands. Raises KeyError for another name."""
     return LEASES[name.partition("-")[0]]
+
+
+def stands(name: str, renewed: float, now: float) -> bool:
+    """Whether a name is held that was last renewed at a time. Not where that is far ahead: the clock was wrong then,
+    and would have it held until the right one is there. Raises KeyError for another name."""
+    return -AHEAD < now - renewed < seconds_held(name)

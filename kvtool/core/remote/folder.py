@@ -18,7 +18,7 @@ from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.cache.link import Wanted
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import ReadInTurn, seconds_held
+from kvtool.core.remote.blobs import ReadInTurn, seconds_held, stands
 from kvtool.core.remote.descend import Writing, again_if_gone, is_left_behind, opened
 from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.limits import MOST_BYTES, most_bytes
@@ -45,6 +45,7 @@ class FolderBlobs:
         self.url = f"file://{root}"
         self._root = root
         self._writing: Writing | None = None
+        self._renewed: float | None = None  # when something was last held from here, as the file system tells it
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
@@ -121,6 +122,7 @@ class FolderBlobs:
             handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
             try:
                 os.utime(handle)
+                self._renewed = os.fstat(handle).st_mtime
             finally:
                 os.close(handle)
 
@@ -132,8 +134,8 @@ class FolderBlobs:
                 with suppress(FileNotFoundError, KeyError):
                     seconds_held(entry.name)  # one of ours
                     times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
-        now = max(times.values(), default=0.0)  # when the latest was renewed, which is that of whoever asks
-        over = {name for name, at in times.items() if now - at >= seconds_held(name)}
+        now = max(times.values(), default=0.0) if self._renewed is None else self._renewed
+        over = {name for name, at in times.items() if not stands(name, at, now)}
         for name in over:
             self.release(name)
         return times.keys() - over

@@ -16,6 +16,7 @@ from kvtool.core.remote.blobs import LEASES, Blobs
 
 _RENEWED_EVERY = min(LEASES.values()) / 4
 _LOOK_EVERY = 0.1  # seconds, while another one deletes
+_LONGER = 5.0  # seconds to wait for what should be over by then
 
 
 class Lease:
@@ -31,7 +32,9 @@ class Lease:
         """Hold it; entered when nobody else deletes."""
         self.renew()
         try:
-            while self._others("sweep"):
+            # Who deletes gives way at its next values. What stands when a dead one is over was held by a wrong clock.
+            until = time.monotonic() + LEASES["sweep"] + _LONGER
+            while self._others("sweep") and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY)
                 self._hold("push")
             yield

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import RemoteError
-from kvtool.core.remote.blobs import TIMEOUT, seconds_held
+from kvtool.core.remote.blobs import TIMEOUT, seconds_held, stands
 from kvtool.core.remote.limits import most_bytes
 from kvtool.core.remote.object_access import Address, address_of, open_objects
 from kvtool.core.remote.object_errors import explained, status_of
@@ -252,4 +252,4 @@ def _leases(value: bytes | None, at: float) -> dict[str, float]:
 
 
 def _stands(name: str, held: float, now: float) -> bool:
-    return now - held < seconds_held(name) + _RESOLUTION
+    return stands(name, held, now - _RESOLUTION)

@@ -12,7 +12,7 @@ from kvtool.core.cache.link import Wanted
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import TIMEOUT, seconds_held
+from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
 from kvtool.core.remote.limits import most_bytes
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
@@ -116,6 +116,7 @@ class RedisBlobs:
         with self._explained():
             now, waiting = self._now(), self._client.pipeline()
             waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
+            waiting.zremrangebyscore(self._key(_LEASES), now + max(LEASES.values()) + AHEAD, "+inf")  # see `stands`
             waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
             waiting.execute()
 

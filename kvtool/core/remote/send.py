@@ -172,6 +172,7 @@ class Sender:
         sizes = {}
         for at in range(0, len(names), _AT_ONCE):
             some = names[at : at + _AT_ONCE]
+            self.lease.renew()  # to read all of a tier may take hours
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
         return sizes
