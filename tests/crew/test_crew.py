@@ -33,7 +33,7 @@ def test_workers_that_nobody_asks_for_are_refused() -> None:
 
 
 def test_an_address_without_a_cluster_is_told_soon() -> None:
-    for address in ("127.0.0.1:1", "nonsense:xx"):
+    for address in ("127.0.0.1:1", "nonsense:xx", "[::1"):
         with pytest.raises(KvtoolError, match="does not answer") as told:
             check_there(address)
         assert "--ray local" in told.value.hint

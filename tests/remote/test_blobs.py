@@ -6,6 +6,7 @@ import itertools
 import time
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -97,6 +98,12 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
         ("https://host/kv?signature=1", "behind . or #"),
         ("file://host/folder", "names no folder of this machine"),
         ("file://relative", "names no folder of this machine"),
+        ("file:///mnt/kv%00", "names no folder of this machine"),
+        ("file:///mnt/kv#2", "behind . or #"),
+        ("file:///mnt/kv?prefix=2", "behind . or #"),
+        ("redis://host/other", "names no database"),
+        ("redis://host/0/1", "names no database"),
+        ("redis://host/0?prefix=", "an empty prefix"),
         ("redis://host:port/0", "cannot be read"),
         ("redis:/host/0", "no URL of a shared store"),
         ("/mnt/shared", "no URL of a shared store"),
@@ -106,6 +113,16 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
 def test_what_is_no_url(url: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         open_blobs(url).get(["x"])
+
+
+@pytest.mark.parametrize("name", ["100% a#b?c", "가게", "\udcff\udcfe"])
+def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
+    """What is shown of such a folder names it again, and none is taken for another."""
+    with closing(open_blobs(f"file://{tmp_path}/{quote(name, errors='surrogateescape')}")) as blobs:
+        blobs.put({"x": b"1"})
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        with closing(open_blobs(blobs.url)) as again:
+            assert again.get(["x"]) == [b"1"]
 
 
 def test_no_redis_there() -> None:

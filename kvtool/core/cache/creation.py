@@ -31,7 +31,8 @@ def create_if_missing(root: Path) -> None:
                 _create(root)
     except OSError as error:
         raise KvtoolError(
-            f"cannot make a store at {root}: {error.strerror}", "name another folder with --store"
+            f"cannot make a store at {root}: {error.strerror}",
+            "name another folder with --store, or for copies of shared stores with KVTOOL_CACHE",
         ) from error
 
 

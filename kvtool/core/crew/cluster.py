@@ -56,8 +56,8 @@ def check_there(address: str) -> None:
     _ray()
     if address in (LOCAL, AUTO):
         return
-    place = urlsplit(address if "://" in address else f"ray://{address}")
     try:
+        place = urlsplit(address if "://" in address else f"ray://{address}")
         socket.create_connection((place.hostname or "", place.port or _PORT), timeout=_PATIENCE).close()
     except (OSError, ValueError) as error:
         raise KvtoolError(f"Ray does not answer at {address!r}: {error}", _WHERE) from error

@@ -26,23 +26,26 @@ from kvtool.core.remote.limits import MOST_BYTES, most_bytes
 _LOCK = "head.lock"
 _LOCK_WAIT = 10.0  # seconds; a swap takes milliseconds
 _LEASES = "push"  # the folder of what is held
+_ESCAPED = {"%": "%25", "?": "%3F", "#": "%23"}  # so that what is shown is taken again; others stay as people read them
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def from_url(url: str, timeout: float) -> FolderBlobs:
     """The folder of a `file://` URL; a timeout has no meaning for it."""
+    if "?" in url or "#" in url:  # left out of a path without a word, it would be another folder
+        raise UsageError(f"{for_people(url)} has something behind ? or #", "in a folder's name write ? # as %3F %23")
     parts = urlsplit(url)
-    path = Path(unquote(parts.path))
-    if parts.netloc not in ("", "localhost") or not path.is_absolute():
+    path = unquote(parts.path, errors="surrogateescape")  # names of any bytes, as Python has them
+    if parts.netloc not in ("", "localhost") or not Path(path).is_absolute() or "\0" in path:
         raise UsageError(f"{for_people(url)} names no folder of this machine", "such as file:///mnt/shared/kv")
-    return FolderBlobs(path)
+    return FolderBlobs(Path(path))
 
 
 class FolderBlobs:
     """A folder; made on the first put."""
 
     def __init__(self, root: Path) -> None:
-        self.url = f"file://{root}"
+        self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
         self._writing: Writing | None = None
         self._renewed: float | None = None  # when something was last held from here, as the file system tells it

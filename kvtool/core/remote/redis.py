@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +29,10 @@ def from_url(url: str, timeout: float) -> RedisBlobs:
     more = parts.path + parts.query
     if not is_host(parts.netloc.rpartition("@")[2]) or parts.fragment or url.count("@") > 1 or "@" in more:
         raise ValueError("a password that is not escaped would be taken for a host, and looked up")
+    if not re.fullmatch(r"(/\d*)?/?", parts.path):  # redis-py would take the first one
+        raise UsageError(f"{for_people(url)} names no database", "it is a number, such as redis://host:6379/0")
+    if dict(parse_qsl(parts.query, keep_blank_values=True)).get("prefix") == "":
+        raise UsageError(f"{for_people(url)} has an empty prefix", "leave ?prefix= out, or name one")
     return RedisBlobs(url, timeout)
 
 
