@@ -133,6 +133,20 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     assert push(store, blobs, delete=True).removed == 7
 
 
+def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
+    store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pull goes on with the catalogue that came into force meanwhile."""
+    push(store, blobs)
+    forget(store, "f2")
+    after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
+    report = pull(tmp_path / "pulled", blobs)
+    assert report.damaged == []
+    assert (report.files.moved, report.files.unchanged) == (2, 0)
+    with Store.open(tmp_path / "pulled") as pulled:
+        assert pulled.sources() == ["f0", "f1"]
+
+
 def hold_at(blobs: Blobs, name: str, at: float) -> None:
     """Hold a name as one does whose clock tells this time."""
     if isinstance(blobs, FolderBlobs):

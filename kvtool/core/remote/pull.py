@@ -31,6 +31,7 @@ _HELD_OF_EACH = (
     2**9
 )  # so much for each, a quarter of what the catalogue takes in memory: pages are met a few times then
 _SMALL_AT_ONCE = 2048  # descriptions that are asked for together
+_TRIES = 8  # pushes that come in between and delete what is just fetched
 
 
 def pull(
@@ -72,7 +73,16 @@ def pull(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        return adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
+        report = adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
+        for _ in range(_TRIES):
+            if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
+                break
+            if delete and not yes:
+                check_share(store, latest, blobs.url)
+            before, catalogue = report, latest  # what did not come may have been deleted with the one before
+            report = adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
+            report.goes_on_from(before)
+        return report
 
 
 def adopt(

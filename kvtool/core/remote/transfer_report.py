@@ -13,6 +13,11 @@ class Counts:
     moved: int = 0
     unchanged: int = 0
 
+    def goes_on_from(self, before: Counts) -> None:
+        """Count what an earlier part of the same job moved, which this one has found there."""
+        self.unchanged = max(0, self.unchanged - before.moved)
+        self.moved += before.moved
+
 
 @dataclass
 class TransferReport:
@@ -43,6 +48,14 @@ class TransferReport:
     def note_damage(self, what: str, why: str) -> None:
         """Something was left out."""
         self.damaged.append({"what": what, "reason": why})
+
+    def goes_on_from(self, before: TransferReport) -> None:
+        """Count what an earlier part of the same job did; what it left out, this one has tried again."""
+        self.files.goes_on_from(before.files)
+        self.chunks.goes_on_from(before.chunks)
+        self.removed += before.removed
+        self.bytes += before.bytes
+        self.seconds += before.seconds
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object, as `--json` shows it."""
