@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -60,8 +61,10 @@ def bind(options: ServeOptions) -> socket.socket:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         hint = "another server may be running; name another --port, or 0 for a free one" if taken else "check --host"
-        why = (error.strerror or str(error)).lower()
-        raise KvtoolError(f"cannot listen at {options.host}:{options.port}: {why}", hint) from error
+        # Python's words repeat the address; those of names that are not found have numbers below 0, and are good
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror or str(error)
+        raise KvtoolError(f"cannot listen at {options.host}:{options.port}: {why.lower()}", hint) from error
 
 
 def address_of(bound: socket.socket, tls: bool) -> str:

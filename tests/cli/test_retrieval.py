@@ -68,6 +68,17 @@ def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
     assert row["chunks"][0]["keywords"][0] in shown
 
 
+def test_the_plan_says_what_came_without_a_word(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "one.md").write_text("# Watermill\n\nIts miller left notes.\n", encoding="utf-8")
+    (tmp_path / "docs" / "two.md").write_text("# Notes\n\nBeetles eat bark.\n", encoding="utf-8")
+    store = tmp_path / "store"
+    kvtool("ingest", tmp_path / "docs", "--store", store, "--model", tiny, *CHUNKS).fine()
+    found = kvtool("inspect", "plan", "Who was the miller?", "--store", store).fine().out.splitlines()
+    (row,) = [line for line in found if "two.md" in line]
+    assert row.rstrip().endswith("no word: by its title or by vectors")
+
+
 def test_vectors(tiny: Path, corpus: Path, tmp_path: Path, embedder: Path) -> None:
     """Made at ingest, remembered, kept up to date by an ingest that names no model, and used without being asked."""
     corpus = Path(shutil.copytree(corpus, tmp_path / "corpus"))

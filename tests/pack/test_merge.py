@@ -182,8 +182,9 @@ def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no store and no pack"):
         merge(path, [first, tmp_path / "nowhere"])
-    with pytest.raises(StoreNotFoundError):
+    with pytest.raises(StoreNotFoundError) as found:
         merge(path, [first, tmp_path / "empty"])
+    assert ".kvpack" in found.value.hint  # not how to make the store that it is merged into
     assert not path.exists()
     with pytest.raises(UsageError, match="is the store to merge into"):
         merge(parts / "whole", [parts / "whole"])

@@ -39,6 +39,18 @@ def test_values_by_name(url: str) -> None:
         assert again.get(["a/c/d-1"]) == [BIG]
 
 
+def test_a_path_for_a_url_is_answered_with_the_url_that_it_has(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no URL") as found:
+        open_blobs(str(tmp_path / "한글 %"))
+    (url,) = [word.rstrip(";") for word in found.value.hint.split() if word.startswith("file:")]
+    with closing(open_blobs(url)) as blobs:
+        blobs.put({"a": b"1"})
+    assert (tmp_path / "한글 %" / "a").read_bytes() == b"1"
+    with pytest.raises(UsageError, match="is no URL") as found:
+        open_blobs("user:secret@host")
+    assert "secret" not in found.value.message + found.value.hint
+
+
 def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
     with closing(open_blobs(url)) as one, closing(open_blobs(url)) as other:
         assert one.swap("head", None, b"1")

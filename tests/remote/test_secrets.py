@@ -220,7 +220,7 @@ def test_what_signs_an_address_is_shown_nowhere(work: Path, looked_at: list[Done
 
 def test_the_hint_that_shows_a_url_stays_whole() -> None:
     """It speaks of the `@` in a password, which must not be taken for one."""
-    done = kvtool("store", "push", "nonsense")
+    done = kvtool("store", "push", "redis:nonsense")
     assert done.code == 2
     assert "hint: in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///" in done.err
 

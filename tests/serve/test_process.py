@@ -63,7 +63,8 @@ def test_a_server_begins_answers_and_drains(store: Path, home: Path) -> None:
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        kvtool("serve", "--store", store, "--port", port).failed(1, "cannot listen at", "--port")
+        told = kvtool("serve", "--store", store, "--port", port).failed(1, "cannot listen at", "--port")
+    assert told.err.count(f"127.0.0.1:{port}") + told.err.count(f"{port})") == 1
 
 
 def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.survey import survey
 from kvtool.core.remote.transfer_report import TransferReport
 
+_SOURCES = "name folders of stores, or .kvpack files"
 _SECONDS = 600.0  # for a value to come off the disk
 
 
@@ -55,7 +56,7 @@ def merge(
 def _check(path: Path, source: Path) -> None:
     if not source.is_dir():
         if not source.is_file():
-            raise UsageError(f"there is no store and no pack at {source}", "name folders of stores, or .kvpack files")
+            raise UsageError(f"there is no store and no pack at {source}", _SOURCES)
         return
     here, there = (Path(os.path.realpath(place)) for place in (path, source))
     if here == there:
@@ -64,7 +65,11 @@ def _check(path: Path, source: Path) -> None:
         raise UsageError(f"the store to merge into would stand inside of {source}", "name another --store, beside it")
     if there.is_relative_to(here):
         raise UsageError(f"{source} stands inside of the store to merge into", "name another --store, beside it")
-    with Store.open(source) as store:
+    try:
+        opened = Store.open(source)
+    except StoreNotFoundError as error:  # its own hint is for the store of --store
+        raise StoreNotFoundError(error.message, _SOURCES) from None
+    with opened as store:
         if not store.manifest():
             raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 from kvtool.core.common.plugins import found
-from kvtool.core.common.urls import KINDS, SCHEME, for_people
+from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
 from kvtool.core.errors import UsageError
 from kvtool.core.remote.blobs import TIMEOUT, Blobs
 
@@ -27,11 +28,18 @@ def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
     """
     kind, mark, _ = url.partition("://")
     if not mark or not SCHEME.fullmatch(kind):
-        raise UsageError(f"{for_people(url)} is no URL of a shared store", _SUCH_AS)
+        raise UsageError(f"'{for_people(url)}' is no URL of a shared store", _way_to_a_url(url))
     try:
         return _opener(kind.lower())(url, timeout)
     except ValueError:  # what it says of the URL repeats parts of it, which may be those of a password
         raise UsageError(f"the URL {for_people(url)} cannot be read", _SUCH_AS) from None
+
+
+def _way_to_a_url(place: str) -> str:
+    """What to write instead of a place that is no URL: mostly it is the path of a folder."""
+    if is_url(place) or "@" in place or "\0" in place:  # something meant as a URL, with a password perhaps
+        return _SUCH_AS
+    return f"a folder is named by {Path(place).absolute().as_uri()}; others are such as redis://host:6379/0"
 
 
 def _opener(kind: str) -> Callable[[str, float], Blobs]:

@@ -16,6 +16,8 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 _ASKED = (*RETRIEVAL, "level", "max_loss", "ratio", "link_tokens", "defer", "defer_first")
 
+_WITHOUT_WORDS = "no word: by its title or by vectors"
+
 
 def plan(desk: Desk) -> Findings:
     """Lay a question's prompt out and tell what of it is cached, and how long each mode would take; runs no model."""
@@ -75,7 +77,7 @@ def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
         chunk["tokens"],
         chunk["status"],
         chunk["level"] or "-",
-        chunk.get("reason") or ", ".join(chunk["keywords"]),
+        chunk.get("reason") or ", ".join(chunk["keywords"]) or ("" if chunk["score"] is None else _WITHOUT_WORDS),
     )
 
 
