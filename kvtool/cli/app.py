@@ -231,7 +231,7 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
         return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
         return KvtoolError("interrupted", _LEFT.get(command, RESUME)), EXIT_INTERRUPTED
-    if isinstance(raised, Terminated):
+    if isinstance(raised, Terminated) or (isinstance(raised, SystemExit) and _SIGTERM_CAME.is_set()):
         return KvtoolError("terminated", _LEFT.get(command, RESUME)), EXIT_TERMINATED
     if isinstance(raised, SystemExit):
         return (KvtoolError(raised.code), EXIT_FAILED) if isinstance(raised.code, str) else None
@@ -275,6 +275,9 @@ def _debugging() -> bool:
 # Signals.
 
 
+_SIGTERM_CAME = threading.Event()  # Ray, where it waits, makes a SystemExit of its own of whatever a signal raises
+
+
 class Terminated(SystemExit):
     """SIGTERM, as an exception, so that every `finally` runs."""
 
@@ -289,6 +292,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
+    _SIGTERM_CAME.set()
     raise Terminated
 
 
@@ -297,6 +301,7 @@ def _signals() -> Iterator[None]:
     """Our handlers for as long as a command runs; a signal that was ignored at the start (`nohup`, `&`) stays so."""
     previous: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
+        _SIGTERM_CAME.clear()
         for number, handler in ((signal.SIGINT, _interrupt), (signal.SIGTERM, _terminate)):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 previous[number] = signal.signal(number, handler)

@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from subprocess import PIPE
 from typing import Annotated, Any
 
 import pytest
@@ -357,6 +358,7 @@ def probe(run: Run) -> None:
     finally:
         print("cleaned up", flush=True)
         if "stubborn" in sys.argv: time.sleep(60)
+        if "library" in sys.argv: sys.exit(1)
 sys.exit(app.main(["probe"]))
 """
 
@@ -378,6 +380,18 @@ def test_signals_clean_up_and_a_second_one_kills(number: signal.Signals, code: i
                 process.send_signal(number)
             assert process.wait(10) == (-number if stubborn else code)
             assert stubborn or process.stderr.read().startswith("error: ")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
+def test_a_library_that_ends_by_sigterm_itself_is_terminated() -> None:
+    """Ray, where it waits, ends with 1 whatever a handler raises."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPER, "library"], stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert err.startswith("error: terminated\n")
 
 
 def test_handlers_are_put_back() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.crew.cluster import check_there, share_of
+from kvtool.core.crew.cluster import check_there, connected, share_of
 from kvtool.core.crew.crew import Crew
 from kvtool.core.crew.options import CrewOptions
 from kvtool.core.crew.worker import Worker
@@ -37,6 +40,28 @@ def test_an_address_without_a_cluster_is_told_soon() -> None:
         with pytest.raises(KvtoolError, match="does not answer") as told:
             check_there(address)
         assert "--ray local" in told.value.hint
+
+
+def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once Ray is there, and while it starts."""
+    came = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        for comes in (False, True):
+
+            def init(comes: bool = comes, **options: object) -> None:
+                signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+                if comes:
+                    signal.raise_signal(signal.SIGTERM)
+
+            monkeypatch.setattr("ray.init", init)
+            with pytest.raises(SystemExit) if comes else contextlib.nullcontext():
+                connected("local")
+            assert signal.getsignal(signal.SIGTERM) is own
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,12 @@ def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_ctrl_c_of_a_terminal(tiny: Path, tmp_path: Path) -> None:
-    """It reaches all processes of the run at once: none is left, what was committed stays, the next run goes on."""
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
+    number: signal.Signals, word: str, tiny: Path, tmp_path: Path
+) -> None:
+    """The one reaches all processes of the run at once, the other the first alone: none is left, what was committed
+    stays, the next run goes on."""
     corpus, store, mark = write_corpus(tmp_path / "corpus", documents=200), tmp_path / "store", str(tmp_path)
     args = ("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
     far, own = command(*args, *WORKERS), environment(RUN_OF_A_TEST=mark)
@@ -100,15 +104,15 @@ def test_ctrl_c_of_a_terminal(tiny: Path, tmp_path: Path) -> None:
         try:
             wait_for_documents(store, 1, PATIENCE)
             assert running(mark, "ray::Worker")
-            os.killpg(child.pid, signal.SIGINT)
+            (os.killpg if number == signal.SIGINT else os.kill)(child.pid, number)
             out, err = child.communicate(timeout=PATIENCE)
             assert left_of(mark) == []
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-    assert child.returncode == 130, err
-    assert err.startswith("error: interrupted\nhint: what was committed stays; run the same command again")
-    assert '"exit_code": 130' in out
+    assert child.returncode == 128 + number, err
+    assert err.startswith(f"error: {word}\nhint: what was committed stays; run the same command again")
+    assert f'"exit_code": {128 + number}' in out
     kept = len(listing(store))
     assert 0 < kept < 200
     assert damages(store) == []

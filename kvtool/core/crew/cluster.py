@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,17 +71,36 @@ def connected(address: str) -> Any:
     """Ray itself, connected to a cluster. Raises KvtoolError."""
     ray = _ray()
     try:
-        ray.init(
-            address=address,
-            include_dashboard=False if address == LOCAL else None,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-        )
+        with _same_end():
+            ray.init(
+                address=address,
+                include_dashboard=False if address == LOCAL else None,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+            )
     except Exception as error:
         hint = _WHERE if address in (LOCAL, AUTO) else _TOKEN  # something listens there: `check_there` has seen it
         raise KvtoolError(f"Ray does not answer at {address!r}: {reason_of(error)}", hint) from error
     _quieten()
     return ray
+
+
+@contextmanager
+def _same_end() -> Iterator[None]:
+    """Keep what SIGTERM does, where it is something: Ray puts ends of its own in its place, and exits with 1 or 15."""
+    before, ended = signal.getsignal(signal.SIGTERM), None
+    is_kept = callable(before) and threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    except SystemExit as error:  # it came while Ray starts
+        ended = error
+    finally:
+        if is_kept:
+            signal.signal(signal.SIGTERM, before)
+    if ended is not None:
+        if is_kept:
+            signal.raise_signal(signal.SIGTERM)
+        raise ended
 
 
 def reason_of(error: Exception) -> str:
