@@ -10,6 +10,7 @@ import torch
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.model.decoder import Decoder
 from tests.codec import test_families
+from tests.families import tiny_model
 from tests.fusion import test_question
 from tests.fusion.making import BOS, CHUNKS, DEVICE, DTYPES, MOE, Case, idle, lossless, plain_model
 from tests.laws import (
@@ -80,7 +81,7 @@ def test_levels_are_within_the_error_that_they_state(name: str) -> None:
 def test_no_weight_of_what_it_sees_is_kept(name: str) -> None:
     whole, text = (
         sum(weight.numel() for weight in model.parameters())
-        for model in (plain_model(name, "float32"), text_of(name, "float32").decoder.model)
+        for model in (tiny_model(name, "float32"), text_of(name, "float32").decoder.model)
     )
     embedding = plain_model(name, "float32").get_input_embeddings().weight.numel()
     assert 2 * embedding < text < whole - 1000

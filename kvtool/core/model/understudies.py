@@ -81,8 +81,8 @@ PLAYED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "transformers.utils.chat_template_utils": _later(
         "transformers.utils.chat_template_utils",
         *("DocstringParsingException", "TypeHintParsingException", "_get_control_token_patterns"),
-        *("_get_template_literal_text", "encode_marked_chat", "get_json_schema", "mark_control_tokens"),
-        "render_jinja_template",
+        *("_get_template_literal_text", "_normalize_chat_messages", "encode_marked_chat", "get_json_schema"),
+        *("mark_control_tokens", "render_jinja_template"),
     ),
     "transformers.processing_utils": lambda: {"Unpack": typing.Unpack},
 }
