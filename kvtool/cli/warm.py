@@ -94,7 +94,7 @@ def _asked(run: Run, store: Store, journal: Path | None, reading: QueryOptions) 
         return Asked({chunk: warmth for chunk, warmth in store.warmth().items() if chunk in known})
     asked = read_asked(journal, store, Finder(store, run.out.warning), reading, time.time())
     if asked.passed:
-        run.out.status(f"{counted(asked.passed, 'line')} of {journal} passed over: nothing in them is asked for here")
+        run.out.status(f"{counted(asked.passed, 'line')} of {journal} passed over, by which nothing is asked for here")
     return asked
 
 

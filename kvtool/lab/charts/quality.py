@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvtool.core.common.sizes import counted
 from kvtool.lab.charts.page import Section, Table
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 from kvtool.lab.measure.trial import NO_CONTEXT
@@ -57,7 +58,7 @@ def _charts(value: Mapping[str, Any], about: str) -> str:
         for title, name, beside in (("KL of the answer, nats", "kl_answer", ()), ("F1", "f1", scores))
         if any(name in row for row in runs)
     ]
-    note = f"with 95 % intervals over {value['questions']} questions; hollow: a variant of the mode"
+    note = f"with 95 % intervals over {counted(value['questions'], 'question')}; hollow: a variant of the mode"
     title = f"Modes by how much they recompute: {about}"
     return line_charts(title, panels, "% of the cached tokens recomputed", note, "linear")
 

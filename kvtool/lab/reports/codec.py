@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvtool.core.common.sizes import counted
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
@@ -60,7 +61,7 @@ def _told(value: dict[str, Any]) -> Iterator[str | Table]:
             f"   values {sparkline(values)} up to {max(values):.1%}"
         )
     if "f1" in value["exact"]:
-        yield f"F1 from exact records: {value['exact']['f1']:.3f}, {value['questions']} questions"
+        yield f"F1 from exact records: {value['exact']['f1']:.3f}, {counted(value['questions'], 'question')}"
 
 
 REPORT = Report(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
@@ -75,7 +76,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
     from kvtool.lab.charts.quality import halves_table, halves_text, paired_table, paired_text, quality_table
 
     yield quality_table(value)
-    yield f"{value['questions']} questions, {read_at(value)}; in brackets the 95 % interval over questions"
+    yield f"{counted(value['questions'], 'question')}, {read_at(value)}; in brackets the 95 % interval over questions"
     if len(value["runs"]) > 1:
         yield paired_table(value)
         yield paired_text(value)
