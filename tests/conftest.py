@@ -54,6 +54,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def unpacked(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cache for all of a run's workers: to unpack the packaged model takes half a minute."""
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path_factory.getbasetemp().parent / "models"))
+
+
+@pytest.fixture
 def threads() -> Iterator[None]:
     """A test may set how many torch computes with."""
     import torch

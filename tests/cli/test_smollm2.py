@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.usefixtures("unpacked")]
 
 CORPUS = Path(__file__).parents[2] / "samples" / "corpus"
 QUESTION = "What is the larger reflector at the Kellhaven Observatory called by the people who work with it?"
@@ -19,9 +19,8 @@ FILES = ("places/kellhaven-observatory.md", "people/ilse-varnholt.md", "work/ull
 
 
 @pytest.fixture
-def run(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """kvtool as installed, on a store of its own; the model is converted once for all of a test run's workers."""
-    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path_factory.getbasetemp().parent / "models"))
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """kvtool as installed, on a store of its own."""
     monkeypatch.setenv("KVTOOL_STORE", str(tmp_path / "store"))
     command = Path(sys.executable).with_name("kvtool")
 
