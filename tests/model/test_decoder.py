@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.errors import ModelError
+from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.model.decoder import Decoder
-from tests.families import tiny_model
+from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+from tests.families import VOCAB, tiny_model
 
 
 def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
@@ -36,3 +37,14 @@ def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
     with pytest.raises(ModelError, match="positions"), torch.inference_mode():
         model(torch.tensor([[4, 5]]), past_key_values=cache)
     assert cache.buffers[0].length == 3
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_token_that_the_model_does_not_know_is_told(token: int) -> None:
+    """As a damaged store may give one: a GPU would end the process for it."""
+    model = tiny_model("llama")
+    decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
+    with pytest.raises(DamagedError, match=f"token {token} is none of the model's {VOCAB}"):
+        decoder.prefill([1, token, 3])
+    with pytest.raises(DamagedError, match="none of the model's"):
+        prefill_chunks(decoder, LeadIn(decoder, [1]), [PrefillItem((1, token))])

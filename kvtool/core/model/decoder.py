@@ -11,7 +11,7 @@ import torch
 
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.common.turns import Turns
-from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.between import giving_way
@@ -192,7 +192,7 @@ class Decoder:
         -------
         Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
-        return self.compute_there(self._there(tokens), rows, cache, keep, position_ids)
+        return self.compute_there(self.ids_there(tokens), rows, cache, keep, position_ids)
 
     @torch.inference_mode()
     def compute_there(
@@ -229,12 +229,24 @@ class Decoder:
         """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (lean := self.lean) is not None:
-                lean.walk(self._there(tokens), rows, cache, position_ids)
+                lean.walk(self.ids_there(tokens), rows, cache, position_ids)
             else:
-                self._run(self.base, self._there(tokens), rows, cache, position_ids)
+                self._run(self.base, self.ids_there(tokens), rows, cache, position_ids)
 
-    def _there(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Token ids on the device, int64 `[tokens]`."""
+    def ids_there(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Token ids on the device, int64 `[tokens]`.
+
+        Raises
+        ------
+        DamagedError : one is none of the model's: they may come from a store, and a GPU would not outlive it.
+        """
+        known = self.model.get_input_embeddings().num_embeddings
+        if tokens and not 0 <= min(tokens) <= max(tokens) < known:
+            wrong = next(token for token in tokens if not 0 <= token < known)
+            raise DamagedError(
+                f"token {wrong} is none of the model's {known:,}",
+                "`kvtool store verify`; where that finds nothing, the model's tokenizer is another's",
+            )
         return torch.tensor(list(tokens)).to(self.device, non_blocking=True)
 
     def _run(
@@ -273,7 +285,7 @@ class Decoder:
         cache.set_length(len(ids))
         rows = replace(Rows.of(torch.arange(len(ids)), self.device), stored=True)
         with out_of_memory_hint(len(ids)):
-            self._run(self.base, self._there(ids), rows, cache)
+            self._run(self.base, self.ids_there(ids), rows, cache)
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:

@@ -155,7 +155,7 @@ def prefill_chunks(
 
     with out_of_memory_hint(len(tokens)), suppress(_Done), passing(lambda: rows), giving_way(decoder.layers):
         decoder.base(
-            input_ids=torch.tensor([tokens], device=decoder.device),
+            input_ids=decoder.ids_there(tokens)[None],
             position_ids=positions[None],
             use_cache=True,
             rows=rows,
