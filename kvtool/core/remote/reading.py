@@ -137,5 +137,5 @@ def check_same_identity(mine: dict[str, object], other: dict[str, object], url: 
     if differs:
         raise StoreFormatError(
             f"the store at {url} was made with another {', '.join(differs)}",
-            "push to another place (another database, ?prefix= or folder), or ingest with the same settings",
+            "take another place (--store, or a database, ?prefix= or folder), or ingest with the same settings",
         )
