@@ -54,6 +54,10 @@ class SafeStream(io.TextIOBase):
         if self.stream is not None:
             self.stream.flush()
 
+    def close(self) -> None:
+        """Leave the stream open, and what is in it: who ends the process looks after both. Since Python 3.13 a flush that
+        fails when this is let go of would be told on standard error."""
+
 
 def _write_all(raw: io.RawIOBase, data: bytes) -> None:
     """Write to a stream without a buffer, as PYTHONUNBUFFERED has it: where a disk takes only a part, Python itself
